@@ -138,8 +138,36 @@ def test_clock_when_a_command_begins_again_then_its_last_line_counts_all_of_it(c
     first = WallClock()
     clock.at = 3.0
     first.add(Activity.COMPUTING, 2.0, 3.0)
-    second = WallClock(before=first.since_command())
+    second = first.again()
     clock.at = 7.0
     second.add(Activity.COMPUTING, 1.0, 7.0)
     assert second.split().wall_s == 4.0 and second.since_command().wall_s == 7.0
     assert second.since_command().seconds(Activity.COMPUTING) == 3.0
+
+
+def test_clock_when_a_run_goes_on_then_all_commands_and_all_tries_of_them_count_once(clock):
+    """What a try recorded before it was lost is part of the command, and is not added to it again."""
+    first = WallClock()
+    first.go_on_from(TimeSplit({Activity.COMPUTING: 10 * 10**9}))
+    clock.at = 3.0
+    recorded = first.of_run()
+    clock.at = 4.0
+    second = first.again()
+    second.go_on_from(recorded)
+    clock.at = 6.0
+    assert recorded.wall_s == 13.0 and second.of_run().wall_s == 16.0
+    new = WallClock()
+    new.go_on_from(None)
+    assert new.of_run().wall_s == 0.0
+
+
+def test_clock_when_stopped_then_what_is_under_way_counts_and_nothing_after(clock):
+    wall = WallClock()
+    with wall.spending(Activity.WRITING):
+        clock.at = 2.0
+        assert wall.split().seconds(Activity.WRITING) == 2.0
+        wall.stop()
+        clock.at = 5.0
+    wall.add(Activity.COMPUTING, 5.0, 5.0)
+    wall.stop()
+    assert wall.split().wall_s == wall.split().seconds(Activity.WRITING) == 2.0

@@ -108,20 +108,29 @@ class WallClock:
     def __init__(self, start_s: float | None = None, *, before: TimeSplit | None = None) -> None:
         """It starts at a moment of `time.perf_counter`, or now; `before`: what the command had taken by then."""
         self._before = before
+        self._earlier: TimeSplit | None = None
+        """What earlier commands took of the run; None: nobody has said so."""
         self._start = time.perf_counter_ns() if start_s is None else _ns(start_s)
         self._added_until = self._start
         self._added = TimeSplit(dict.fromkeys(Activity, 0))
         """What the time up to `_added_until` went on; a spell that is told later counts only from there."""
         self._spells: list[Spell] = []
+        self._under_way: list[tuple[Activity, int]] = []
+        self._end: int | None = None
+        """When it was stopped; None: it goes."""
         self._lock = threading.Lock()
 
     @contextmanager
     def spending(self, activity: Activity) -> Iterator[None]:
         """Counts the time of its body, however that ends."""
         begun = time.perf_counter_ns()
+        with self._lock:
+            self._under_way.append((activity, begun))
         try:
             yield
         finally:
+            with self._lock:
+                self._under_way.remove((activity, begun))
             self._add((activity, begun, time.perf_counter_ns()))
 
     def add(self, activity: Activity, seconds: float, ended_s: float) -> None:
@@ -132,17 +141,43 @@ class WallClock:
         """Counts all the time until now."""
         self._add((activity, self._start, time.perf_counter_ns()))
 
+    def stop(self) -> None:
+        """Counts nothing from now on, so that all who ask are told the same; once is enough."""
+        with self._lock:
+            if self._end is None:
+                self._end = time.perf_counter_ns()
+                self._spells += [(activity, begun, self._end) for activity, begun in self._under_way]
+
+    def again(self) -> WallClock:
+        """The clock of another try of the same command, which begins now."""
+        later = WallClock(before=self.since_command())
+        later._earlier = self._earlier
+        return later
+
+    def go_on_from(self, earlier: TimeSplit | None) -> None:
+        """Earlier commands took so much of the run; what was said first holds, for the file has grown since."""
+        if self._earlier is None:
+            self._earlier = earlier or TimeSplit({})
+
     def split(self) -> TimeSplit:
         """What the time from the start until now went on."""
         with self._lock:
-            return self._added + TimeSplit(partition(self._spells, self._added_until, time.perf_counter_ns()))
+            now = time.perf_counter_ns() if self._end is None else self._end
+            spells = [*self._spells, *((activity, begun, now) for activity, begun in self._under_way)]
+            return self._added + TimeSplit(partition(spells, self._added_until, now))
 
     def since_command(self) -> TimeSplit:
         """The same from when the command was given, which may have had to begin again."""
         return self.split() if self._before is None else self._before + self.split()
 
+    def of_run(self) -> TimeSplit:
+        """The same with what earlier commands took of the run."""
+        return self.since_command() if self._earlier is None else self._earlier + self.since_command()
+
     def _add(self, spell: Spell) -> None:
         with self._lock:
+            if self._end is not None:
+                return
             self._spells.append(spell)
             if len(self._spells) > MOST_SPELLS:
                 self._add_up()

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from weft.cost.rows import capacities
 from weft.demo.skills import SKILLS
 from weft.engine import engine as engine_module
 from weft.engine.events import StepDone
+from weft.report import readable
 from weft.report.live import LiveTable
 
 
@@ -38,6 +40,28 @@ def write_jobs(folder: Path, *, broken: bool) -> None:
 
 def state(job: str) -> str:
     return json.loads(Path("out", job, "status.json").read_text())["state"]
+
+
+def told_s(out: str) -> float:
+    """The seconds of the last line of a command."""
+    found = re.search(r"^time      ([\d.]+) s: ", out, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def test_report_when_a_run_was_resumed_then_counts_what_all_commands_have_told(weft, tmp_path, monkeypatch):
+    """To the end of each, with its report; what differs is rounded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("weft.cli.train.process_start_s", time.perf_counter)
+    write_jobs(tmp_path, broken=True)
+    first = weft("train", "jobs.yaml", "--out", "out", "--keep-going").out
+    (line,) = [line for line in first.splitlines() if line.startswith("time ")]
+    assert line in weft("report", "out").out.splitlines()
+    write_jobs(tmp_path, broken=False)
+    second = weft("train", "jobs.yaml", "--out", "out", "--resume").out
+    spent_s = json.loads(Path("out/time.json").read_text())["wall_s"]
+    assert spent_s == pytest.approx(told_s(first) + told_s(second), abs=0.11)
+    assert f"{readable.duration(spent_s)} from the command" in Path("out/report.html").read_text(encoding="utf-8")
 
 
 def test_resume_when_a_job_set_aside_for_its_data_is_mended_then_it_is_trained(weft, tmp_path, monkeypatch):

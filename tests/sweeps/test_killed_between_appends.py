@@ -71,7 +71,7 @@ def keep_copies(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[int], bool]) 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_sweep_when_killed_between_two_appends_then_ends_as_the_unbroken_one(settings, monkeypatch, name):
     """Trials whose checkpoints are at different steps decide nothing else than they would have side by side."""
-    monkeypatch.setattr(api, "write_sweep_report", lambda path, board, info: None)
+    monkeypatch.setattr(api, "write_sweep_report", lambda path, board, info, time: None)
     given = settings(**SWEEPS[name], job=JOB)
     with monkeypatch.context() as patch:
         copies = keep_copies(patch, lambda call: call % EVERY == 3)

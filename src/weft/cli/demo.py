@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,7 @@ def demo(
 ) -> None:
     """Train several adapters together on a small backbone and see what they learnt."""
     from weft.backbone.source import find_source
-    from weft.cli.watch import conclude, follow, tell_time
+    from weft.cli.watch import conclude, follow, settle, tell_time
     from weft.demo import demo_run as steps
     from weft.engine.train import prepare_run
     from weft.report.page import ReportExtra, SkillGain
@@ -45,9 +46,10 @@ def demo(
                 before = steps.ask(run, out, trained=False)
         console.print(f"{num_skills} adapters learn {num_skills} skills together on one frozen {model}")
         states, stopped = follow(run, directory, console)
+        time = partial(settle, wall, directory)
         if stopped or set(states.values()) != {"succeeded"}:
             with wall.spending(Activity.WRITING):
-                conclude(out, console)
+                conclude(out, console, time=time)
             tell_time(wall, console)
             raise typer.Exit(130 if stopped else 1)
         with console.status("asking the adapters, then training each alone for a few steps to compare"):
@@ -55,18 +57,17 @@ def demo(
                 after = steps.ask(run, out, trained=True)
             with wall.spending(Activity.COMPUTING):
                 speed = steps.measure_speed(run)
-            directory.write_time(steps.engine_of(run).time_split)
-    console.print(_skills(before, after))
-    console.print()
-    extra = ReportExtra(
-        title="What the adapters learnt",
-        paragraph="Exact match on prompts held out from training, of the bare backbone and of each adapter.",
-        skills=[SkillGain(name, before[name], after[name]) for name in before],
-        facts=[("speed-up over one by one", f"{speed.factor:.1f}x")],
-        speeds=[("together", speed.together), ("one by one", speed.one_by_one)],
-    )
-    with wall.spending(Activity.WRITING):
-        conclude(out, console, extra)
+        console.print(_skills(before, after))
+        console.print()
+        extra = ReportExtra(
+            title="What the adapters learnt",
+            paragraph="Exact match on prompts held out from training, of the bare backbone and of each adapter.",
+            skills=[SkillGain(name, before[name], after[name]) for name in before],
+            facts=[("speed-up over one by one", f"{speed.factor:.1f}x")],
+            speeds=[("together", speed.together), ("one by one", speed.one_by_one)],
+        )
+        with wall.spending(Activity.WRITING):
+            conclude(out, console, extra, time=time)
     tell_time(wall, console)
     console.print(
         f"speed     {speed.together:,.0f} tokens/s together, {speed.one_by_one:,.0f} one by one: "

@@ -242,7 +242,7 @@ def _sweep(order: Order, console: Console) -> int:
         def attempt(is_later: bool) -> int | None:
             if not is_later:
                 return _sweep_in(folder, order, console, begun_s, wall)
-            clocks.append(WallClock(before=clocks[-1].since_command()))
+            clocks.append(clocks[-1].again())
             return _sweep_again(folder, order, console, clocks[-1])
 
         code = attempt(False) if order.layout.stages is None else through_losses(attempt, tell)

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -181,7 +182,7 @@ def _train_through(
 
     def attempt(is_later: bool) -> int:
         if is_later:
-            clocks.append(WallClock(before=clocks[-1].since_command()))
+            clocks.append(clocks[-1].again())
         resumes = RunDirectory.holds_run(out) if is_later else resume
         return _train(order, out, console, resume=resumes, place=place, wall=clocks[-1])
 
@@ -190,7 +191,7 @@ def _train_through(
 
 def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl, wall: WallClock) -> int:
     """Runs or resumes in a directory, which its owner knows as `place`; returns the exit code."""
-    from weft.cli.watch import conclude, follow, tell_time
+    from weft.cli.watch import conclude
     from weft.store.run_dir import RunDirectory
 
     RunDirectory.check(out, resume=resume)
@@ -210,25 +211,33 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Pa
                 console.print(f"takes over  {changes}", markup=False, highlight=False, soft_wrap=True)
             run = _prepare(order, console, plan.done, clock_of(directory.read_run()), wall)
             check_same_data(run, directory)
-            states, stopped = follow(run, directory, console, place)
-            directory.check_owned()
-            code = _failures(order, directory)
-    else:
-        run = _prepare(order, console, wall=wall)
-        with RunDirectory.open(out, resume=False) as directory:
-            states, stopped = follow(run, directory, console, place)
-            directory.check_owned()
-            code = _failures(order, directory)
+            return _train_in(directory, order, run, console, place=place, wall=wall)
+    run = _prepare(order, console, wall=wall)
+    with RunDirectory.open(out, resume=False) as directory:
+        return _train_in(directory, order, run, console, place=place, wall=wall)
+
+
+def _train_in(
+    directory: RunDirectory, order: Order, run: PreparedRun, console: Console, *, place: Path | RunUrl, wall: WallClock
+) -> int:
+    """Trains what is prepared and concludes it; returns the exit code."""
+    from weft.cli.watch import conclude, follow, settle, tell_time
+
+    states, stopped = follow(run, directory, console, place)
+    directory.check_owned()
+    code = _failures(order, directory)
     run.engine.close()
     paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     try:
         with wall.spending(Activity.WRITING):
-            conclude(out, console, live=run.engine.jobs, place=place)
+            time = partial(settle, wall, directory)
+            conclude(directory.path, console, live=run.engine.jobs, place=place, time=time)
     except StorageError as error:
         # A disk that has no room for a job's files has none for a report about it.
         if not paused:
             raise
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
+    settle(wall, directory)
     tell_time(wall, console)
     if stopped and {"paused", "queued"} & set(states.values()):
         again = order.said.again(place, *(["--keep-going"] if order.keep_going else []))

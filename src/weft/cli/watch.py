@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from weft.errors import MissingExtraError
+from weft.errors import MissingExtraError, StorageError
 from weft.report import readable
 from weft.report.live import LiveTable, summary_table
 from weft.report.page import ReportExtra, write_report
 from weft.report.read_run import read_run
 from weft.report.run_data import JobReport
 from weft.report.trackers import open_trackers
-from weft.wall_clock import WallClock
+from weft.wall_clock import TimeSplit, WallClock
 
 if TYPE_CHECKING:
     from weft.engine.events import Event
@@ -113,6 +113,7 @@ def conclude(
     extra: ReportExtra | None = None,
     live: Mapping[str, RunJob] = MappingProxyType({}),
     place: object = None,
+    time: Callable[[], TimeSplit] | None = None,
 ) -> None:
     """Writes report.html and says how it went and where everything is.
 
@@ -124,12 +125,21 @@ def conclude(
     console.print(summary_table(jobs))
     console.print()
     try:
-        page = write_report(directory, extra=extra)
+        page = write_report(directory, extra=extra, time=time)
         console.print(f"report    {place}/{page.name}", markup=False, soft_wrap=True)
     except MissingExtraError as error:
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     if any(directory.glob("*/adapter")):
         console.print(f"adapters  {place}/<job>/adapter/", markup=False, soft_wrap=True)
+
+
+def settle(wall: WallClock, directory: RunDirectory) -> TimeSplit:
+    """Stops the clock, and records what the run has taken over all sessions, for its report and for the next one."""
+    wall.stop()
+    # A disk that is full is told of where a job's files cannot be written.
+    with suppress(StorageError):
+        directory.write_time(wall.of_run())
+    return wall.of_run()
 
 
 def tell_time(wall: WallClock, console: Console) -> None:

@@ -37,8 +37,6 @@ class RunRecorder:
     def __init__(self, executor: Executor, room: CapacityLimit, wall: WallClock) -> None:
         self.run_dir: RunDirectory | None = None
         self._wall = wall
-        self._earlier = TimeSplit({})
-        """What earlier sessions of the run spent."""
         self._time_due_s = 0.0
         """When time.json is to be written again, by `time.perf_counter`."""
         self.files = JobFiles(executor)
@@ -52,12 +50,12 @@ class RunRecorder:
     def keep_in(self, directory: RunDirectory) -> None:
         """Writes there from now on, and goes on from what is there."""
         self.run_dir = directory
-        self._earlier = directory.read_time() or TimeSplit({})
+        self._wall.go_on_from(directory.read_time())
 
     @property
     def time_split(self) -> TimeSplit:
         """Where the wall clock of the run went so far, over all its sessions."""
-        return self._earlier + self._wall.split()
+        return self._wall.of_run()
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -94,7 +94,6 @@ class ReplicatedEngine:
         self._weights = tenant_weights or {}
         self._ranks = ranks
         self._directory: RunDirectory | None = None
-        self._earlier = TimeSplit({})
         """What sessions before this one spent."""
         self._untold: deque[ToldEvent] = deque()
         self._is_stale = True
@@ -159,7 +158,7 @@ class ReplicatedEngine:
         StorageError if a rank does not see the directory, such as one on a machine that does not share it.
         """
         self._directory = directory
-        self._earlier = directory.read_time() or TimeSplit({})
+        self.timeline.wall.go_on_from(directory.read_time())
         for rank in self._ranks.loaded:
             self._open_directory(rank)
             opened = self._await_report(rank, DirectoryOpened)
@@ -198,7 +197,7 @@ class ReplicatedEngine:
     @property
     def time_split(self) -> TimeSplit:
         """Where the wall clock of the run went so far, over all its sessions."""
-        return self._earlier + self.timeline.wall.split()
+        return self.timeline.wall.of_run()
 
     def _tell(self, told: ToldEvent) -> Iterator[Event]:
         """Tells something, unless it is of a job that its owner has forgotten."""

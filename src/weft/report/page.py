@@ -7,8 +7,8 @@ through `json_for_script`; the page's own policy forbids it to load anything fro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from weft.report.run_data import JobReport, RunData
 from weft.report.time_charts import drawn_microbatches
 from weft.report.time_parts import time_parts
 from weft.store.atomic import write_file
+from weft.wall_clock import TimeSplit
 
 STATE_ORDER = ("running", "paused", "queued", "succeeded", "failed", "cancelled", "unknown")
 
@@ -52,21 +53,27 @@ class ReportExtra:
     speeds_unit: str = "tokens/s"
 
 
-def write_report(run_dir: Path, *, extra: ReportExtra | None = None) -> Path:
-    """Writes `report.html` into the run directory and returns its path."""
+def write_report(
+    run_dir: Path, *, extra: ReportExtra | None = None, time: Callable[[], TimeSplit] | None = None
+) -> Path:
+    """Writes `report.html` into the run directory and returns its path.
+
+    `time`: asked last for what the run has taken, if that is not yet on record: drawing takes time as well.
+    """
     run = read_run(Path(run_dir))
-    page = render(run, extra)
+    page = render(run, extra, time)
     path = run.path / "report.html"
     write_file(path, page)
     return path
 
 
-def render(run: RunData, extra: ReportExtra | None = None) -> str:
+def render(run: RunData, extra: ReportExtra | None = None, time: Callable[[], TimeSplit] | None = None) -> str:
     """The page as text."""
     plotly = packed_plotly()  # a missing plotly is reported before any work
     environment = templates()
     charts = draw_charts(run)
     shown, total = len(drawn_microbatches(run)), len(run.microbatches)
+    run = run if time is None else replace(run, time=time())
     recorded = "passes of microbatches" if run.is_staged else "recorded microbatches"
     return environment.get_template("page.html").render(
         run=run,

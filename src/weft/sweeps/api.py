@@ -42,7 +42,7 @@ from weft.sweeps.search.samplers import make_sampler, sampler_name
 from weft.sweeps.solo_baseline import can_be_alone, one_by_one_seconds
 from weft.sweeps.sweep_engine import SweepEngine
 from weft.sweeps.trial_loop import SweepRun
-from weft.wall_clock import Activity, WallClock
+from weft.wall_clock import Activity, TimeSplit, WallClock
 
 OpenSweepEngine = Callable[
     [SweepSpec, Sequence[JobSpec], WallClock | None], tuple[SweepSpec, SweepEngine, tuple[str, ...]]
@@ -248,21 +248,30 @@ def open_run(
 
 def conclude(run: SweepRun) -> SweepResult:
     """Measures what one by one would have taken, writes the report, and returns what was found."""
-    ledger, wall = run.ledger, run.context.engine.timeline.wall
+    ledger, engine = run.ledger, run.context.engine
+    wall = engine.timeline.wall
     ledger.stop_clock()
-    if run.context.spec.compare_speed and not run.is_out_of_time and can_be_alone(run.context.engine):
+    if run.context.spec.compare_speed and not run.is_out_of_time and can_be_alone(engine):
         # A sweep that only had to be looked at again keeps what was measured then.
         with wall.spending(Activity.COMPUTING):
             ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds
-        # That took time as well; a sweep that goes on adds up what is recorded.
-        run.context.directory.write_time(run.context.engine.time_split)
     ledger.write(at_once=True)
-    board, no_report = ledger.board(), ""
+    no_report = ""
+
+    def settle() -> TimeSplit:
+        wall.stop()
+        return engine.time_split
+
     try:
         with wall.spending(Activity.WRITING):
-            write_sweep_report(run.context.folder / REPORT, board, read_info(run.context.directory.path))
+            info = read_info(run.context.directory.path)
+            write_sweep_report(run.context.folder / REPORT, ledger.board(), info, settle)
     except MissingExtraError as error:
         no_report = str(error)
+    # All of that took time as well; a sweep that goes on adds up what is recorded.
+    run.context.directory.write_time(settle())
+    ledger.write(at_once=True)
+    board = ledger.board()
     return SweepResult(ledger.best, ledger.trials, board["trials"], run.context.folder, no_report)
 
 

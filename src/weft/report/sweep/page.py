@@ -7,7 +7,8 @@ too. All text of users goes through the template's autoescape or, inside the dat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,32 @@ from weft.report.sweep.params import Axis, param_names, value_label, varied_axes
 from weft.report.time_charts import GREY
 from weft.report.time_parts import time_parts
 from weft.store.atomic import write_file
+from weft.wall_clock import TimeSplit
 
 SAVED_COLOUR = "transparent"
 ADAPTIVE_NOTE = "The sampler chose later trials by earlier ones, so parameters may have moved together."
 
 
-def write_sweep_report(path: Path, board: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-    """Writes the page about a leaderboard to `path`, whole or not at all; `info`: what run.json tells of its trials."""
+def write_sweep_report(
+    path: Path, board: Mapping[str, Any], info: Mapping[str, Any], time: Callable[[], TimeSplit] | None = None
+) -> None:
+    """Writes the page about a leaderboard to `path`, whole or not at all; `info`: what run.json tells of its trials.
+
+    `time`: asked last for what the sweep has taken, if the leaderboard does not know it yet.
+    """
     path = Path(path)
-    write_file(path, render_sweep(read_board(board), info, name=path.resolve().parent.name))
+    write_file(path, render_sweep(read_board(board), info, time, name=path.resolve().parent.name))
 
 
-def render_sweep(board: Board, info: Mapping[str, Any], *, name: str) -> str:
+def render_sweep(
+    board: Board, info: Mapping[str, Any], time: Callable[[], TimeSplit] | None = None, *, name: str
+) -> str:
     """The page as text."""
     plotly = packed_plotly()  # a missing plotly is reported before any work
     environment = templates()
     charts = draw_sweep_charts(board)
     axes = varied_axes(board)
+    board = board if time is None else replace(board, time=time())
     return environment.get_template("sweep.html").render(
         name=name,
         board=board,
