@@ -64,6 +64,17 @@ def test_report_when_a_run_was_resumed_then_counts_what_all_commands_have_told(w
     assert f"{readable.duration(spent_s)} from the command" in Path("out/report.html").read_text(encoding="utf-8")
 
 
+def test_train_when_its_lines_are_wider_than_what_reads_them_then_each_is_whole(weft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=False)
+    words = ("train", "jobs.yaml", "device=cpu", "--dry-run")
+    monkeypatch.setenv("COLUMNS", "1000")
+    wide = [line for line in weft(*words).out.splitlines() if line.startswith(("backbone ", "kernels ", "capacity "))]
+    monkeypatch.setenv("COLUMNS", "20")
+    narrow = weft(*words).out.splitlines()
+    assert len(wide) == 3 and all(line in narrow for line in wide)
+
+
 def test_resume_when_a_job_set_aside_for_its_data_is_mended_then_it_is_trained(weft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_jobs(tmp_path, broken=True)

@@ -301,17 +301,16 @@ def _prepare(
         undo.pop_all()
     facts = run.engine.executor.facts
     stored = facts.storage if spec.quantize != "none" else facts.dtype
-    console.print(f"backbone  {spec.base_model} on {facts.device}, {stored}", markup=False, highlight=False)
-    if places is not None:
-        console.print(f"replicas  {places.number}, {places.manner}", markup=False, highlight=False)
-    console.print(f"kernels   {facts.kernels}", markup=False, highlight=False)
-    console.print(f"capacity  {run.spec.capacity:,} tokens a microbatch", markup=False, highlight=False)
-    for note in run.notes:
-        _note(console, note)
-    for name, data in run.data.items():
-        console.print(
-            f"data      {name}: {data.train.summary.describe()}", markup=False, highlight=False, soft_wrap=True
-        )
+    lines = [
+        f"backbone  {spec.base_model} on {facts.device}, {stored}",
+        *([] if places is None else [f"replicas  {places.number}, {places.manner}"]),
+        f"kernels   {facts.kernels}",
+        f"capacity  {run.spec.capacity:,} tokens a microbatch",
+        *(f"note      {note}" for note in run.notes),
+        *(f"data      {name}: {data.train.summary.describe()}" for name, data in run.data.items()),
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return run
 
 
@@ -368,7 +367,7 @@ def _show_plan(
         _note(console, note)
     console.print("\n".join(_figures(plan, layout)), highlight=False, soft_wrap=True)
     for name, error in run.failed.items():
-        console.print(f"{name}: would fail: {error}", style="red", markup=False)
+        console.print(f"{name}: would fail: {error}", style="red", markup=False, soft_wrap=True)
 
 
 def _figures(plan: Preview, layout: LayoutOption | None) -> list[str]:

@@ -88,7 +88,7 @@ def follow(
     name = run.spec.run_name or directory.path.resolve().name
 
     def warn(message: str) -> None:
-        console.print(f"warning: {message}", style="yellow", markup=False)
+        console.print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)
 
     stop = StopRequest(console)
     trackers = open_trackers(run.spec.report_to, directory.path, name, warn=warn)

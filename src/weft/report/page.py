@@ -103,7 +103,7 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     fill = sum(span.tokens for span in run.microbatches) / rows if rows else None
     tiles = [
         ("jobs", str(len(run.jobs)), ", ".join(f"{states[state]} {state}" for state in ordered)),
-        ("time", readable.duration(run.seconds), ""),
+        ("time", readable.duration(run.seconds), "of training"),
         ("trained", readable.count(run.trained_tokens), "tokens"),
         ("throughput", readable.rate(run.tokens_per_s), "tokens/s over all jobs"),
     ]
