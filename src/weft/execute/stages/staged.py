@@ -1,8 +1,7 @@
 """The executor of one or more replicas whose layers are divided into stages.
 
 It holds no tensor of a model: it asks all stages, and puts together what they answer, so that checkpoints and adapters
-are those of one device. A job whose sums are free is on every replica, whose adapters stay equal; any other is at home
-on one, and moves with all its state where a program has it run on another.
+are those of one device. Which replicas have a job, `staged_jobs.py` knows.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from weft.adapters.method import ModuleTensors
 from weft.backbone.ahead.compile_ahead import CompileAhead
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.tokens.new_tokens import with_new_tokens
-from weft.errors import ConfigError, JobError, StorageError
+from weft.errors import ConfigError, StorageError
 from weft.execute.protocol import (
     AdapterWork,
     AddedJob,
@@ -35,7 +33,6 @@ from weft.execute.protocol import (
     OutcomeT,
     ReplicaLostError,
     ReplicaMemory,
-    ReplicaMemoryError,
     RestWork,
     StagedOutcome,
     StagedWork,
@@ -44,42 +41,19 @@ from weft.execute.protocol import (
     TrialRun,
     Work,
 )
-from weft.execute.stages.find_start import find_start
-from weft.execute.stages.gradient import JobShare
 from weft.execute.stages.interpreter import StageOutcome
-from weft.execute.stages.refusals import refuse_cut, refuse_unlike
+from weft.execute.stages.refusals import refuse_cut
 from weft.execute.stages.routes import StepOrders
 from weft.execute.stages.stage_group import StageGroup
+from weft.execute.stages.staged_jobs import StagedJobs
 from weft.execute.stages.stages_together import facts_of, program_outcome
-from weft.execute.stages.state_parts import cut_state, join_state
+from weft.execute.stages.state_parts import join_state
 from weft.inference.answers import Answer, refuse_long, worded
 from weft.plan.layout import copies
-from weft.plan.program import Program, Step
+from weft.plan.program import Program
 from weft.spec import AdapterSpec
 from weft.store.checkpoint import Checkpoint, save_checkpoint
 from weft.store.peft_files import write_adapter
-
-
-@dataclass
-class _StagedJob:
-    """A job, and what each stage holds of it."""
-
-    given: NewJob
-    shares: dict[int, list[JobShare]]
-    """By the replicas that have it."""
-    left_over: set[int] = field(default_factory=set)
-    """Replicas that hold something of it and are not its home: it is on its way to them, or has just left them."""
-    has_seat: bool = False
-    is_unseen: bool = False
-    """Its start is to be found in its data, which nobody has looked at."""
-
-    @property
-    def home(self) -> int:
-        """The replica that is asked about it: what others have is equal."""
-        if not self.shares:
-            found = "had ended when its replica was lost; what it became is in its files."
-            raise JobError(found, where=self.given.spec.name)
-        return min(self.shares)
 
 
 class StagedExecutor:
@@ -109,7 +83,7 @@ class StagedExecutor:
         self._copies = copies(len(self._replicas), shards)
         """Replicas of which none works while those that share its frozen weights do not."""
         self.facts = facts_of(stages.ask("facts"), self._replicas, shards)
-        self._jobs: dict[str, _StagedJob] = {}
+        self._jobs = StagedJobs(stages, self._replicas, self._copies)
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
         self._orders = StepOrders()
@@ -172,60 +146,43 @@ class StagedExecutor:
         return self._compiling_s
 
     def add(self, job: NewJob) -> AddedJob:
-        """Makes a job's shares, on all replicas or on the one where the least is trained so far."""
-        name = job.spec.name
+        """Makes a job's shares."""
         refuse_cut(job.spec, self.stages.replica_sizes)
-        where = range(len(self._replicas)) if job.spec.sums == "free" else [self._emptiest()]
-        shares = self._place(job, where)
-        self._jobs[name] = _StagedJob(job, shares, is_unseen=job.spec.adapter.eva is not None)
-        own = shares[min(shares)]
+        own = self._jobs.add(job)
         num_trained = sum(share.run_of(group) for share in own for group in share.trained)
         return AddedJob(num_trained, "", sum(s.num_compared for s in own))
 
     def drop(self, job: str) -> None:
         """Forgets a job."""
-        self._ask("drop", job)
-        del self._jobs[job]
+        self._jobs.drop(job)
 
     def seat(self, job: str) -> None:
         """Takes a slot for a job on every stage that has a share, or on none."""
-        try:
-            if self._jobs[job].is_unseen:
-                homes = self._jobs[job].shares.keys()
-                owners = [[self._replicas[k] for k in own] for own in self._copies if homes & {*own}]
-                find_start(self.stages, owners, job)
-                self._jobs[job].is_unseen = False
-            self._ask("seat", job)
-        except ReplicaMemoryError:
-            self._ask("unseat", job)
-            raise
-        self._jobs[job].has_seat = True
+        self._jobs.seat(job)
 
     def unseat(self, job: str) -> None:
         """Frees a job's slots."""
-        self._ask("unseat", job)
-        self._jobs[job].has_seat = False
+        self._jobs.unseat(job)
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives every stage its part of a job's state."""
-        self._jobs[job].is_unseen = False
-        self._restore(job, self._jobs[job].shares, tensors)
+        self._jobs.restore(job, tensors)
 
     def rewind(self, job: str) -> None:
         """Forgets the gradients of a job's current global batch."""
-        self._ask("rewind", job)
+        self._jobs.ask("rewind", job)
 
     def keep_best(self, job: str) -> None:
         """Keeps a copy of a job's weights as the best so far."""
-        self._ask("keep_best", job)
+        self._jobs.ask("keep_best", job)
 
     def use_best(self, job: str) -> None:
         """Puts the copy that was kept into the adapter, if there is one."""
-        self._ask("use_best", job)
+        self._jobs.ask("use_best", job)
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
         """The adapter's tensors of a job by module path."""
-        return _merged(self._ask_home("adapter_of", job))
+        return _merged(self._jobs.ask_home("adapter_of", job))
 
     def target_names(self, job: str) -> list[str]:
         """The adapted modules in the words of PEFT's target_modules."""
@@ -262,20 +219,8 @@ class StagedExecutor:
         # Until the end: should another one be lost meanwhile, these jobs are still to be told of.
         self._unsure |= {*anew}
         self._orders = StepOrders()
-        lost = [name for name, job in self._jobs.items() if job.shares.keys() & self._unsure]
-        for name in lost:
-            job = self._jobs[name]
-            job.left_over |= job.shares.keys()
-            job.has_seat = False
-            job.is_unseen = job.given.spec.adapter.eva is not None
-        for name, job in self._jobs.items():
-            job.left_over -= {*anew}
-            self._clear(name)
-        for name in lost:
-            if name not in ended:
-                self._jobs[name].shares = self._place(self._jobs[name].given, sorted(self._jobs[name].shares))
-        for name in {*lost} & {*ended}:
-            self._jobs[name].shares = {}
+        lost = self._jobs.on(self._unsure)
+        self._jobs.remake(lost, anew, ended)
         self._unsure = set()
         return lost
 
@@ -300,13 +245,13 @@ class StagedExecutor:
                 number = self.stages.append(told, work.lists, self._orders.due(work.lists))
                 return lambda: self._run_program(work, lambda: self.stages.outcomes(number))
             case MoveWork(program):
-                self._bring_home(program)
+                self._jobs.bring_home(program)
                 done = None
             case RestWork(lists):
                 self.stages.go_on(lists, self._orders.due(lists))
                 done = None
             case StagedWork():
-                self._bring_home(work.program)
+                self._jobs.bring_home(work.program)
                 told = dataclasses.replace(work, hears=self._hears(work.program))
                 done = self._run_program(work, lambda: self.stages.ask("run", told))
             case EvaluationWork():
@@ -314,7 +259,7 @@ class StagedExecutor:
             case AnswersWork():
                 done = self._answer(work)
             case StateWork(name):
-                done = join_state(self._ask_home("tensors", name))
+                done = join_state(self._jobs.ask_home("tensors", name))
             case CheckpointWork() | AdapterWork():
                 return _kept(lambda: self._write(work))
             case _:
@@ -334,87 +279,9 @@ class StagedExecutor:
             loss = error
         answers: Mapping[int, StageOutcome] = loss.answers
         self._unsure |= {k for k, devices in enumerate(self._replicas) if not answers.keys() >= {*devices}}
-        loss.jobs = {name for name, job in self._jobs.items() if job.shares.keys() & self._unsure}
+        loss.jobs = {*self._jobs.on(self._unsure)}
         whole = [answers[device] for k, own in enumerate(self._replicas) if k not in self._unsure for device in own]
         return dataclasses.replace(program_outcome(work, whole), loss=loss)
-
-    def _place(self, job: NewJob, replicas: Iterable[int]) -> dict[int, list[JobShare]]:
-        """Makes a job's shares on some replicas; what cannot be leaves nothing behind."""
-        name, where = job.spec.name, list(replicas)
-        devices = [device for replica in where for device in self._replicas[replica]]
-        try:
-            found = dict(zip(devices, self.stages.ask_each("add", dict.fromkeys(devices, (job,))), strict=True))
-            shares = {replica: [found[device] for device in self._replicas[replica]] for replica in where}
-            for own in shares.values():
-                refuse_unlike(own)
-        except Exception:
-            self.stages.ask_each("drop", dict.fromkeys(devices, (name,)))
-            raise
-        known = {replica: [dataclasses.replace(share, shared={}) for share in own] for replica, own in shares.items()}
-        self.stages.ask_each("know_shares", dict.fromkeys(devices, (name, known)))
-        return shares
-
-    def _restore(self, job: str, where: Mapping[int, Sequence[JobShare]], tensors: Mapping[str, torch.Tensor]) -> None:
-        given: dict[int, tuple[Any, ...]] = {}
-        for replica, shares in where.items():
-            parts = cut_state(tensors, shares)
-            given |= {device: (job, part) for device, part in zip(self._replicas[replica], parts, strict=True)}
-        self.stages.ask_each("restore", given)
-
-    def _emptiest(self) -> int:
-        """The replica with the fewest trained numbers for each of its stages."""
-        counts = [0.0] * len(self._replicas)
-        for job in self._jobs.values():
-            for replica, shares in job.shares.items():
-                counts[replica] += sum(share.num_trained for share in shares) / len(shares)
-        return counts.index(min(counts))
-
-    def _bring_home(self, program: Program) -> None:
-        """Moves every job that a program runs on another replica than the one it is at home on."""
-        homes = {
-            i.job: replica
-            for replica, devices in enumerate(self._replicas)
-            for i in program.stages[devices.start]
-            if isinstance(i, Step)
-        }
-        for name, home in homes.items():
-            if home not in self._jobs[name].shares:
-                self._move(name, home)
-
-    def _move(self, name: str, home: int) -> None:
-        """Moves a job with all its state.
-
-        It leaves the replica that it was on when it is whole on the other: one of the two has it at any moment.
-        """
-        job = self._jobs[name]
-        tensors = join_state(self._ask_home("tensors", name))
-        job.left_over = {home}
-        try:
-            shares = self._place(job.given, [home])
-            self._restore(name, shares, tensors)
-            if job.has_seat:
-                self.stages.ask_each("seat", dict.fromkeys(self._replicas[home], (name,)))
-        except Exception:
-            self._clear(name)
-            raise
-        job.left_over, job.shares = {*job.shares}, shares
-        self._clear(name)
-
-    def _clear(self, name: str) -> None:
-        """Takes a job off replicas that are not its home; where one is gone, `recover` does."""
-        job = self._jobs[name]
-        devices = [device for replica in sorted(job.left_over) for device in self._replicas[replica]]
-        self.stages.ask_each("remove", dict.fromkeys(devices, (name,)))
-        job.left_over = set()
-
-    def _ask(self, what: str, job: str, *given: Any) -> list[Any]:
-        """What every stage answers that has a job."""
-        devices = [device for replica in self._jobs[job].shares for device in self._replicas[replica]]
-        return self.stages.ask_each(what, dict.fromkeys(devices, (job, *given)))
-
-    def _ask_home(self, what: str, job: str, *given: Any) -> list[Any]:
-        """What every stage answers of the replica that is asked about a job."""
-        return self.stages.ask_each(what, dict.fromkeys(self._replicas[self._jobs[job].home], (job, *given)))
 
     def _evaluate(self, work: EvaluationWork) -> EvaluationOutcome:
         """Evaluates every job on a replica that has it."""
@@ -463,17 +330,17 @@ class StagedExecutor:
 
     def _write(self, work: CheckpointWork | AdapterWork) -> None:
         if isinstance(work, CheckpointWork):
-            tensors = join_state(self._ask_home("tensors", work.job, work.step))
+            tensors = join_state(self._jobs.ask_home("tensors", work.job, work.step))
             checkpoint = Checkpoint(work.step, tensors, dict(work.state), dict(work.environment))
             save_checkpoint(work.directory, checkpoint, keep=work.keep)
             return
         job = self._jobs[work.job]
-        named, row_modules = self._ask_home("named", work.job)[0]
+        named, row_modules = self._jobs.ask_home("named", work.job)[0]
         new_tokens = named.new_tokens
         write_adapter(
             work.directory,
             named,
-            _merged(self._ask_home("modules", work.job, work.best, work.step)),
+            _merged(self._jobs.ask_home("modules", work.job, work.best, work.step)),
             base_model=self.facts.base_model,
             target_names=self.target_names(work.job),
             chat_template=job.given.spec.chat_template,
