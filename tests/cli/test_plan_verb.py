@@ -113,6 +113,12 @@ def test_plan_when_devices_share_layers_then_says_whether_microbatches_run_side_
     assert "\npairs     every microbatch runs alone" in staged
 
 
+def test_plan_when_devices_share_layers_of_stages_then_the_memory_of_every_stage_is_told(weft, here):
+    found = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "tensor:2,stages:2", "--json")
+    planned = json.loads(found.out)
+    assert planned["schedule"] == "eager" and len(planned["stage_bytes"]) == planned["num_stages"] == 2
+
+
 def test_plan_when_a_layout_has_notes_then_they_are_labelled_as_the_run_labels_them(weft, here):
     """What is predicted is under `layout`, and says of which microbatches its memory is."""
     asked = ("jobs.yaml", "device=cpu", "--layout", "tensor:2")

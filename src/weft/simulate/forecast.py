@@ -207,8 +207,9 @@ def forecast(
         choice = planner.choose(queues, Limits(capacity, max_microbatches=ALL))
         program, pairs = choice.program, choice.pairs
         timeline = simulate(program, times, pairs=planner.pairs)
-        microbatches: Sequence[Microbatch] = program.microbatches
-        schedule, keeps_order, num_held = "one stage", True, [most_held(timeline, 0)]
+        microbatches: Sequence[Microbatch] = [m for m in program.microbatches if m.segments]
+        schedule, keeps_order = "one stage" if cost.num_stages == 1 else str(Schedule.EAGER), True
+        num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
     elif cost.num_stages == 1:
         program = planner(queues, Limits(capacity, max_microbatches=ALL))
         timeline = simulate_turns(program, times)
