@@ -4,10 +4,10 @@ In a pipeline a microbatch is cut in two by its jobs (`in_halves`): both halves 
 whatever was planned for it holds for them. On one stage two of a stream may be a pair as well (`side_by_side`).
 Problem: given a stream of microbatches, as many pairs as can be, subject to: no job has samples in both of a pair,
 both together have no more rows than there is room for, every job's samples keep their order, and a job steps behind its
-global batch and before its next. Method: the first
-microbatch that is left takes the next one behind it that shares no job with it, nor with any that it would overtake; so
-no step is between the two, and no job's order changes. O(microbatches × overtaken). Every microbatch of two streams in
-turn that have no common job finds a partner, as long as both last; `two_groups` makes such streams.
+global batch and before its next. Method: the first microbatch that is left takes the next one behind it that shares no
+job with it, nor with any that it would overtake; so no step is between the two, and no job's order changes.
+O(microbatches × overtaken). Every microbatch of two streams in turn that have no common job finds a partner, as long
+as both last; `two_groups` makes such streams.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _halves(microbatch: Microbatch, held: RowsHeld | None) -> tuple[Microbatch, 
 def two_groups(queues: Sequence[JobQueue], capacity: int) -> tuple[tuple[tuple[str, ...], ...], list[Microbatch]]:
     """Jobs in two groups of about as many tokens, and their microbatches in turn; no two for a single job.
 
-    `queues` hold whole global batches; `capacity`: of a microbatch, but a longer sample has one of its own.
+    `queues` hold whole global batches; `capacity`: of a microbatch, or that of the longest sample.
     """
     sizes = {queue.job: sum(sum(batch.lengths) for batch in queue.batches) for queue in queues}
     groups: tuple[list[str], list[str]] = ([], [])
