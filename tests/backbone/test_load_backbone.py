@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, random_model
 
 from weft.backbone.load import load_backbone
+from weft.backbone.model_part import ModelPart
 from weft.backbone.source import TINY, find_source
 from weft.errors import ModelError
 from weft.spec import BackboneSpec
@@ -241,3 +242,19 @@ def test_load_when_cuda_is_asked_for_and_absent_then_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match="torch sees no GPU"):
         load_backbone(BackboneSpec("tiny", device="cuda"))
+
+
+@pytest.mark.parametrize(("has_own_head", "is_tied"), [(None, True), (False, True), (True, False)])
+def test_part_when_files_have_a_head_that_is_not_the_embedding_then_both_are_two_on_every_stage(
+    has_own_head, is_tied, tmp_path
+):
+    """Whatever config.json says: transformers ties a whole model by the numbers that it finds."""
+    path = save(random_model("llama_tied"), tmp_path / "model")
+    weights = load_file(path / WEIGHTS)
+    if has_own_head is not None:
+        embedding = weights["model.embed_tokens.weight"]
+        weights["lm_head.weight"] = torch.randn_like(embedding) if has_own_head else embedding.clone()
+        save_file(weights, path / WEIGHTS, metadata={"format": "pt"})
+    spec = BackboneSpec(str(path), device="cpu")
+    parts = (None, ModelPart(0, 2, 2), ModelPart(0, 1, 2), ModelPart(1, 2, 2))
+    assert [load_backbone(spec, part).embeddings.is_tied for part in parts] == [is_tied] * 4

@@ -15,7 +15,7 @@ from weft.adapters.frozen import Dense, FrozenWeight, quantise
 from weft.adapters.linear import SlotLinear
 from weft.backbone.backbone import Backbone
 from weft.backbone.model_files import check_weight_files
-from weft.backbone.model_part import ModelPart, keep_part, model_class_of, take_out_linears
+from weft.backbone.model_part import TIED, ModelPart, keep_part, model_class_of, plain_parameter, take_out_linears
 from weft.backbone.original_weights import OriginalWeights
 from weft.backbone.packing import attention, own_attention
 from weft.backbone.packing.selfcheck import check_packing
@@ -217,7 +217,22 @@ def _read_model(
         )
     model, found = loaded
     _check_weights(found, source)
+    if part is not None:
+        _check_tie(model, source)
     return model
+
+
+def _check_tie(model: Any, source: Source) -> None:
+    """Lets a part of a model know that embedding and head are two, whatever its configuration says of them.
+
+    Files may have both with numbers of their own. A part that has one of them does not see it.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    ends = [paths[module] for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    if getattr(model, TIED) and OriginalWeights(
+        source.name, source.path, model.base_model_prefix, plain_parameter(model).dtype
+    ).differ(*ends):
+        setattr(model, TIED, False)
 
 
 def load_config(source: Source) -> dict[str, Any]:

@@ -59,6 +59,12 @@ class OriginalWeights:
             where=self._where,
         )
 
+    def differ(self, one: str, other: str) -> bool:
+        """Whether the files have weights of both modules, and not the same numbers."""
+        found = [next(self._found(path), None) for path in (one, other)]
+        weights = [weight.to(self._dtype) for weight in found if weight is not None]
+        return len(weights) == 2 and not torch.equal(*weights)
+
     def _found(self, path: str) -> Iterator[torch.Tensor]:
         """What may be the weight: files may leave the decoder's name out, and hold it the other way round."""
         for name in dict.fromkeys((f"{path}.weight", f"{path.removeprefix(self._prefix)}.weight")):
