@@ -94,7 +94,6 @@ class ReplicatedEngine:
         self._weights = tenant_weights or {}
         self._ranks = ranks
         self._directory: RunDirectory | None = None
-        """What sessions before this one spent."""
         self._untold: deque[ToldEvent] = deque()
         self._is_stale = True
         """Something has changed that decides who trains where."""
