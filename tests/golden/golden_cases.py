@@ -340,8 +340,9 @@ def run_of_0_1_0() -> Folders:
     return runs.folders("run", ["shout", "turn", "done"])
 
 
+@case("run-of-0-1-0-resumed")
 def resume_run_of_0_1_0() -> Folders:
-    """The same run, gone on with from where Weft 0.1.0 left it."""
+    """The same run, resumed from where Weft 0.1.0 left it. That part has the bits of an x86 machine."""
     shutil.copytree(BEGUN, ".", dirs_exist_ok=True)
     runs.weft_command("train", "jobs.yaml", "--out", "run", "--resume")
     return runs.folders("run", ["shout", "turn", "done"])

@@ -1,4 +1,4 @@
-"""What is remembered of a golden run: SHA-256 of what each job left on disk, without clocks, by kind of processor."""
+"""The record of the golden runs: SHA-256 of what each job left on disk, without clocks, by kind of machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,20 @@ def _vendor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), platform.system())
 
 
-def recorded() -> dict[str, dict[str, Digests]]:
-    """By environment, by case."""
-    content: dict[str, dict[str, Digests]] = json.loads(FILE.read_text())["environments"]
-    return content
+@dataclass(frozen=True)
+class Record:
+    """What `record.py` wrote: the digests of each case by kind of machine, and the commit whose code made them."""
+
+    commit: str
+    environments: dict[str, dict[str, Digests]]
+
+    @classmethod
+    def read(cls) -> Record:
+        content = json.loads(FILE.read_text())
+        return cls(content["commit"], content["environments"])
+
+    def write(self) -> None:
+        FILE.write_text(json.dumps({"commit": self.commit, "environments": self.environments}, indent=1) + "\n")
 
 
 def digests_of(folders: Mapping[str, Path]) -> Digests:

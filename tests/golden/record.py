@@ -1,13 +1,15 @@
-"""Records the bits of all golden runs on this machine: python tests/golden/record.py [CASE ...]
+"""Records the bits of the golden runs on this machine: python tests/golden/record.py [CASE ...]
 
-To be used only when a change of bits is intended and the change says so, when a case is new, or on a kind of machine
-that is not recorded yet; then from a version whose bits are known to be right. Never to make a red test green.
+Use it only for a kind of machine that is not recorded yet, for a new case, or for a change that is meant to change bits
+and says so; never to make a red test green. Commit the code first: the record names the commit that it was made with,
+and machines without a record compare with runs of that commit. A case whose bits changed is dropped from the records of
+all other kinds of machines.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import transformers
 from golden_cases import CASES
-from golden_digests import FILE, Digests, digests_of, environment, recorded
+from golden_digests import FILE, Digests, Record, digests_of, environment
 from golden_runs import at_place
 
 
@@ -28,19 +30,33 @@ def digests_of_case(name: str) -> Digests:
         return digests_of(CASES[name]())
 
 
+def committed_code() -> str:
+    """The commit of this checkout, which must hold no other change than one of the record itself."""
+    changed = subprocess.check_output(["git", "status", "--porcelain"], text=True, cwd=FILE.parent).splitlines()
+    if others := [line for line in changed if not line.endswith(FILE.name)]:
+        sys.exit(f"commit these changes first, since the record names the commit that made it: {', '.join(others)}")
+    return subprocess.check_output(["git", "rev-parse", "HEAD"], text=True, cwd=FILE.parent).strip()
+
+
 def main(names: list[str]) -> None:
-    """Records the named cases, or all and nothing else."""
+    """Records the named cases, or all."""
     transformers.utils.logging.disable_progress_bar()
-    known = recorded() if FILE.exists() else {}
-    here = known.setdefault(environment(), {})
-    if not names:
-        here.clear()
+    commit, before = committed_code(), Record.read()
+    here = before.environments.get(environment(), {})
+    found = dict(here)
     for name in names or CASES:
         start_s = time.perf_counter()
-        here[name] = digests_of_case(name)
+        found[name] = digests_of_case(name)
         print(f"{name} {time.perf_counter() - start_s:.2f} s", flush=True)
-    known[environment()] = {name: here[name] for name in CASES if name in here}
-    FILE.write_text(json.dumps({"environments": known}, indent=1) + "\n")
+    changed = {name for name in here if found[name] != here[name]}
+    others = {
+        kind: {name: digests for name, digests in cases.items() if name in CASES and name not in changed}
+        for kind, cases in before.environments.items()
+    }
+    Record(commit, {**others, environment(): {name: found[name] for name in CASES if name in found}}).write()
+    print(
+        f"recorded {len(names or CASES)} runs, {len(changed)} of them changed: {', '.join(sorted(changed)) or 'none'}"
+    )
 
 
 if __name__ == "__main__":
