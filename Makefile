@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SDKS := 1.109.1 2.54.0
 BROWSERS := chromium chromium-browser google-chrome
 
-.PHONY: demo demo-smollm2 test test-all test-gpu check setup clean
+.PHONY: demo demo-smollm2 test test-all test-lowest test-gpu check setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/weft demo
@@ -27,6 +27,21 @@ test: setup
 test-all: setup $(VENV)/.installed-trl
 	$(BIN)/python -m pytest $(ON_TWO_CORES) -m 'not gpu' --ignore tests/engine/test_trl.py
 	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m slow tests/engine/test_trl.py
+
+# A selection, with the lowest versions that pyproject.toml declares.
+LOWEST := .venv-lowest
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest -n 2 tests/test_declared_versions.py tests/families tests/spec tests/store tests/report \
+		tests/backbone/test_experts.py tests/backbone/test_families.py tests/cli/test_train_verb.py tests/serve/jobs \
+		-k 'not postgres'
+
+$(LOWEST)/.installed: constraints-lowest.txt pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(LOWEST)/bin/python -m pip install --quiet -c constraints-lowest.txt torch numpy
+	$(LOWEST)/bin/python -m pip install --quiet -c constraints-lowest.txt pytest pytest-xdist hypothesis httpx peft triton \
+		-e ".[serve,parquet,zstd,tensorboard,optuna]"
+	touch $@
 
 # On a machine with a CUDA device, in the Python that has torch and Triton for it: `make test-gpu GPU_PYTHON=python3`.
 GPU_PYTHON ?= $(BIN)/python
@@ -78,4 +93,4 @@ $(VENV)/.installed-browser: $(VENV)/.installed-dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(LOWEST) runs

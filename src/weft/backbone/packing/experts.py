@@ -109,7 +109,8 @@ def _run(module: Any, x_PD: torch.Tensor, blocks_E: list[int]) -> torch.Tensor:
     h_PJ = _products(module, up, x_PD, blocks_E)
     h_PJ = module._apply_gate(h_PJ) if module.has_gate else module.act_fn(h_PJ)
     y_PD = _products(module, "down_proj", h_PJ, blocks_E)
-    return module.post_expert_norm(y_PD) if module.has_post_expert_norm else y_PD
+    # transformers 5.17 knows no norms of experts.
+    return module.post_expert_norm(y_PD) if getattr(module, "has_post_expert_norm", False) else y_PD
 
 
 def _products(module: Any, name: str, x_PD: torch.Tensor, blocks_E: list[int]) -> torch.Tensor:
