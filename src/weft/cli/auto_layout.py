@@ -14,9 +14,9 @@ from weft.adapters.methods import cost_ranks
 from weft.backbone.load import choose_device, load_config
 from weft.backbone.source import find_source, load_tokenizer
 from weft.cli.layout_options import WHERE, LayoutOptions
-from weft.cost.analytic import AnalyticCost
+from weft.cost.analytic import AnalyticCost, BackboneSetup
 from weft.cost.hardware import Hardware, find_hardware
-from weft.cost.rows import CPU_ROW_TILE, capacities, gpu_row_tile
+from weft.cost.rows import capacities
 from weft.cost.shape import ModelShape
 from weft.data.dataset import Dataset
 from weft.data.load import load_job_data
@@ -239,12 +239,4 @@ def forecaster_here(spec: RunSpec) -> DeviceForecaster | None:
 def _cost(spec: RunSpec, ranks: Sequence[int], hardware: Hardware, capacity: int) -> AnalyticCost:
     """What one device is taken to cost, with adapters of these ranks."""
     shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
-    return AnalyticCost(
-        shape,
-        hardware,
-        quantize=spec.quantize,
-        recompute=spec.recompute,
-        rank=max(ranks),
-        num_jobs=len(ranks),
-        row_tile=CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(capacity, shape.hidden),
-    )
+    return BackboneSetup(shape, tuple(ranks), spec.quantize, spec.recompute).cost(hardware, capacity=capacity)

@@ -12,10 +12,11 @@ from weft.wording import size
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from weft.cost.analytic import BackboneSetup
     from weft.cost.profile import Profile
     from weft.cost.shape import ModelShape
     from weft.plan.deploy import ReplicaKind
-    from weft.plan.deploy.kinds import BackboneSetup, GpuPool
+    from weft.plan.deploy.kinds import GpuPool
     from weft.plan.deploy.workload import DeployJob
     from weft.plan.layout import ReplicaLayout
     from weft.spec import RunSpec
@@ -83,7 +84,7 @@ class PlannedRun:
 
     def setup(self, ranks: tuple[int, ...]) -> BackboneSetup:
         """The backbone with adapters of these ranks."""
-        from weft.plan.deploy.kinds import BackboneSetup
+        from weft.cost.analytic import BackboneSetup
 
         return BackboneSetup(_shape(self.base_model), ranks, self.quantize, self.recompute)
 
@@ -213,17 +214,17 @@ def _bytes_of(pool: GpuPool) -> int:
 
 
 def _why_no_room(setup: BackboneSetup, pool: GpuPool) -> str:
-    from weft.plan.deploy.kinds import MIN_TOKENS, layouts_on
+    from weft.plan.deploy.kinds import MIN_TOKENS, layouts_on, replica_cost
 
     def needs(layout: ReplicaLayout) -> int:
-        memory = setup.memory(layout, pool.hardware)
+        memory = replica_cost(pool, setup, layout).memory
         return max(
             memory.total_bytes(MIN_TOKENS, setup.ranks, stage=stage, num_held=layout.stages - stage)
             for stage in {0, layout.stages - 1}
         )
 
     best = min(layouts_on(pool, setup.shape), key=needs)
-    weights = setup.memory(best, pool.hardware).weight_bytes()
+    weights = replica_cost(pool, setup, best).memory.weight_bytes()
     return (
         f"fits on no layout of {pool.num_gpus} {pool.name}: with {best} each GPU needs {size(needs(best))} "
         f"({size(weights)} of weights, the rest for adapters and a chunk of {MIN_TOKENS} tokens) "
@@ -232,7 +233,9 @@ def _why_no_room(setup: BackboneSetup, pool: GpuPool) -> str:
 
 
 def _why_too_long(setup: BackboneSetup, pool: GpuPool, largest: ReplicaKind, job: DeployJob) -> str:
-    memory = setup.memory(largest.layout, pool.hardware)
+    from weft.plan.deploy.kinds import replica_cost
+
+    memory = replica_cost(pool, setup, largest.layout).memory
     held = largest.layout.stages
     fixed = memory.total_bytes(0, setup.ranks, num_held=held)
     token = (memory.total_bytes(1024, setup.ranks, num_held=held) - fixed) / 1024

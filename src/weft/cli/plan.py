@@ -226,24 +226,14 @@ def _hardware(spec: RunSpec, device: str) -> Hardware:
 def _cost(spec: RunSpec, hardware: Hardware, capacity: int, stages: int, jobs: list[JobOutline]) -> AnalyticCost:
     from weft.backbone.load import load_config
     from weft.backbone.source import find_source
-    from weft.cost.analytic import AnalyticCost
-    from weft.cost.rows import CPU_ROW_TILE, gpu_row_tile
+    from weft.cost.analytic import BackboneSetup
     from weft.cost.shape import ModelShape
 
     shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
     if stages > shape.num_layers:
         raise ConfigError(f"got {stages}; {spec.base_model} has {shape.num_layers} layers.", where="--stages")
-    tile = CPU_ROW_TILE if hardware.name == "cpu" else gpu_row_tile(capacity, shape.hidden)
-    return AnalyticCost(
-        shape,
-        hardware,
-        stages,
-        quantize=spec.quantize,
-        recompute=spec.recompute,
-        rank=max(job.cost_rank for job in jobs),
-        num_jobs=len(jobs),
-        row_tile=tile,
-    )
+    setup = BackboneSetup(shape, tuple(job.cost_rank for job in jobs), spec.quantize, spec.recompute)
+    return setup.cost(hardware, stages, capacity=capacity)
 
 
 def _device_of(found: Profile, device: str, path: Path | None) -> str:

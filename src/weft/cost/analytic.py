@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from weft.cost.hardware import Hardware
 from weft.cost.memory import MemoryModel
+from weft.cost.rows import estimated_row_tile
 from weft.cost.shape import ALL_LINEAR, ModelShape
 
 PRODUCT_IN_STEP = 0.92
@@ -32,6 +33,50 @@ KERNELS_PER_LAYER = 14
 OPTIMIZER_BYTES = 42
 """Moved per parameter and step: gradient twice, master and moments read and written, the 16-bit copy, zeroing."""
 OPTIMIZER_S = 5e-5
+USUAL_RANKS = (16,)
+"""Of the adapters in a microbatch, where they come and go."""
+
+
+@dataclass(frozen=True)
+class BackboneSetup:
+    """A backbone and how it trains: all cost models are made from it."""
+
+    shape: ModelShape
+    ranks: tuple[int, ...] = USUAL_RANKS
+    """Of the adapters in a microbatch."""
+    quantize: str = "none"
+    recompute: str = "none"
+
+    def cost(
+        self,
+        hardware: Hardware,
+        num_stages: int = 1,
+        tensor_parallel: int = 1,
+        *,
+        capacity: int | None = None,
+        row_tile: int = 1,
+        targets: str | tuple[str, ...] = ALL_LINEAR,
+        split: tuple[int, ...] | None = None,
+    ) -> AnalyticCost:
+        """The cost model of a replica on devices of this kind.
+
+        `capacity`: tokens of a full microbatch, from which the row tile is estimated; otherwise `row_tile` counts.
+        """
+        if capacity is not None:
+            row_tile = estimated_row_tile(hardware.name, capacity, self.shape.hidden)
+        return AnalyticCost(
+            self.shape,
+            hardware,
+            num_stages,
+            tensor_parallel,
+            self.quantize,
+            self.recompute,
+            rank=max(self.ranks),
+            num_jobs=len(self.ranks),
+            targets=targets,
+            row_tile=row_tile,
+            split=split,
+        )
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,11 @@ def capacities(asked: Capacity, device: str, longest: int = 0) -> list[int]:
     return found
 
 
+def estimated_row_tile(device: str, capacity: int, hidden: int) -> int:
+    """The row tile of the fused path on `cpu` or a GPU of any name."""
+    return CPU_ROW_TILE if device == "cpu" else gpu_row_tile(capacity, hidden)
+
+
 def gpu_row_tile(capacity: int, hidden: int) -> int:
     """The tile of which whole ones make up a capacity, so that a full microbatch leaves hardly a row empty."""
     most = GPU_ROW_TILE if hidden < WIDE else GPU_ROW_TILE // 2

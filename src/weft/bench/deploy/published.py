@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import AnalyticCost
+from weft.cost.analytic import BackboneSetup
 from weft.cost.hardware import GB, LINK_SHARE, Hardware, find_hardware
 from weft.cost.padded import PaddedBatch, PaddedTime, fit_padded
 from weft.cost.shape import ModelShape
@@ -219,6 +219,7 @@ def replicas_70b(num_gpus: int, *, is_packed: bool = False) -> list[ReplicaTime]
     ):
         most = tokens_70b(layout)
         if most >= MIN_TOKENS:
-            cost = AnalyticCost(shape, a800(layout.tensor), layout.stages, layout.tensor, num_jobs=12)
+            setup = BackboneSetup(shape, ranks=(16,) * 12)
+            cost = setup.cost(a800(layout.tensor), layout.stages, layout.tensor)
             found.append(fit_replica(cost, layout, shape.num_layers, most, is_packed=is_packed))
     return found

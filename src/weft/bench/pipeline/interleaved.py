@@ -13,7 +13,7 @@ Seconds are the hardware table's; links are assumed: what the table says of NVLi
 from __future__ import annotations
 
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import AnalyticCost
+from weft.cost.analytic import BackboneSetup
 from weft.cost.hardware import find_hardware
 from weft.cost.operators import layer_graph
 from weft.cost.shape import ModelShape
@@ -30,7 +30,7 @@ def measure_interleaved() -> dict[str, float]:
     shape = ModelShape.from_config(find_shape(MODEL).config().to_dict(), MODEL)
     found = {}
     for link, device in DEVICES.items():
-        cost = AnalyticCost(shape, find_hardware(device), tensor_parallel=DEGREE)
+        cost = BackboneSetup(shape).cost(find_hardware(device), tensor_parallel=DEGREE)
         alone_s = paired_s = published_s = reduce_s = 0.0
         for is_forward in (True, False):
             graph = layer_graph(cost, LENGTHS, shape.num_layers, is_forward=is_forward)

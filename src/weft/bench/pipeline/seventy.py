@@ -33,7 +33,7 @@ from weft.bench.pipeline.four_jobs import (
 )
 from weft.bench.pipeline.lengths import MIXES, queues
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import AnalyticCost
+from weft.cost.analytic import BackboneSetup
 from weft.cost.fit import Fit
 from weft.cost.hardware import GB, find_hardware
 from weft.cost.profile import Profile, Setup
@@ -109,10 +109,8 @@ def _cost(
 ) -> CostModel:
     shape = _shape()
     if profile is None:
-        hardware = find_hardware(DEVICE)
-        return AnalyticCost(
-            shape, hardware, num_stages, recompute="full", rank=RANK, row_tile=row_tile, num_jobs=4, split=split
-        )
+        setup = BackboneSetup(shape, (RANK,) * 4, recompute="full")
+        return setup.cost(find_hardware(DEVICE), num_stages, row_tile=row_tile, split=split)
     return ProfiledCost(scaled(profile, shape, row_tile), num_stages, RANK, num_jobs=4, split=split)
 
 

@@ -10,7 +10,7 @@ from weft.backbone.load import choose_device, load_config
 from weft.backbone.model_part import ModelPart, num_layers
 from weft.backbone.source import find_source, load_tokenizer
 from weft.backbone.tensor_parallel import why_undivided
-from weft.cost.analytic import AnalyticCost
+from weft.cost.analytic import AnalyticCost, BackboneSetup
 from weft.cost.gather import GatherCost
 from weft.cost.hardware import DEVICES, Hardware, find_hardware
 from weft.cost.memory import MemoryModel
@@ -88,8 +88,8 @@ def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int =
     """What stages on this machine are taken to cost: enough to tell one plan from another."""
     parts, config = find_parts(spec, num_stages), load_config(find_source(spec.base_model))
     split = tuple(part.end - part.first for part in parts)
-    shape = ModelShape.from_config(config)
-    return AnalyticCost(shape, _hardware(spec) or DEVICES[ANY_GPU], num_stages, tensor, row_tile=row_tile, split=split)
+    setup, hardware = BackboneSetup(ModelShape.from_config(config)), _hardware(spec) or DEVICES[ANY_GPU]
+    return setup.cost(hardware, num_stages, tensor, row_tile=row_tile, split=split)
 
 
 def why_no_pairs(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> str | None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from weft.cost.analytic import AnalyticCost
+from weft.cost.analytic import AnalyticCost, BackboneSetup
 from weft.cost.hardware import Hardware
-from weft.cost.memory import MemoryModel
 from weft.cost.profile import Profile
 from weft.cost.profiled import ProfiledCost
 from weft.cost.rows import GPU_CAPACITY
@@ -46,36 +45,6 @@ class GpuPool:
         return self.gpus_per_machine * self.num_machines
 
 
-@dataclass(frozen=True)
-class BackboneSetup:
-    """What every replica is a copy of, and how it trains."""
-
-    shape: ModelShape
-    ranks: tuple[int, ...]
-    """Of the adapters, all of which are on every replica."""
-    quantize: str = "none"
-    recompute: str = "none"
-
-    def memory(self, layout: ReplicaLayout, hardware: Hardware) -> MemoryModel:
-        """Bytes on the GPUs of a layout."""
-        return MemoryModel(
-            self.shape,
-            self.quantize,
-            self.recompute,
-            hardware.activation_bytes,
-            num_stages=layout.stages,
-            tensor_parallel=layout.tensor,
-        )
-
-    def most_tokens(self, layout: ReplicaLayout, hardware: Hardware) -> int:
-        """Tokens of the largest chunk that fits on every stage; 0 if the weights alone do not."""
-        memory = self.memory(layout, hardware)
-        return min(
-            memory.most_rows(hardware.memory_bytes, self.ranks, GRAIN, stage, num_held=layout.stages - stage)
-            for stage in {0, layout.stages - 1}
-        )
-
-
 def kinds_on(
     pool: GpuPool, setup: BackboneSetup, longest: int, *, profile: Profile | None = None, is_packed: bool = True
 ) -> list[ReplicaKind]:
@@ -86,10 +55,10 @@ def kinds_on(
     for layout in layouts_on(pool, setup.shape):
         if layout.num_devices > 2 * max(enough, pool.gpus_per_machine):
             break
-        most = min(setup.most_tokens(layout, pool.hardware), largest)
+        cost = replica_cost(pool, setup, layout)
+        most = min(most_tokens(cost, setup.ranks), largest)
         if most < MIN_TOKENS:
             continue
-        cost = analytic_cost(pool, setup, layout)
         scale = 1.0
         if profile is not None:
             alone = replace(cost, tensor_parallel=1)
@@ -108,17 +77,17 @@ def layouts_on(pool: GpuPool, shape: ModelShape) -> list[ReplicaLayout]:
     return possible_layouts(pool.num_gpus, pool.gpus_per_machine, shape.num_layers, shape.num_heads)
 
 
-def analytic_cost(pool: GpuPool, setup: BackboneSetup, layout: ReplicaLayout) -> AnalyticCost:
-    """Seconds of a layout by the hardware table, over the links that its tensor parallelism crosses."""
+def replica_cost(pool: GpuPool, setup: BackboneSetup, layout: ReplicaLayout) -> AnalyticCost:
+    """The cost model of a layout, over the links that its tensor parallelism crosses."""
     is_within = layout.tensor <= pool.gpus_per_machine
     rate = pool.hardware.link_rate if is_within else min(pool.hardware.link_rate, pool.network_rate)
-    return AnalyticCost(
-        setup.shape,
-        replace(pool.hardware, link_rate=rate),
-        layout.stages,
-        layout.tensor,
-        setup.quantize,
-        setup.recompute,
-        rank=max(setup.ranks),
-        num_jobs=len(setup.ranks),
+    return setup.cost(replace(pool.hardware, link_rate=rate), layout.stages, layout.tensor)
+
+
+def most_tokens(cost: AnalyticCost, ranks: tuple[int, ...]) -> int:
+    """Tokens of the largest chunk that fits on every stage; 0 if the weights alone do not."""
+    memory, last = cost.memory, cost.num_stages - 1
+    return min(
+        memory.most_rows(cost.hardware.memory_bytes, ranks, GRAIN, stage, num_held=cost.num_stages - stage)
+        for stage in {0, last}
     )

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.cost.analytic import AnalyticCost
+from weft.cost.analytic import AnalyticCost, BackboneSetup
 from weft.cost.hardware import Hardware
 from weft.cost.memory import MemoryModel, rank_class
-from weft.cost.shape import ModelShape
+from weft.cost.shape import ALL_LINEAR, ModelShape
 from weft.errors import PlanError
 from weft.families.kept import RECOMPUTE
 from weft.plan.sweep.types import Configuration
@@ -91,19 +91,12 @@ class SweepSetting:
 
     def memory(self, degree: int, recompute: str = "none") -> MemoryModel:
         """The memory model of a pack on so many GPUs."""
-        each = self.hardware.activation_bytes
-        return MemoryModel(self.shape, self.quantize, recompute, each, tensor_parallel=degree)
+        return self.step_cost(Way(degree, 0, recompute), rank=0).memory
 
-    def step_cost(self, way: Way, rank: int) -> AnalyticCost:
+    def step_cost(self, way: Way, rank: int, targets: str | tuple[str, ...] = ALL_LINEAR) -> AnalyticCost:
         """The time model of a microbatch with adapters of one rank."""
-        return AnalyticCost(
-            self.shape,
-            self.hardware,
-            tensor_parallel=way.degree,
-            quantize=self.quantize,
-            recompute=way.recompute,
-            rank=rank,
-        )
+        setup = BackboneSetup(self.shape, (rank,), self.quantize, way.recompute)
+        return setup.cost(self.hardware, tensor_parallel=way.degree, targets=targets)
 
     def ways(self, longest: int) -> list[Way]:
         """All ways, for samples of at most so many tokens."""
@@ -180,7 +173,7 @@ class PackCost:
         key = (kind.rank, kind.sample_tokens, kind.targets, way.degree, way.recompute)
         if key not in self._prices:
             _, (fixed, row) = lines[way.degree, way.recompute]
-            adapted = replace(self.setting.step_cost(way, kind.rank), targets=kind.targets)
+            adapted = self.setting.step_cost(way, kind.rank, kind.targets)
             length = kind.sample_tokens
             count = -(-MANY // length)
             frozen = fixed + row * count * length
