@@ -54,6 +54,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python scripts/check_words.py
 
 setup: $(VENV)/.installed-dev $(VENV)/.installed-sdks $(VENV)/.installed-browser
 
