@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from adapter_on import adapter_on
 from tiny_families import plain_model
 from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, train
 from torch import nn
@@ -101,7 +102,7 @@ def test_output_when_neighbours_are_nan_then_own_rows_and_gradients_are_those_al
     block, routing = nn.Linear(4, D), Routing(slots=(slot_rows(-1, [Rows(2, 5), Rows(5, 8)], None, 10),))
     block.requires_grad_(False)
     place, path = BlockOutput(block, D, routing), "layers.0.mlp"
-    adapter = Adapter(AdapterSpec(**SPEC), {path: place}, 0, CPU)
+    adapter = adapter_on({path: place}, AdapterSpec(**SPEC))
     adapter.groups["up"].params.normal_()
     place.put(-1, adapter.modules[path])
     x, dy_TD = torch.randn(10, 4), torch.randn(10, D)

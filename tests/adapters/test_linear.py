@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from adapter_on import adapter_on
 from tiny_models import random_sample
 from whole_linear import WholeLinear
 
-from weft.adapters.adapter import Adapter
 from weft.adapters.linear import SlotLinear, tiled_mm
 from weft.adapters.routing import Routing
 from weft.backbone.packed import PackedBatch, Placed, pack_samples
@@ -35,7 +35,7 @@ class Bench:
             AdapterSpec(r=r, lora_alpha=scale * r, lora_dropout=dropout, init_lora_weights=False)
             for r, scale in zip((3, 6), scales, strict=True)
         ]
-        self.adapters = [Adapter(spec, {PATH: linear}, seed, CPU) for seed, spec in enumerate(specs)]
+        self.adapters = [adapter_on({PATH: linear}, spec, seed) for seed, spec in enumerate(specs)]
         for slot, adapter in enumerate(self.adapters):
             self.slotted.slots[slot] = adapter.modules[PATH]
 

@@ -2,6 +2,7 @@ import peft
 import pytest
 from peft.tuners.tuners_utils import check_target_module_exists
 
+from weft.adapters.method import Attachment
 from weft.adapters.targets import choose_modules, is_target, leaf_names
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec
@@ -18,7 +19,7 @@ PATHS = [f"model.layers.{layer}.{leaf}" for layer in range(12) for leaf in LEAVE
 
 
 def chosen(**settings) -> list[str]:
-    return choose_modules(AdapterSpec(**settings), PATHS)
+    return choose_modules(AdapterSpec(**settings), Attachment.LINEAR, PATHS)
 
 
 def ending(*names: str) -> list[str]:
@@ -90,7 +91,7 @@ def test_choose_when_an_expression_matches_nothing_then_says_so():
 @pytest.mark.parametrize("pattern", ["h", "layers", "blocks", "layer", "block"])
 def test_choose_when_layers_are_called_otherwise_then_they_are_found(pattern):
     paths = [f"transformer.{pattern}.{i}.attn.qkv" for i in range(3)]
-    assert choose_modules(AdapterSpec(layers_to_transform=[1]), paths) == [paths[1]]
+    assert choose_modules(AdapterSpec(layers_to_transform=[1]), Attachment.LINEAR, paths) == [paths[1]]
 
 
 def test_leaf_names_when_they_say_it_all_then_given():
@@ -111,4 +112,4 @@ def test_leaf_names_when_they_say_it_all_then_given():
     ],
 )
 def test_is_target_when_names_end_a_path_at_a_dot_then_they_match(target, path, expected):
-    assert is_target(AdapterSpec(target_modules=target), path) is expected
+    assert is_target(AdapterSpec(target_modules=target), Attachment.LINEAR, path) is expected

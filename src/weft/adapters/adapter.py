@@ -13,8 +13,7 @@ import torch
 
 from weft.adapters.devices import Devices
 from weft.adapters.head import HEAD, HeadWeights
-from weft.adapters.method import KernelCopy, ModuleTensors, Place, SlotWeights
-from weft.adapters.methods import method_of
+from weft.adapters.method import KernelCopy, Method, ModuleTensors, Place, SlotWeights
 from weft.adapters.part import PartShape
 from weft.adapters.sample_sums import FreeSums
 from weft.adapters.token_rows import INPUT_ROWS, RowsShape, TokenRows
@@ -38,6 +37,7 @@ class Adapter:
     def __init__(
         self,
         spec: AdapterSpec,
+        method: Method,
         places: Mapping[str, Place],
         seed: int,
         device: torch.device,
@@ -50,7 +50,7 @@ class Adapter:
         `has_free_sums`: no order of samples changes a bit of its gradients, which are there once they are completed.
         """
         self.spec = spec
-        self.method = method_of(spec)
+        self.method = method
         shapes = {path: (place.out_features, place.in_features) for path, place in places.items()}
         self.method.check(spec, shapes)
         self._places = places

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 
 from weft.adapters.method import Attachment
-from weft.adapters.methods import method_of
 from weft.errors import ConfigError, closest
 from weft.families.registry import FAMILIES
 from weft.spec import AdapterSpec
@@ -26,12 +25,11 @@ SHARED = {"lm_head": "the output head", "embed_out": "the output head"} | dict.f
 _LAYER_INDEX = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
 
-def choose_modules(spec: AdapterSpec, paths: Sequence[str]) -> list[str]:
-    """The adapted ones among `paths`, all places of the method's kind on the backbone, in their order.
+def choose_modules(spec: AdapterSpec, kind: Attachment, paths: Sequence[str]) -> list[str]:
+    """The adapted ones among `paths`, all places of a kind on the backbone, in their order.
 
     A name in target_modules that no module answers to is an error, even if others match.
     """
-    kind = method_of(spec).attachment
     if not paths:
         families = ", ".join(FAMILIES)
         raise ConfigError(f"the backbone has no {kind.value} to adapt; {families} models do.", where="adapter.method")
@@ -76,7 +74,7 @@ def _refuse_idle_patterns(spec: AdapterSpec, chosen: Sequence[str]) -> None:
                 )
 
 
-def is_target(spec: AdapterSpec, path: str) -> bool:
+def is_target(spec: AdapterSpec, kind: Attachment, path: str) -> bool:
     """Whether PEFT, given a config with this spec, puts an adapter on a module path (`all-linear` is taken as all).
 
     Unlike `choose_modules`, it finds layers by their number wherever that is in the path, and a module that is named by
@@ -86,7 +84,7 @@ def is_target(spec: AdapterSpec, path: str) -> bool:
         return False
     names = spec.target_modules
     if isinstance(names, str):
-        return names == ALL[method_of(spec).attachment][0] or _answers(names, path)
+        return names == ALL[kind][0] or _answers(names, path)
     if path in names:
         return True
     if not _answers(names, path):

@@ -228,12 +228,14 @@ class Backbone:
             head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
         device = self.device if device is None else device
         parts = self._parts(spec, head)
-        return Adapter(spec, self._targets(spec), seed, device, parts, has_free_sums=self._are_free(spec, sums))
+        places, is_free = self._targets(spec), self._are_free(spec, sums)
+        return Adapter(spec, method_of(spec), places, seed, device, parts, has_free_sums=is_free)
 
     def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str], head: HeadShape | None = None) -> Adapter:
         """An adapter beside the backbone that sits where a file says; its weights are loaded next."""
-        places = self._places[method_of(spec).attachment]
-        return Adapter(spec, {path: places[path] for path in paths}, 0, self.device, self._parts(spec, head))
+        method = method_of(spec)
+        places = {path: self._places[method.attachment][path] for path in paths}
+        return Adapter(spec, method, places, 0, self.device, self._parts(spec, head))
 
     def _parts(self, spec: AdapterSpec, head: HeadShape | None) -> dict[str, PartShape]:
         """What an adapter has besides its method's tensors, by name."""
@@ -337,7 +339,8 @@ class Backbone:
     def targets(self, spec: AdapterSpec) -> list[str]:
         """The places of the whole model where an adapter sits."""
         refuse_experts(spec, self._experts)
-        return choose_modules(spec, self.paths_for(method_of(spec)))
+        method = method_of(spec)
+        return choose_modules(spec, method.attachment, self.paths_for(method))
 
     def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | RowPlace]:
         places = self._places[method_of(spec).attachment]

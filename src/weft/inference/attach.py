@@ -127,7 +127,7 @@ def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_mod
                 where=where,
             )
     for path in shapes:
-        if path not in stored.tensors and is_target(stored.spec, path):
+        if path not in stored.tensors and is_target(stored.spec, method.attachment, path):
             raise AdapterFileError(
                 f"has no weights for {path} of base_model {base_model}, which its config targets.", where=where
             )

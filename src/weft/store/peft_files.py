@@ -134,7 +134,7 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
     modules = files.part(own, read.config, where) if isinstance(files, JoinedFormat) else _modules(own, files, where)
     spec = spec_of(read.config, modules, where=str(directory / CONFIG_FILE), has_head=bool(heads))
     for path, tensors in modules.items():
-        if not is_target(spec, path):
+        if not is_target(spec, method_of(spec).attachment, path):
             raise AdapterFileError(f"holds weights of {path}, which {CONFIG_FILE} does not target.", where=where)
         files.check_tensors(spec, path, tensors, where)
         if not all(tensor.isfinite().all() for tensor in tensors):
@@ -238,7 +238,7 @@ def adapter_files(
     named: dict[str, torch.Tensor] = {}
     written = dataclasses.replace(spec, target_modules=tuple(target_names))
     for path, own in tensors.items():
-        assert is_target(written, path), f"no reader would find {path} by {target_names}"
+        assert is_target(written, method_of(written).attachment, path), f"no reader would find {path} by {target_names}"
         for suffix, tensor in zip(files.suffixes.values(), own, strict=True):
             named[f"{_PREFIX}{path}.{suffix}"] = tensor.detach().cpu()
     for name in files.shared_names(config):

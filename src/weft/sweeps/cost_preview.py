@@ -98,7 +98,7 @@ def _targets(adapter: AdapterSpec, facts: ReplicaFacts) -> str | tuple[str, ...]
     """The adapted linears in the planner's words; all where a model has other words, or the method other places."""
     if method_of(adapter).attachment is not Attachment.LINEAR:
         return ALL_LINEAR
-    leaves = {path.rpartition(".")[2] for path in choose_modules(adapter, list(facts.modules))}
+    leaves = {path.rpartition(".")[2] for path in choose_modules(adapter, Attachment.LINEAR, list(facts.modules))}
     known = ModelShape.from_config(facts.config).linears
     names = tuple(name for name in known if name in leaves)
     return names if names and len(names) == len(leaves) < len(known) else ALL_LINEAR

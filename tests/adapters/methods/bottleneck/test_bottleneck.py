@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from adapter_on import adapter_on
 from tiny_models import random_backbone
 from torch import nn
 
-from weft.adapters.adapter import Adapter
 from weft.adapters.block_output import BlockOutput
 from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.errors import AdapterFileError, ConfigError
@@ -47,7 +47,7 @@ def test_gradients_when_a_neighbour_is_nan_then_are_those_of_autograd(name):
     block, routing = nn.Identity(), Routing(slots=(slot_rows(-1, [Rows(2, 5), Rows(5, 8)], 4, 10),))
     place = BlockOutput(block, D, routing)
     spec = AdapterSpec(method="bottleneck", bottleneck_size=W, bottleneck_activation=name, bottleneck_scale=0.5)
-    adapter = Adapter(spec, {PATH: place}, 0, torch.device("cpu"))
+    adapter = adapter_on({PATH: place}, spec)
     adapter.put({group: x + 0.3 * torch.randn_like(x) for group, x in adapter.flat().items()})
     place.put(-1, adapter.modules[PATH])
     x_TD, dy_TD = torch.randn(10, D), torch.randn(10, D)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from adapter_on import adapter_on
 from tiny_families import plain_model
 from tiny_models import finish, job_spec, random_backbone, random_data
 from torch import nn
@@ -78,7 +79,7 @@ def test_gradients_when_the_weight_is_cut_into_blocks_then_are_those_of_autograd
     linear = nn.Linear(D, O).requires_grad_(False)
     routing = Routing(slots=(slot_rows(-1, [Rows(2, 5), Rows(5, 8)], 4, 10, step_key=9),))
     slotted = SlotLinear(linear, routing, torch.zeros((), requires_grad=True))
-    adapter = Adapter(AdapterSpec(method="diff_pruning", density=0.3, mask=mask), {PATH: slotted}, 0, CPU)
+    adapter = adapter_on({PATH: slotted}, AdapterSpec(method="diff_pruning", density=0.3, mask=mask))
     adapter.put({name: x + torch.randn_like(x) for name, x in adapter.flat().items()})
     slotted.put(-1, adapter.modules[PATH])
     x_TD, dy_TO = torch.randn(10, D), torch.randn(10, O)

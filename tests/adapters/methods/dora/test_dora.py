@@ -7,10 +7,10 @@ import json
 import peft
 import pytest
 import torch
+from adapter_on import adapter_on
 from tiny_models import random_backbone, random_data, random_model
 from torch import nn
 
-from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import quantise
 from weft.adapters.linear import SlotLinear
 from weft.adapters.methods.dora.row_norms import squared_norms, updated_norms
@@ -48,7 +48,7 @@ def test_linear_when_the_base_is_quantised_then_its_dense_weight_has_the_lengths
     routing = Routing(slots=(slot_rows(0, [Rows(1, 4)], None, 6),))
     slotted = SlotLinear(nn.Linear(64, 32), routing, torch.zeros((), requires_grad=True))
     slotted.frozen = quantise(slotted.weight.detach(), kind)
-    adapter = Adapter(AdapterSpec(method="dora", r=R, target_modules=("k_proj",)), {PATH: slotted}, 0, CPU)
+    adapter = adapter_on({PATH: slotted}, AdapterSpec(method="dora", r=R, target_modules=("k_proj",)))
     x_TD = torch.randn(6, 64)
     before_TO = slotted(x_TD)
     slotted.put(0, adapter.modules[PATH])
@@ -66,7 +66,7 @@ def test_adapter_when_a_row_of_the_base_has_no_length_then_is_refused_in_a_sente
     linear.weight[4] = row
     place = SlotLinear(linear, Routing(), torch.zeros(()))
     with pytest.raises(ConfigError, match=f"rows of {PATH}, and one of them is zero or not finite; leave"):
-        Adapter(AdapterSpec(method="dora", r=R), {PATH: place}, 0, CPU)
+        adapter_on({PATH: place}, AdapterSpec(method="dora", r=R))
 
 
 def test_files_when_peft_wrote_them_then_weft_computes_the_same(tmp_path):

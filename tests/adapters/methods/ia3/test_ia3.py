@@ -7,11 +7,11 @@ import json
 import peft
 import pytest
 import torch
+from adapter_on import adapter_on
 from tiny_models import job_spec, random_backbone, random_data, random_model, train
 from torch import nn
 from whole_linear import WholeLinear
 
-from weft.adapters.adapter import Adapter
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.errors import AdapterFileError
@@ -28,9 +28,7 @@ def test_linear_when_inputs_need_no_gradient_then_the_scales_have_theirs(path):
     torch.manual_seed(0)
     linear, routing = nn.Linear(D, O), Routing(slots=(slot_rows(-1, [Rows(2, 5), Rows(5, 8)], None, 10),))
     slotted = SlotLinear(linear, routing, torch.zeros((), requires_grad=True))
-    adapter = Adapter(
-        AdapterSpec(method="ia3", init_ia3_weights=False), {path: WholeLinear(D, O)}, 0, torch.device("cpu")
-    )
+    adapter = adapter_on({path: WholeLinear(D, O)}, AdapterSpec(method="ia3", init_ia3_weights=False))
     slotted.slots[-1] = adapter.modules[path]
     x_TD, dy_TO = torch.randn(10, D), torch.randn(10, O)
     x_TD[0], dy_TO[9] = torch.nan, torch.nan
@@ -50,7 +48,7 @@ def test_forward_when_half_precision_then_a_small_change_of_a_scale_counts():
     """bfloat16 knows no 1.003; a scale is rounded after the product, not before."""
     linear, routing = nn.Linear(D, O, bias=False).bfloat16(), Routing(slots=(slot_rows(0, [Rows(0, 64)], None, 64),))
     slotted = SlotLinear(linear, routing, torch.zeros((), requires_grad=True))
-    adapter = Adapter(AdapterSpec(method="ia3"), {KEY: WholeLinear(D, O)}, 0, torch.device("cpu"))
+    adapter = adapter_on({KEY: WholeLinear(D, O)}, AdapterSpec(method="ia3"))
     slotted.slots[0] = adapter.modules[KEY]
     x_TD = torch.randn(64, D).bfloat16()
     before = slotted(x_TD)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from adapter_on import adapter_on
 from whole_linear import WholeLinear
 
-from weft.adapters.adapter import Adapter
 from weft.adapters.methods.lora.compute_copy import ComputeCopy
 from weft.spec import AdapterSpec
 
@@ -15,7 +15,7 @@ from weft.spec import AdapterSpec
 def test_copy_when_memory_ends_in_the_middle_then_the_next_call_copies_again(rank, monkeypatch):
     """A rank that is no multiple of 8 is copied module by module, with memory for each."""
     spec = AdapterSpec(r=rank, init_lora_weights=False)
-    adapter = Adapter(spec, {"m.q": WholeLinear(32, 64), "m.v": WholeLinear(32, 64)}, 0, torch.device("cpu"))
+    adapter = adapter_on({"m.q": WholeLinear(32, 64), "m.v": WholeLinear(32, 64)}, spec)
     copy = adapter.method.kernel_copy(adapter, torch.bfloat16)
     assert isinstance(copy, ComputeCopy)
     copy.follow()

@@ -7,6 +7,7 @@ import math
 import peft
 import pytest
 import torch
+from adapter_on import adapter_on
 from torch import nn
 from whole_linear import WholeLinear
 
@@ -24,7 +25,7 @@ INITS = (True, False, "gaussian", "orthogonal")
 def adapter(seed: int = 0, modules: dict[str, tuple[int, int]] | None = None, **settings) -> Adapter:
     shapes = modules or {"a.x": (O, D), "b.x": (O, D)}
     places = {path: WholeLinear(num_in, num_out, device="meta") for path, (num_out, num_in) in shapes.items()}
-    return Adapter(AdapterSpec(**{"r": R, **settings}), places, seed, CPU)
+    return adapter_on(places, AdapterSpec(**{"r": R, **settings}), seed)
 
 
 def peft_weights(init: bool | str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +173,7 @@ def test_cost_ranks_when_a_pattern_has_a_higher_rank_then_it_is_the_widest():
 def test_adapter_when_a_is_frozen_then_nothing_of_it_is_trained_or_kept_for_it(method):
     """No gradient, no moments, no rate; its weights are in checkpoints and files all the same."""
     spec = AdapterSpec(method=method, r=R, freeze_a=True)
-    made = Adapter(spec, {"a.x": WholeLinear(D, O).requires_grad_(False)}, 0, CPU)
+    made = adapter_on({"a.x": WholeLinear(D, O).requires_grad_(False)}, spec)
     trained = ["b"] if method == "lora" else ["b", "m"]
     assert list(made.groups) == trained and list(made.flat()) == ["a", *trained]
     assert made.num_parameters == R * O + (O if method == "dora" else 0)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_on import adapter_on
 from torch import nn
 from whole_linear import WholeLinear
 
-from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import quantise
 from weft.adapters.head import HEAD
 from weft.adapters.linear import SlotLinear
@@ -68,7 +68,7 @@ def test_linear_when_the_adapter_is_fresh_then_computes_what_the_base_does(init,
     routing = Routing(slots=(slot_rows(0, [Rows(1, 4)], None, 6),))
     slotted = SlotLinear(nn.Linear(64, 32), routing, torch.zeros((), requires_grad=True))
     slotted.frozen = quantise(slotted.weight.detach(), kind)
-    adapter = Adapter(AdapterSpec(r=R, init_lora_weights=init), {PATH: slotted}, 0, CPU)
+    adapter = adapter_on({PATH: slotted}, AdapterSpec(r=R, init_lora_weights=init))
     assert list(adapter.groups) == ["a", "b"] and adapter.num_parameters == R * (64 + 32)
     x_TD = torch.randn(6, 64)
     before_TO = slotted(x_TD)
@@ -80,7 +80,7 @@ def test_linear_when_the_adapter_is_fresh_then_computes_what_the_base_does(init,
 
 def test_files_when_the_job_has_a_head_then_it_is_written_beside_the_doubled_modules(tmp_path):
     spec = AdapterSpec(r=R, lora_alpha=6, init_lora_weights="pissa", target_modules=("k_proj",))
-    adapter = Adapter(spec, {PATH: WholeLinear(D, O).requires_grad_(False)}, 0, CPU)
+    adapter = adapter_on({PATH: WholeLinear(D, O).requires_grad_(False)}, spec)
     adapter.groups["b"].params.mul_(1.5)
     tensors = {**adapter.tensors(), HEAD: (torch.ones(1, D),)}
     write_adapter(tmp_path / "a", spec, tensors, base_model="tiny", target_names=["k_proj"], head=Reward())
@@ -117,4 +117,4 @@ def test_job_when_it_goes_on_from_an_adapter_then_has_no_start_as_weight():
 
 def test_adapter_when_twice_the_rank_does_not_fit_then_is_refused_by_name():
     with pytest.raises(ConfigError, match=rf"of rank 11 is written as one of 22, which is above .* {PATH} \(20 x 24\)"):
-        Adapter(AdapterSpec(r=11, init_lora_weights="pissa"), {PATH: WholeLinear(D, O)}, 0, CPU)
+        adapter_on({PATH: WholeLinear(D, O)}, AdapterSpec(r=11, init_lora_weights="pissa"))

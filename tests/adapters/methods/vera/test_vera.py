@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapter_on import adapter_on
 from tiny_models import random_backbone, random_data, random_model
 from whole_linear import WholeLinear
 
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 
 def adapter(**settings: Any) -> Adapter:
     places = {path: WholeLinear(num_in, num_out, device="meta") for path, (num_out, num_in) in PATHS.items()}
-    return Adapter(AdapterSpec(method="vera", **{"vera_rank": 4, **settings}), places, 0, CPU)
+    return adapter_on(places, AdapterSpec(method="vera", **{"vera_rank": 4, **settings}))
 
 
 def test_projection_when_adapters_have_one_key_then_is_in_memory_once():

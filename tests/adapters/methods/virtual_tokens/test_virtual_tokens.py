@@ -9,9 +9,9 @@ import numpy as np
 import peft
 import pytest
 import torch
+from adapter_on import adapter_on
 from tiny_models import job_spec, random_backbone, random_data, random_model, train
 
-from weft.adapters.adapter import Adapter
 from weft.adapters.leading_rows import InputRows
 from weft.adapters.routing import Routing
 from weft.data.sample import Sample
@@ -79,7 +79,7 @@ def test_prompt_when_it_begins_as_tokens_then_holds_their_embeddings():
 
     def begun(**settings: Any) -> torch.Tensor:
         spec = AdapterSpec(method="prompt_tuning", num_virtual_tokens=5, **settings)
-        return Adapter(spec, {"inputs": place}, 1, torch.device("cpu")).tensors()["inputs"][0]
+        return adapter_on({"inputs": place}, spec, 1).tensors()["inputs"][0]
 
     text = begun(prompt_tuning_init="text", prompt_tuning_init_text="cad")
     assert torch.equal(text, table[[2, 0, 3, 2, 0]])
