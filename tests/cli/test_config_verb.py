@@ -34,7 +34,7 @@ def test_config_when_asked_for_json_then_lists_the_same_as_data(weft):
     assert list(listed) == ["run", "job", "data source", "adapter", "eva"]
     rank = next(setting for setting in listed["adapter"] if setting["name"] == "r")
     assert rank["default"] == "16"
-    assert rank["values"] == "whole number, at least 1"
+    assert rank["values"] == "integer, at least 1"
     assert rank["aliases"] == ["lora_r", "lora_rank", "rank"]
 
 

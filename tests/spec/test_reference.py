@@ -38,7 +38,7 @@ def test_settings_of_when_read_then_tell_values_and_defaults_in_words():
     assert found["init_lora_weights"].values.startswith("true, false, gaussian, orthogonal, pissa, ")
     assert found["init_lora_weights"].default == "true"
     # A docstring of two lines becomes one.
-    assert "random with a zero product" in found["init_lora_weights"].description
+    assert "random A and B with a zero product" in found["init_lora_weights"].description
 
 
 def matches(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:

@@ -57,8 +57,7 @@ class AdapterSpec(KnownKeywords):
     """One adapter; the names are PEFT's."""
 
     method: str = setting("lora", choices=tuple(AUTO_TARGETS))
-    """The PEFT method. dora is LoRA with a learned length of each row of the weights; vera trains vectors around random
-    matrices that all modules share."""
+    """The PEFT method: docs/methods.md."""
     r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), methods=LORA_KINDS)
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
     lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0), methods=LORA_KINDS)
@@ -68,90 +67,86 @@ class AdapterSpec(KnownKeywords):
     )
     """Dropout on the input of the adapter (never on the frozen branch)."""
     target_modules: str | tuple[str, ...] = setting("auto", aliases=("lora_target", "lora_target_modules"))
-    """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths.
-    `auto`: all-linear; but for ia3 keys, values and the last linear of every feed-forward block, and for bottleneck
-    what bottleneck_variant says. Blocks are named like modules: [self_attn, mlp] or `all-blocks`."""
+    """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths;
+    blocks as [self_attn, mlp] or `all-blocks`. `auto`: all-linear; for ia3 keys, values and the last linear of every
+    MLP; for bottleneck by bottleneck_variant."""
     exclude_modules: str | tuple[str, ...] | None = setting(None)
     """Module names, or one regular expression, to leave out."""
     layers_to_transform: tuple[int, ...] | None = setting(None, aliases=("layers",))
     """Indices of the layers to adapt. Default: all."""
     rank_pattern: dict[str, int] = setting(factory=dict, methods=LORA_KINDS)
-    """Other ranks for some modules: a regular expression that ends a module path, mapped to its rank."""
+    """Ranks of some modules: a regular expression that ends a module path, mapped to its rank."""
     alpha_pattern: dict[str, float] = setting(factory=dict, methods=LORA_KINDS)
-    """Other alphas for some modules, as rank_pattern."""
+    """Alphas of some modules, as rank_pattern."""
     use_rslora: bool = setting(False, aliases=("rslora",), methods=LORA_KINDS)
     """Scale by lora_alpha / sqrt(r) instead of lora_alpha / r."""
     use_dora: bool = setting(False, methods=("lora",))
-    """PEFT's way to write `method: dora`."""
+    """PEFT's spelling of `method: dora`."""
     init_lora_weights: bool | str = setting(
         True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal", *WORKED_OUT_STARTS), methods=LORA_KINDS
     )
-    """true: Kaiming-uniform A and zero B; gaussian: normal A and zero B; orthogonal: A and B both random with a zero
-    product (even ranks); false: random A and B, so the adapter starts with an effect. pissa, olora: the leading
-    singular vectors, or the first part of Q·R, of the weight itself, whose effect at the start is subtracted; it costs
-    and is written as twice the rank. pissa_niter_N: pissa by N quick iterations. eva: A as the directions in which the
-    modules' inputs vary most on the job's own data, and zero B. loftq: on a quantised backbone, what comes nearest to
-    that which its weights have lost."""
+    """true: Kaiming-uniform A, zero B; gaussian: normal A, zero B; orthogonal: random A and B with a zero product (even
+    ranks); false: random A and B. pissa, olora: from a decomposition of the weight; costs and is written as twice the
+    rank. pissa_niter_N: pissa by N quick iterations. eva: A from the directions in which the job's inputs vary most,
+    zero B. loftq: from the error of the quantised weights."""
     eva_config: EvaSpec | None = setting(None, methods=LORA_KINDS)
-    """How `eva` looks at the data."""
+    """How `eva` reads the data."""
 
     freeze_a: bool = setting(False, aliases=("lora_fa",), methods=LORA_KINDS)
-    """LoRA-FA: A stays as it starts and only B is trained, which saves A's gradients and moments."""
+    """LoRA-FA: train B alone, which saves A's gradients and moments."""
 
     trainable_token_indices: TokenIds | dict[str, TokenIds] | None = setting(None, methods=LORA_KINDS)
-    """Ids of tokens whose rows of the input embedding the adapter replaces by rows of its own and trains; where the
-    output head is tied to the embedding, they are its rows too. {embed_tokens: [ids], lm_head: [ids]} names the rows of
-    a head that is not tied."""
+    """Ids of tokens whose rows of the input embedding the job trains as its own copy; with a tied output head, its rows
+    too. {embed_tokens: [ids], lm_head: [ids]} names rows of an untied head."""
     new_tokens: tuple[str, ...] = setting((), methods=LORA_KINDS)
-    """Texts that become one token each in this job's data, and whose rows of the embedding and of the output head it
-    trains; those that the tokenizer lacks start as the mean of all rows. The tokenizer is written beside the
-    adapter."""
+    """Texts that become one token each for this job, which trains their rows of embedding and output head; rows that
+    the tokenizer lacks start as the mean of all. The tokenizer is written beside the adapter."""
     modules_to_save: tuple[str, ...] | None = setting(None, methods=LORA_KINDS)
-    """Of [embed_tokens, lm_head] those that the job trains as a whole copy of its own: vocabulary times width numbers
-    each, with gradients and moments. For a few tokens use trainable_token_indices."""
+    """Those of [embed_tokens, lm_head] that the job trains as a whole copy: vocabulary times width numbers each, with
+    gradients and moments. For a few tokens use trainable_token_indices."""
 
     vera_rank: int = setting(256, rule=at_least(1), methods=("vera",))
-    """Rank of VeRA's shared matrices, PEFT's `r` of VeRA: each module trains this many numbers and one per output."""
+    """Rank of VeRA's shared matrices (PEFT's `r`): each module trains this many numbers and one per output."""
     projection_prng_key: int = setting(0, rule=at_least(0), methods=("vera",))
-    """What VeRA's shared matrices are drawn from; the same key means the same matrices, in PEFT too."""
+    """Seed of VeRA's shared matrices; the same key gives the same matrices as in PEFT."""
     save_projection: bool = setting(True, methods=("vera",))
-    """Whether the adapter's file holds the shared matrices as well."""
+    """Write the shared matrices into the adapter's file as well."""
     d_initial: float = setting(0.1, methods=("vera",))
-    """Where VeRA's scales of the rank start; those of the outputs start at zero."""
+    """Initial value of VeRA's scales of the rank; those of the outputs start at zero."""
 
     feedforward_modules: str | tuple[str, ...] | None = setting(None, methods=("ia3",))
-    """Of the adapted modules those whose inputs are scaled, as names or one regular expression; of all others it is the
-    outputs. Default: the last linear of every feed-forward block."""
+    """Adapted modules whose inputs are scaled, as names or one regular expression; all others have their outputs
+    scaled. Default: the last linear of every MLP."""
     init_ia3_weights: bool = setting(True, methods=("ia3",))
     """true: scales start at 1 and change nothing; false: normal random scales."""
 
     bottleneck_size: int = setting(
         64, aliases=("adapter_size", "bottleneck_dim"), rule=at_least(1), methods=("bottleneck",)
     )
-    """Width of the adapter's inner layer, at most the model's own."""
+    """Width of the inner layer, at most the model's."""
     bottleneck_variant: str = setting("houlsby", choices=("houlsby", "pfeiffer"), methods=("bottleneck",))
-    """Where `target_modules: auto` puts it: houlsby behind every attention and MLP block, pfeiffer behind the MLPs."""
+    """Where `target_modules: auto` puts it: houlsby after every attention and MLP block, pfeiffer after the MLPs."""
     bottleneck_activation: str = setting(
         "silu", aliases=("non_linearity",), choices=("silu", "relu", "gelu", "tanh"), methods=("bottleneck",)
     )
-    """The non-linearity of the inner layer."""
+    """Non-linearity of the inner layer."""
     bottleneck_scale: float = setting(1.0, aliases=("scaling",), rule=above(0), methods=("bottleneck",))
-    """What the adapter's output is multiplied with before it is added to the block's."""
+    """Factor on the adapter's output before it is added to the block's."""
 
     density: float = setting(0.005, rule=above(0, 1), methods=("diff_pruning",))
-    """Share of every adapted weight's numbers that may change: those smallest in size."""
+    """Share of every adapted weight that may change: the numbers smallest in size."""
     mask: str = setting("magnitude", choices=("magnitude", "l0"), methods=("diff_pruning",))
-    """magnitude: all of that share change; l0: a gate on each of them opens or closes while the job trains, and only
-    open ones are in the adapter's files."""
+    """magnitude: all of that share change; l0: a gate on each opens or closes during training, and only open ones are
+    written."""
     l0_weight: float = setting(L0_WEIGHT, aliases=("sparsity_pen",), rule=at_least(0), methods=("diff_pruning",))
     """What an open gate adds to the loss: it stays open where it lowers the loss by more. For `mask: l0`."""
     num_virtual_tokens: int = setting(20, rule=at_least(1), methods=VIRTUAL_TOKENS)
-    """Rows in front of every sample that the adapter fills; they count as tokens, also in max_length."""
+    """Trained rows in front of every sample; they count as tokens, also in max_length."""
     prompt_tuning_init: str = setting("random", choices=("random", "text", "sample_vocab"), methods=("prompt_tuning",))
     """random: normal numbers; text: the embeddings of prompt_tuning_init_text, cut or repeated; sample_vocab: those of
     random tokens."""
     prompt_tuning_init_text: str | None = setting(None, methods=("prompt_tuning",))
-    """What a prompt begins as."""
+    """Text that a prompt starts as."""
     init_prefix_weights: str = setting("random", choices=("random", "zero"), methods=("prefix_tuning",))
     """random: normal numbers; zero: keys and values of zeros."""
 

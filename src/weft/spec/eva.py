@@ -12,9 +12,9 @@ class EvaSpec(KnownKeywords):
     """The settings of `eva_config`; the names are PEFT's."""
 
     tau: float = setting(0.99, rule=above(0, 1))
-    """A module has seen enough once each of its directions has at least this cosine to what it was one pass before."""
+    """Cosine to the pass before that every direction of a module must reach; then the module has seen enough."""
     use_label_mask: bool = setting(True)
-    """Whether only tokens that count in the loss are looked at; false: all of them."""
+    """Read only tokens that count in the loss; false: all."""
 
     def __post_init__(self) -> None:
         validate(self)

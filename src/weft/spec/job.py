@@ -48,15 +48,15 @@ class SourceSpec:
     """A source and how much of it is wanted."""
 
     path: str = setting(is_path=True)
-    """A file, folder, pattern or Hub data set, as `train_data` names them."""
+    """A file, folder, pattern or Hub data set, as in `train_data`."""
     weight: float | None = setting(None, rule=above(0, 10**6))
-    """Its share of the samples of an epoch beside those of the other sources: with 2 and 1, two of three. Sources
-    without one count 1 where another has one; where none has, every sample is met once. Not for eval_data."""
+    """Share of an epoch's samples relative to the other sources: with 2 and 1, two of three. Missing weights count 1.
+    Not for eval_data."""
     rows: int | None = setting(None, rule=at_least(1))
-    """Read only so many rows from the front; of a Hub data set, no more is downloaded. Default: all."""
+    """Read only this many rows from the front; of a Hub data set, only these are downloaded. Default: all."""
     streaming: bool = setting(False)
-    """Read only as many rows from the front as the job's max_steps take, however many there are: max_steps x
-    global_batch_size, and those that eval_data splits off; they are shuffled among themselves. Not for eval_data."""
+    """Read only the rows from the front that the job needs: max_steps x global_batch_size, and those that eval_data
+    splits off; they are shuffled among themselves. Not for eval_data."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -78,9 +78,8 @@ class JobSpec(KnownKeywords):
     train_data: tuple[str | SourceSpec, ...] = setting(
         aliases=("dataset", "datasets", "train_file", "data"), is_path=True
     )
-    """Files (jsonl, ndjson, json, csv, tsv, txt, also .gz or .zst; parquet, arrow), folders or patterns of such
-    (`data/*.jsonl`), or Hub data sets (`owner/name:config:split`); paths are relative to the jobs file.
-    A mapping says more: `[{path: a.jsonl, weight: 2}, {path: b.jsonl, rows: 1000}]`."""
+    """Files, folders, patterns (`data/*.jsonl`) or Hub data sets (`owner/name:config:split`), relative to the jobs
+    file; or mappings: `[{path: a.jsonl, weight: 2}, {path: b.jsonl, rows: 1000}]`."""
     eval_data: float | int | tuple[str | SourceSpec, ...] | None = setting(
         None, aliases=("val_size", "eval_dataset", "val_set_size", "val_split_fraction"), is_path=True
     )
@@ -88,69 +87,66 @@ class JobSpec(KnownKeywords):
     data_format: str = setting("auto", aliases=("format", "formatting"), choices=FORMATS)
     """Format of the rows; `auto` looks at their columns."""
     data_columns: dict[str, str | int] = setting(factory=dict)
-    """Which columns are which, e.g. `{prompt: question, completion: reply}`: names, texts with columns in braces like
-    `"Classify: {sentence}"`, or numbers from 1 for tables without a line of names. Default: by their usual names."""
+    """Which columns are which, e.g. `{prompt: question, completion: reply}`: names, texts with columns in braces such
+    as `"Classify: {sentence}"`, or numbers from 1 for tables without a header. Default: the usual names."""
     objective: str = setting("auto", aliases=("rl",), choices=OBJECTIVES)
-    """What the job learns by: supervised (every supervised token counts the same), weighted (as much as the row's
-    `weight` and its messages' weights say), pairs of a chosen and a rejected answer: dpo, cpo, simpo or orpo, or single
-    answers that are good or bad: kto. With a head of their own: reward (of pairs), classification (of texts) and
-    token_classification (of words). distillation: what a teacher predicts. auto: by the columns; dpo for pairs."""
+    """What the job learns from: answers (supervised; weighted, by the `weight` of rows and messages), pairs of answers
+    (dpo, cpo, simpo, orpo; reward, with a head), good and bad answers (kto), classes of texts or words (classification,
+    token_classification, with a head) or a teacher (distillation). auto: by the columns; dpo for pairs."""
     beta: float | None = setting(
         None,
         aliases=("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha"),
         rule=above(0),
         objectives=("dpo", "cpo", "simpo", "orpo", "kto"),
     )
-    """How strongly preferences count: dpo's and kto's hold on the reference, orpo's share of the odds.
-    Default: 0.1; simpo: 2."""
+    """Strength of preferences: for dpo and kto the pull towards the reference, for orpo the share of the odds. Default:
+    0.1; simpo: 2."""
     loss_type: str = setting(
         "sigmoid",
         aliases=("pref_loss", "dpo_loss_type"),
         choices=("sigmoid", "hinge", "ipo"),
         objectives=("dpo", "cpo", "simpo"),
     )
-    """The loss of a pair; ipo is not for simpo."""
+    """Loss of a pair; ipo is not for simpo."""
     label_smoothing: float = setting(
         0.0, aliases=("dpo_label_smoothing",), rule=between(0, 0.5), objectives=("dpo", "cpo", "simpo")
     )
-    """The share of pairs that may be the wrong way round; for the sigmoid loss."""
+    """Share of pairs assumed to be the wrong way round; for the sigmoid loss."""
     reference: str = setting("base", aliases=("ref_model_adapters",), objectives=("dpo", "kto"), is_path=True)
-    """What answers are compared with: base, the bare backbone, or a PEFT adapter directory on the same backbone, e.g.
-    the one that init_adapter names. It stays as it is, and says what it thinks of each sample once."""
+    """What answers are compared with: base (the bare backbone) or a PEFT adapter directory, which stays frozen."""
     teacher: str | None = setting(None, objectives=("distillation",), is_path=True)
-    """Whom the job learns from: base, the bare backbone, or a PEFT adapter directory on the same backbone. Default: who
-    wrote `teacher_ids` and `teacher_logprobs` of the rows."""
+    """The teacher: base (the bare backbone) or a PEFT adapter directory. Default: the `teacher_ids` and
+    `teacher_logprobs` of the rows."""
     distillation_alpha: float = setting(
         0.5, aliases=("kd_alpha", "kd_ratio"), rule=at_least(0, 1), objectives=("distillation",)
     )
-    """The teacher's share of the loss; the rest is the cross entropy of the data's own tokens."""
+    """Share of the teacher's loss; the rest is the cross entropy of the data's tokens."""
     distillation_temperature: float = setting(
         1.0, aliases=("kd_temperature",), rule=above(0, 1000), objectives=("distillation",)
     )
-    """What the logits of both are divided by; the divergence counts its square times as much, so that gradients stay
-    as large."""
+    """Divisor of both models' logits; the divergence is multiplied by its square, so gradients keep their size."""
     distillation_divergence: str = setting(
         "forward_kl", choices=("forward_kl", "reverse_kl", "jsd"), objectives=("distillation",)
     )
-    """How the two distributions are compared; reverse_kl needs all tokens of the teacher's."""
+    """How the two distributions are compared; reverse_kl needs all of the teacher's tokens."""
     distillation_top_k: int | None = setting(
         None, aliases=("kd_top_k",), rule=at_least(1, 1000), objectives=("distillation",)
     )
-    """Learn only from the teacher's so many most likely tokens, which are kept, so that it speaks of each sample once.
-    Default: from all, which it then says anew in every epoch."""
+    """Number of the teacher's most likely tokens to learn from; the teacher then reads each sample once. Default: all
+    tokens, computed again in every epoch."""
     cpo_alpha: float = setting(1.0, rule=at_least(0), objectives=("cpo",))
-    """What the chosen answer's own loss counts."""
+    """Weight of the chosen answer's loss."""
     simpo_gamma: float = setting(0.5, rule=at_least(0), objectives=("simpo",))
-    """By how much the chosen answer is to be ahead."""
+    """Margin by which the chosen answer should lead."""
     desirable_weight: float = setting(1.0, aliases=("kto_chosen_weight",), rule=above(0), objectives=("kto",))
-    """What a good answer counts."""
+    """Weight of a good answer."""
     undesirable_weight: float = setting(1.0, aliases=("kto_rejected_weight",), rule=above(0), objectives=("kto",))
-    """What a bad answer counts."""
+    """Weight of a bad answer."""
     labels: tuple[str, ...] = setting(
         (), aliases=("label_names",), objectives=("classification", "token_classification")
     )
-    """The names of the classes, in the order of the head's logits. Default: those that the training data has, by their
-    numbers or their letters."""
+    """Names of the classes, in the order of the head's logits. Default: those of the training data, in order of number
+    or alphabet."""
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"), is_path=True)
@@ -162,14 +158,14 @@ class JobSpec(KnownKeywords):
     lr_scheduler_type: str = setting("linear", aliases=("lr_scheduler",), choices=SCHEDULES)
     """Shape of the learning rate over the job's steps."""
     lr_scheduler_kwargs: dict[str, float | str] = setting(factory=dict)
-    """Settings of the shapes that have some: `num_cycles` of cosine_with_restarts; `min_lr` or `min_lr_rate` of
-    cosine_with_min_lr; `num_decay_steps`, `num_stable_steps`, `decay_type` (cosine, linear, 1-sqrt) and `min_lr_ratio`
-    of warmup_stable_decay. Steps below 1 are a fraction of all steps."""
+    """Settings of some shapes: `num_cycles` of cosine_with_restarts; `min_lr` or `min_lr_rate` of cosine_with_min_lr;
+    `num_decay_steps`, `num_stable_steps`, `decay_type` (cosine, linear, 1-sqrt) and `min_lr_ratio` of
+    warmup_stable_decay. Steps below 1 are a fraction of all steps."""
     learning_rate_pattern: dict[str, float] = setting(factory=dict)
-    """Other learning rates for some modules: a regular expression that ends a module path, mapped to what multiplies
-    the job's learning rate there; the first that matches counts."""
+    """Learning rates of some modules: a regular expression that ends a module path, mapped to a factor on the job's
+    learning rate; the first match counts."""
     warmup_steps: float = setting(0.0, aliases=("warmup_ratio", "num_warmup_steps"), rule=at_least(0))
-    """Steps of linear warm-up; a value below 1 is a fraction of all steps."""
+    """Steps of linear warm-up; below 1: a fraction of all steps."""
     num_train_epochs: float = setting(1.0, aliases=("num_epochs", "epochs", "n_epochs"), rule=above(0, 10**6))
     """Passes over the training data; fractions allowed."""
     max_steps: int | None = setting(None, rule=at_least(1, 10**9))
@@ -177,44 +173,43 @@ class JobSpec(KnownKeywords):
     global_batch_size: int | None = setting(None, aliases=("batch_size",), rule=at_least(1, 10**6))
     """Samples per optimizer step. Default: per_device_train_batch_size x gradient_accumulation_steps, else 8."""
     per_device_train_batch_size: int | None = setting(None, aliases=("micro_batch_size",), rule=at_least(1, 10**6))
-    """Accepted from other tools' files; only its product with gradient_accumulation_steps matters here."""
+    """Accepted from other tools' files; only its product with gradient_accumulation_steps matters."""
     gradient_accumulation_steps: int | None = setting(None, rule=at_least(1, 10**6))
     """Accepted from other tools' files; see per_device_train_batch_size."""
     optim: str = setting("adamw", aliases=("optimizer",), choices=OPTIMIZERS, synonyms=OPTIMIZER_NAMES)
-    """The optimizer; transformers' names are accepted too. adamw_8bit keeps its moments in 8 bits, adafactor only those
-    of rows and columns; muon steps matrices by their orthogonal part and all else as adamw."""
+    """The optimizer; transformers' names work too. adamw_8bit keeps its moments in 8 bits, adafactor only those of rows
+    and columns; muon steps matrices by their orthogonal part, all else as adamw."""
     weight_decay: float = setting(0.0, rule=at_least(0))
     """Decoupled weight decay; sgd adds it to the gradient."""
     adam_beta1: float = setting(0.9, rule=between(0, 1))
-    """AdamW's first-moment decay, and lion's of what it steps by."""
+    """First-moment decay of AdamW; of lion, the decay in the step."""
     adam_beta2: float = setting(0.999, rule=between(0, 1))
-    """AdamW's second-moment decay, and lion's of what it remembers."""
+    """Second-moment decay of AdamW; of lion, the decay of its moment."""
     adam_epsilon: float = setting(1e-8, rule=above(0))
     """AdamW's epsilon."""
     momentum: float | None = setting(None, rule=between(0, 1), optims=("sgd", "muon"))
-    """How much of the last step's direction is kept. Default: none for sgd, 0.95 for muon."""
+    """Momentum. Default: none for sgd, 0.95 for muon."""
     nesterov: bool = setting(False, optims=("sgd",))
-    """Look one step ahead along the momentum, which must be above 0; muon always does."""
+    """Nesterov momentum, which needs a momentum above 0; muon always has it."""
     ema_decay: float | None = setting(None, rule=between(0, 1))
-    """Keep a moving average of the weights, of which so much is kept at every step; it is evaluated and exported
-    instead of the last weights. Default: none is kept."""
+    """Decay of a moving average of the weights, which is evaluated and exported instead of the last weights. Default:
+    no average."""
     max_grad_norm: float = setting(1.0, aliases=("gradient_clipping",), rule=at_least(0))
-    """Clip this job's gradient to this norm; 0 turns clipping off."""
+    """Norm to clip this job's gradient to; 0: no clipping."""
     sums: str = setting("ordered", choices=SUMS)
     """How gradients of samples are added: ordered, in fp32 and in the job's order, or free, as whole numbers, so that
     no order of samples changes a bit. Free sums are for CPUs, and of lora for the fused kernels too; they take up to 16
     bytes a trainable parameter."""
     loraplus_lr_ratio: float | None = setting(None, rule=above(0), methods=LORA_KINDS)
-    """LoRA+: the learning rate of B is this many times that of A."""
+    """LoRA+: learning rate of B over that of A."""
 
     max_length: int = setting(1024, aliases=("cutoff_len", "sequence_len", "max_seq_length"), rule=at_least(2))
     """Longest sample in tokens."""
     long_samples: str = setting("truncate", aliases=("truncation_policy",), choices=LONG_SAMPLES)
-    """What happens to longer ones: truncate (counted), drop (counted) or error."""
+    """What happens to longer samples: truncate (counted), drop (counted) or error."""
     group_texts: bool = setting(False)
-    """For continued pre-training on plain texts: join them, with the tokenizer's end token between, and cut them in
-    blocks of max_length, so that nothing is cut off; long_samples has no say then. Attention reaches over texts that
-    share a block."""
+    """For continued pre-training: join plain texts, with the end token between, and cut them into blocks of max_length.
+    Attention crosses texts within a block."""
     train_on_inputs: bool = setting(False, aliases=("train_on_prompt", "train_on_input"))
     """Count the prompt and user turns in the loss as well."""
     mask_history: bool = setting(False)
@@ -227,21 +222,21 @@ class JobSpec(KnownKeywords):
     """Seed of the adapter's initial weights, the data order, the eval split and dropout."""
 
     eval_steps: int | None = setting(None, rule=at_least(1))
-    """Evaluate every this many steps. Default: at the end of each epoch."""
+    """Steps between evaluations. Default: at the end of each epoch."""
     early_stopping_patience: int | None = setting(None, rule=at_least(1))
-    """Stop after this many evaluations without a better eval_loss; the best adapter is the one written."""
+    """Stop after this many evaluations without a better eval_loss; the best adapter is written."""
     save_steps: int = setting(100, rule=at_least(1))
-    """Write a checkpoint every this many steps."""
+    """Steps between checkpoints."""
     save_minutes: float = setting(10.0, rule=at_least(0))
-    """Also write one after the step at which the last is this many minutes old; 0: only by steps."""
+    """Minutes after which a checkpoint is also written, at the next step; 0: only by steps."""
     save_total_limit: int = setting(2, rule=at_least(1))
     """Checkpoints kept."""
     logging_steps: int = setting(1, rule=at_least(1))
-    """Write a line to metrics.jsonl every this many steps."""
+    """Steps between lines of metrics.jsonl."""
     priority: int = setting(0)
-    """Jobs with a higher number get their samples into a microbatch first, and a place when not all jobs fit."""
+    """Higher first: into a microbatch, and when not all jobs fit."""
     tenant: str = setting("default")
-    """Whose job it is. When not all jobs fit, tenants take turns: who has had fewer tokens comes first."""
+    """Owner of the job. When not all jobs fit, the tenant with fewer tokens so far comes first."""
 
     def __post_init__(self) -> None:
         self._refuse_foreign_sources()

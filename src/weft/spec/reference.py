@@ -19,13 +19,14 @@ from typing import Any
 
 from weft.spec.adapter import AdapterSpec
 from weft.spec.eva import EvaSpec
-from weft.spec.fields import Rule, listed, type_name
+from weft.spec.fields import Rule, type_name
 from weft.spec.job import JobSpec, SourceSpec
 from weft.spec.run import RunSpec
 from weft.spec.sweep import RULES, TIMES_R, EarlyStopSpec, ObjectiveSpec, SweepSpec
 
 _BOUNDS = {"at least": "minimum", "at most": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
 _WORDS = {
+    int: "integer",
     tuple[JobSpec, ...]: "list of jobs",
     tuple[str | SourceSpec, ...]: "list of names or mappings",
     AdapterSpec: "mapping of adapter settings",
@@ -115,7 +116,7 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 def _owners(field: dataclasses.Field[Any]) -> str:
     """What a setting is for, if not for all."""
     owners = field.metadata["objectives"] or field.metadata["optims"] or field.metadata["methods"]
-    return f" For {listed(owners)} only." if owners else ""
+    return f" For {', '.join(owners)}." if owners else ""
 
 
 def _descriptions(cls: type) -> dict[str, str]:
@@ -193,13 +194,12 @@ jobs:
   - {name: reverse, train_data: data/reverse.jsonl, adapter: {r: 16}}
 ```
 
-A job's own settings win over `defaults`, these over the defaults below. Paths of data and adapters are relative to the
-jobs file. Settings can be changed on the command line: `weft train jobs.yaml jobs.reverse.adapter.r=32`. A name in the
-first column that stands below another is a second name of the same setting, known from other tools. Unknown names are
-errors.
+Settings of a job override `defaults`, and `defaults` override the defaults below. Paths of data and adapters are
+relative to the jobs file. The command line can change settings: `weft train jobs.yaml jobs.reverse.adapter.r=32`.
+Further names in the first column are accepted spellings from other tools. Unknown names are errors.
 
-`weft config` shows this reference in the terminal, `weft config jobs.yaml` checks a file and shows every value it leads
-to, and `weft config --schema` prints a JSON Schema for editors; `--sweep` does the same for sweep files.
+`weft config` shows this page in the terminal, `weft config jobs.yaml` checks a file and shows every resulting value,
+`weft config --schema` prints a JSON Schema for editors; `--sweep` does the same for sweep files.
 
 This page is generated: `python -m weft.spec.reference > docs/configuration.md`.
 """

@@ -47,16 +47,16 @@ class BackboneSpec(KnownKeywords):
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """Where to train. auto: a GPU if there is one."""
     quantize: str = setting("none", aliases=("quantization",), choices=QUANTISATIONS)
-    """Stores the frozen linears in fewer bits: fp8 (8, fastest where the GPU multiplies it), int8 (8) or nf4 (4).
-    Adapters, embeddings and the output head stay as they are."""
+    """Storage of the frozen linears: fp8 (8 bits, fastest on GPUs that multiply it), int8 (8) or nf4 (4). Adapters,
+    embeddings and output head stay as they are."""
     kernels: str = setting("auto", choices=KERNELS)
-    """How the step runs: fused (hand-written kernels and captured graphs), reference (plain torch, any model), or auto:
-    fused where a GPU and the model allow it."""
+    """fused (hand-written kernels, captured graphs), reference (plain torch, any model), or auto: fused where GPU and
+    model allow it."""
     recompute: str = setting("none", choices=RECOMPUTE)
-    """What the fused step makes again on the way back to save memory: none (norms and activations only), mlp (also the
-    widest product of each layer) or full (each layer anew). Results stay the same to the bit."""
+    """What the fused step computes again in backward to save memory: none (only norms and activations), mlp (also the
+    widest product of each layer) or full (each layer). No bit depends on it."""
     offload: bool = setting(False)
-    """Keeps what the fused step needs for the way back in the machine's memory instead of the GPU's. Slower."""
+    """Keep activations of the fused step in host memory instead of the GPU's. Slower."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -71,36 +71,36 @@ class RunSpec:
     jobs: tuple[JobSpec, ...] = setting()
     """The jobs; they train together."""
     output_dir: str = setting("runs/train", aliases=("out_dir",), is_path=True)
-    """Where results go: one directory per job, and report.html. Relative to the working directory, or a URL (s3://…)."""
+    """Where results go: a directory per job, and report.html. Relative to the working directory, or a URL (s3://…)."""
     defaults: dict[str, Any] = setting(factory=dict)
-    """Job settings for every job that does not say otherwise."""
+    """Job settings for every job that does not set them itself."""
     dtype: str = setting("auto", aliases=("torch_dtype",), choices=("auto", "float32", "bfloat16"))
     """Type of the frozen weights and activations. auto: float32 on CPU, bfloat16 on a GPU. Adapters stay float32."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """Where to train. auto: a GPU if there is one."""
     quantize: str = setting("none", aliases=("quantization",), choices=QUANTISATIONS)
-    """Stores the frozen linears in fewer bits: fp8 (8, fastest where the GPU multiplies it), int8 (8) or nf4 (4).
-    Adapters, embeddings and the output head stay as they are."""
+    """Storage of the frozen linears: fp8 (8 bits, fastest on GPUs that multiply it), int8 (8) or nf4 (4). Adapters,
+    embeddings and output head stay as they are."""
     kernels: str = setting("auto", choices=KERNELS)
-    """How the step runs: fused (hand-written kernels and captured graphs), reference (plain torch, any model), or auto:
-    fused where a GPU and the model allow it."""
+    """fused (hand-written kernels, captured graphs), reference (plain torch, any model), or auto: fused where GPU and
+    model allow it."""
     recompute: str = setting("none", choices=RECOMPUTE)
-    """What the fused step makes again on the way back to save memory: none (norms and activations only), mlp (also the
-    widest product of each layer) or full (each layer anew). Results stay the same to the bit."""
+    """What the fused step computes again in backward to save memory: none (only norms and activations), mlp (also the
+    widest product of each layer) or full (each layer). No bit depends on it."""
     offload: bool = setting(False)
-    """Keeps what the fused step needs for the way back in the machine's memory instead of the GPU's. Slower."""
+    """Keep activations of the fused step in host memory instead of the GPU's. Slower."""
     capacity: Capacity = setting("auto", aliases=("microbatch_tokens",), rule=at_least(2))
     """Most tokens of one microbatch, over all jobs; no sample may be longer. auto: 2048 on a CPU, 8192 on a GPU, or the
-    next power of two that holds the largest max_length. Halved, and said so, where a GPU has too little memory."""
+    next power of two that holds the largest max_length; halved where GPU memory is short."""
     planner: str = setting("auto", choices=PLANNERS)
     """How samples are packed into microbatches: greedy (at once), exact (fewest microbatches, searched for beside
-    training; a plan that would come too late is greedy) or auto: exact where it pays. No result depends on it."""
+    training) or auto: exact where it pays. No result depends on it."""
     max_jobs: int | None = setting(None, rule=at_least(1))
-    """Most jobs that train at a time; the others wait. Default: as many as the memory has room for."""
+    """Most jobs that train at a time; the others wait. Default: as many as fit in memory."""
     tenant_weights: dict[str, float] = setting(factory=dict)
-    """When not all jobs fit, a tenant of weight 2 gets twice the tokens of one of weight 1, which is the default."""
+    """Shares of tenants when not all jobs fit: weight 2 gets twice the tokens of weight 1, the default."""
     memory_limit: float | str | None = setting(None)
-    """Most GPU memory to take: a size such as 40GB or 512MiB, or a share of the GPU such as 0.5. Default: all of it."""
+    """Most GPU memory to use: a size such as 40GB or 512MiB, or a share such as 0.5. Default: all."""
     report_to: tuple[str, ...] = setting((), aliases=("loggers",))
     """Trackers that get every metric besides metrics.jsonl: tensorboard, wandb, mlflow."""
     run_name: str | None = setting(None)

@@ -43,14 +43,14 @@ class ObjectiveSpec:
     """eval_loss, perplexity, token_accuracy, exact_match, accuracy, or a Python function as file.py:function. Default:
     eval_loss."""
     mode: str | None = setting(None, aliases=("direction", "goal"), choices=("min", "max", "minimize", "maximize"))
-    """Whether the smallest or the largest value is best. Default: what the metric means."""
+    """Whether the smallest or the largest value is best. Default: by the metric."""
     command: str | None = setting(None)
     """A shell command instead of a metric; {adapter} stands for the adapter's directory. Its last line is the value."""
     pattern: str | None = setting(None)
-    """For accuracy: a regular expression that finds what to compare in an answer and in its reference; its first group
-    if it has one."""
+    """For accuracy: a regular expression for what to compare in an answer and its reference; its first group if it has
+    one."""
     choices: tuple[str, ...] = setting(())
-    """For accuracy: the possible answers; the one that a text names first counts."""
+    """For accuracy: the possible answers; the first one named in a text counts."""
     max_new_tokens: int | None = setting(None, rule=at_least(1, 10**6))
     """Longest answer. Default: 8 tokens more than the longest reference."""
 
@@ -112,16 +112,16 @@ class EarlyStopSpec:
     """When a trial is stopped because others do better."""
 
     rule: str = setting("asha", choices=RULES)
-    """asha: at rungs, the best 1/factor go on, as values come; halving: the same, but all wait for each other; median:
-    who is worse than the median at the same place stops; none."""
+    """asha: at rungs, the best 1/factor continue, as values arrive; halving: the same, but all wait for each other;
+    median: a trial below the median at the same point stops; none."""
     factor: float = setting(2.0, aliases=("reduction_factor", "eta"), rule=above(1))
-    """At each rung one in this many goes on, and the next rung is this many times as far."""
+    """At each rung one in this many continues, and the next rung is this many times as far."""
     unit: str = setting("progress", choices=UNITS)
-    """What places are measured in: progress (the part of a trial's own steps that is done), steps or tokens."""
+    """Unit of rungs: progress (share of a trial's steps that is done), steps or tokens."""
     grace: float | None = setting(None, aliases=("grace_period", "min_resource"), rule=above(0))
-    """The first rung; nobody stops before. Default: an eighth of a trial's steps."""
+    """The first rung; no trial stops before it. Default: an eighth of a trial's steps."""
     min_trials: int | None = setting(None, aliases=("n_startup_trials",), rule=at_least(2))
-    """So many of those that have come to the same place always go on. Default: 8; for median, which compares with no
+    """This many of the trials that reached a rung always continue. Default: 8; for median, which compares with no
     fewer, 3."""
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class SweepSpec(RunSpec):
     output_dir: str = setting("runs/sweep", aliases=("out_dir",), is_path=True)
     """Where results go. Relative to the working directory, or a URL (s3://…)."""
     defaults: dict[str, Any] = setting(factory=dict, aliases=("job", "base"))
-    """Job settings of every trial; what the space says comes on top."""
+    """Job settings of every trial; settings of the space override them."""
     space: dict[str, Any] | str = setting(factory=dict, aliases=("parameters", "search_space"), is_path=True)
     """The parameters to search, or a file with them, such as a sweep file of Axolotl."""
     sampler: str = setting("auto", aliases=("method", "search_alg"), choices=SAMPLERS)
@@ -173,21 +173,21 @@ class SweepSpec(RunSpec):
     max_tokens: int | None = setting(None, rule=at_least(1))
     """Most tokens to train on, over all trials; a step that would exceed it is not begun."""
     max_seconds: float | None = setting(None, aliases=("timeout",), rule=above(0))
-    """Longest time to take, in seconds, loading included; the sweep ends at the next step."""
+    """Longest time in seconds, loading included; the sweep ends at the next step."""
     all_points: bool = setting(False)
     """Train a grid of any size without a budget."""
     seed: int = setting(42, rule=between(0, 2**32))
     """Seed of the sampler; the jobs have their own."""
     objective: ObjectiveSpec = setting(factory=ObjectiveSpec)
-    """By what trials are judged; a metric's name alone will do."""
+    """How trials are compared; the name of a metric is enough."""
     early_stop: EarlyStopSpec = setting(factory=EarlyStopSpec, aliases=("early_stopping",))
-    """When a trial is stopped because others do better; a rule's name alone will do."""
+    """When a trial is stopped because others do better; the name of a rule is enough."""
     start_from: str | None = setting(None, is_path=True)
-    """The folder of an earlier sweep: what it found is told to the sampler, and no configuration is trained again."""
+    """Folder of an earlier sweep: its results go to the sampler, and no configuration is trained again."""
     storage: str | None = setting(None)
-    """An Optuna storage such as sqlite:///study.db that gets every trial too."""
+    """An Optuna storage such as sqlite:///study.db that receives every trial too."""
     compare_speed: bool = setting(True)
-    """Measure at the end what training one by one would have taken."""
+    """Measure at the end how long training one by one would take."""
 
     def __post_init__(self) -> None:
         for name, main in (("objective", "metric"), ("early_stop", "rule")):
