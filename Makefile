@@ -31,8 +31,8 @@ test-all: setup $(VENV)/.installed-trl
 # A selection, with the lowest versions that pyproject.toml declares.
 LOWEST := .venv-lowest
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest -n 2 tests/test_declared_versions.py tests/families tests/spec tests/store tests/report \
-		tests/backbone/test_experts.py tests/backbone/test_families.py tests/cli/test_train_verb.py tests/serve/jobs \
+	$(LOWEST)/bin/python -m pytest -n 2 tests/test_declared_versions.py tests/plan/families tests/spec tests/store tests/report \
+		tests/model/test_experts.py tests/model/test_families.py tests/cli/test_train_verb.py tests/serve/jobs \
 		-k 'not postgres'
 
 $(LOWEST)/.installed: constraints-lowest.txt pyproject.toml

@@ -25,11 +25,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from weft.backbone.load import load_backbone, load_plain_model
+from weft.cli.demo.skills import SKILLS, write_skill
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
-from weft.demo.skills import SKILLS, write_skill
 from weft.engine.engine import Engine
+from weft.model.load import load_backbone, load_plain_model
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 
 WARM_UP, STEPS, REPEATS = 4, 24, 5

@@ -30,18 +30,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from weft.backbone.load import load_backbone, load_plain_model
 from weft.bench import report
 from weft.bench.figures import Figure, Kind
 from weft.bench.output import check_files, conclude, say
 from weft.bench.steps.peers import need_peft
-from weft.demo.skills import write_skill
+from weft.cli.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.schedules import learning_rate, warmup_steps
 from weft.errors import WeftError
 from weft.kernels.device import default_device, is_gpu
+from weft.model.load import load_backbone, load_plain_model
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 
 SKILLS = ("reverse", "shout", "drop_vowels", "next_letter")

@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from weft.backbone.model_part import ModelPart
-from weft.backbone.packed import Placed, pack_samples
-from weft.backbone.stage_runner import stage_runner
 from weft.bench.clock import median_s
 from weft.bench.pipeline.passes import OneDevice
 from weft.bench.shapes import find_shape
 from weft.data.sample import Sample
+from weft.model.model_part import ModelPart
+from weft.model.packed import Placed, pack_samples
+from weft.model.stage_runner import stage_runner
 from weft.spec import AdapterSpec
 
 NUM_JOBS, RANK = 4, 16

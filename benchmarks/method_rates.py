@@ -18,11 +18,11 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from weft.backbone.backbone import Backbone
-from weft.backbone.load import load_backbone
-from weft.demo.skills import write_skill
+from weft.cli.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone
+from weft.model.backbone import Backbone
+from weft.model.load import load_backbone
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.store.peft_files import TENSORS_FILE
 

@@ -1,6 +1,6 @@
 """Measures how fast the tiny backbone learns each skill of the demo with a LoRA adapter of its own, in plain torch.
 
-    PYTHONPATH=src python scripts/check_tiny.py --model src/weft/backbone/tiny --steps 120 --lr 3e-3
+    PYTHONPATH=src python scripts/check_tiny.py --model src/weft/model/tiny --steps 120 --lr 3e-3
 
 Prints, for each learning rate and skill, the share of held-out prompts answered exactly before and after training.
 """
@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from weft.demo.skills import SKILLS, Skill
+from weft.cli.demo.skills import SKILLS, Skill
 
 IGNORED = -100
 

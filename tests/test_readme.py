@@ -14,7 +14,7 @@ from weft.cli.main import main
 ROOT = Path(__file__).parent.parent
 TRAINED_LAYOUT = "tensor:2,stages:2"
 """Whose processes are started here. What the others train is tested by tests/cli/test_lost_stages.py and
-tests/execute/stages; here their lines are only checked, as four processes take half a minute to start."""
+tests/engine/execute/stages; here their lines are only checked, as four processes take half a minute to start."""
 
 
 def commands(page: str) -> list[list[str]]:

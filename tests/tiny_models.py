@@ -16,14 +16,14 @@ from tiny_families import SETTINGS as SETTINGS
 from tiny_families import VOCABULARY as VOCABULARY
 from tiny_families import model_type, plain_model
 
-from weft.backbone.backbone import Backbone
-from weft.backbone.packing import attention, own_attention
-from weft.backbone.path import Memory
 from weft.data.dataset import Dataset, JobData
 from weft.data.sample import Sample
 from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, StepDone
+from weft.model.backbone import Backbone
+from weft.model.packing import attention, own_attention
+from weft.model.path import Memory
 from weft.spec import AdapterSpec, JobSpec
 
 Job = tuple[JobSpec, JobData]

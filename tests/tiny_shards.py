@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from weft.adapters.frozen import FrozenWeight
-from weft.backbone.backbone import Backbone
-from weft.backbone.shards.peers import Arriving, HostPeers
-from weft.backbone.shards.sharing import share_layers
 from weft.kernels.device import CPU
+from weft.model.backbone import Backbone
+from weft.model.shards.peers import Arriving, HostPeers
+from weft.model.shards.sharing import share_layers
 
 
 class Late(HostPeers):

@@ -26,10 +26,10 @@ import numpy as np
 
 from benchmarks.planning.replay import PEFT, Instance, ReplayReport, generate_trace, replay
 from benchmarks.planning.replay.trace import WEEK_S
-from weft.cost.fit import FitError
 from weft.data.dataset import Dataset, JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
+from weft.plan.cost.fit import FitError
 from weft.plan.pack import planner_named
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from weft.bench.pipeline.lengths import MIXES, queues
-from weft.cost.types import LinearCost
+from weft.plan.cost.types import LinearCost
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits
 

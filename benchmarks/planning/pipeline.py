@@ -32,10 +32,10 @@ from weft.bench.pipeline.lengths import MIXES, LengthMix, queues
 from weft.plan.pack.published import pack_published
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build
+from weft.plan.simulate.choose import best_pipeline
+from weft.plan.simulate.interpret import simulate
+from weft.plan.simulate.timeline import Timeline
 from weft.plan.types import JobQueue, Microbatch
-from weft.simulate.choose import best_pipeline
-from weft.simulate.interpret import simulate
-from weft.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 
-from weft.cost.hardware import find_hardware
-from weft.cost.shape import ModelShape
-from weft.families.layer_form import LayerForm
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.shape import ModelShape
+from weft.plan.families.layer_form import LayerForm
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep, violations
 from weft.plan.sweep.cost import SweepSetting
 from weft.plan.sweep.published import plan_published

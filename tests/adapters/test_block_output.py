@@ -18,15 +18,15 @@ from weft.adapters.adapter import Adapter
 from weft.adapters.block_output import BlockOutput
 from weft.adapters.method import ModuleTensors
 from weft.adapters.routing import Routing, Rows, slot_rows
-from weft.backbone.backbone import Backbone
-from weft.backbone.load import load_backbone
-from weft.backbone.path import Memory
 from weft.engine.engine import Engine
+from weft.engine.inference.attach import attach_adapter, read_named
+from weft.engine.inference.generate import Decoding, Request, generate
+from weft.engine.inference.merge import merge_adapter
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import AdapterFileError, ConfigError
-from weft.inference.attach import attach_adapter, read_named
-from weft.inference.generate import Decoding, Request, generate
-from weft.inference.merge import merge_adapter
+from weft.model.backbone import Backbone
+from weft.model.load import load_backbone
+from weft.model.path import Memory
 from weft.spec import AdapterSpec, BackboneSpec
 from weft.store.peft_files import CARD_FILE, write_adapter
 from weft.store.servers import check_servable

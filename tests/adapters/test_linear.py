@@ -12,8 +12,8 @@ from whole_linear import WholeLinear
 
 from weft.adapters.linear import SlotLinear, tiled_mm
 from weft.adapters.routing import Routing
-from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.kernels.dropout import keep_mask, row_keys
+from weft.model.packed import PackedBatch, Placed, pack_samples
 from weft.spec import AdapterSpec
 
 CPU = torch.device("cpu")

@@ -17,17 +17,17 @@ from tiny_tokenizer import word_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
-from weft.backbone.backbone import Backbone
-from weft.backbone.packed import Placed, pack_samples
 from weft.data.load import load_job_data
 from weft.data.prepared.key import tokenizer_identity
 from weft.data.sample import Sample
 from weft.data.tokens.new_tokens import new_token_ids, with_new_tokens
 from weft.engine.engine import Engine
+from weft.engine.inference.attach import attach_adapter, read_named
+from weft.engine.inference.generate import Decoding, Request, generate
+from weft.engine.inference.merge_rows import merge_rows
 from weft.errors import AdapterFileError, ConfigError, DataError
-from weft.inference.attach import attach_adapter, read_named
-from weft.inference.generate import Decoding, Request, generate
-from weft.inference.merge_rows import merge_rows
+from weft.model.backbone import Backbone
+from weft.model.packed import Placed, pack_samples
 from weft.objectives.preference.dpo import Dpo
 from weft.spec import AdapterSpec
 

@@ -26,12 +26,12 @@ from tiny_models import (
 from weft.adapters.adapter import Adapter
 from weft.adapters.targets import leaf_names
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
-from weft.backbone.backbone import Backbone
-from weft.backbone.packed import Placed, pack_samples
 from weft.engine.engine import Engine
+from weft.engine.inference.attach import attach_adapter, read_named
+from weft.engine.inference.merge_rows import merge_rows
 from weft.errors import AdapterFileError, ConfigError
-from weft.inference.attach import attach_adapter, read_named
-from weft.inference.merge_rows import merge_rows
+from weft.model.backbone import Backbone
+from weft.model.packed import Placed, pack_samples
 from weft.objectives.preference.dpo import Dpo
 from weft.spec import AdapterSpec
 from weft.store.peft_files import CONFIG_FILE, TENSORS_FILE, read_adapter, write_adapter

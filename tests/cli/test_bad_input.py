@@ -15,10 +15,10 @@ from input_case import CHAT, JOBS, Case
 from tiny_adapters import LEAVES, tiny_tensors
 
 from weft import faults
-from weft.backbone.source import TINY
-from weft.demo.skills import SKILLS
+from weft.cli.demo.skills import SKILLS
 from weft.errors import StorageError
 from weft.faults import FaultPlan
+from weft.model.source import TINY
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
 from weft.store.run_dir import RunDirectory

@@ -30,7 +30,7 @@ def test_doctor_when_training_fails_then_exits_with_1_and_says_why(weft, monkeyp
     def broken(*_: object) -> None:
         raise ModelError("is broken.")
 
-    monkeypatch.setattr("weft.backbone.load.load_backbone", broken)
+    monkeypatch.setattr("weft.model.load.load_backbone", broken)
     result = weft("doctor")
     assert result.code == 1
     last = result.out.splitlines()[-1]

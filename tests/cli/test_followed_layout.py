@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from weft.engine import layout_keeper
-from weft.execute.movable import MovableExecutor
+from weft.engine.execute.movable import MovableExecutor
 from weft.plan.replan import LayoutForecast, MoveCost
 
 JOBS = ("long", "short", "other")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from weft.demo.skills import SKILLS
+from weft.cli.demo.skills import SKILLS
 
 JOBS = """\
 base_model: tiny

@@ -12,8 +12,8 @@ from tiny_families import plain_model
 from weft.cli import auto_layout
 from weft.cli.auto_layout import Machine, machine_of, predicted_on, with_layout
 from weft.cli.layout_options import LayoutOptions
-from weft.cost.hardware import find_hardware
 from weft.errors import WeftError
+from weft.plan.cost.hardware import find_hardware
 from weft.plan.pipeline.build import Schedule
 from weft.spec import AdapterSpec, JobSpec, RunSpec
 

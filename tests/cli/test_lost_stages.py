@@ -21,7 +21,7 @@ from weft.bench.train_command import child_processes
 from weft.cli import sweep
 from weft.cli import train as verb
 from weft.cli.restart import RESTARTS
-from weft.execute.stages.stage_pool import StageLostError
+from weft.parallel.stages.stage_pool import StageLostError
 from weft.store.run_dir import RunDirectory
 from weft.wall_clock import WallClock
 

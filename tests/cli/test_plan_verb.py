@@ -12,14 +12,14 @@ import pytest
 import torch
 from test_train_verb import write_jobs
 
-from weft.backbone.source import TINY
 from weft.bench.shapes import SHAPES, build
 from weft.cli.plan import _balanced
-from weft.cost.analytic import AnalyticCost
-from weft.cost.hardware import find_hardware
-from weft.cost.profile import load_profile
-from weft.cost.shape import ModelShape
-from weft.simulate.forecast import forecast
+from weft.model.source import TINY
+from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.profile import load_profile
+from weft.plan.cost.shape import ModelShape
+from weft.plan.simulate.forecast import forecast
 from weft.store.peft_files import read_adapter
 from weft.wording import size
 
@@ -340,7 +340,7 @@ def test_plan_when_a_device_has_too_little_memory_for_auto_then_takes_less_and_k
         found = forecast(jobs, capacity, *others)
         return replace(found, device_bytes=max(found.stage_bytes) - (capacity > 5000))
 
-    monkeypatch.setattr("weft.simulate.forecast.forecast", planned)
+    monkeypatch.setattr("weft.plan.simulate.forecast.forecast", planned)
     words = ("plan", "jobs.yaml", "--steps", "1", "--json", "--device", "h200")
     found = json.loads(weft(*words).out)
     assert found["capacity"] == 4096 and found["fits"] and asked == [8192, 4096]

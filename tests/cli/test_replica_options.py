@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from weft.cli.main import app
 from weft.cli.replica_options import ReplicaOptions
 from weft.errors import ConfigError
-from weft.replicas.places import rank_variables
+from weft.parallel.replicas.places import rank_variables
 from weft.spec import BackboneSpec
 
 CPU, ANY = BackboneSpec(base_model="tiny", device="cpu"), BackboneSpec(base_model="tiny")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from weft.cli.demo.skills import SKILLS
 from weft.cli.user_path import run_place
-from weft.demo.skills import SKILLS
 from weft.engine.events import StepDone
 from weft.report.live import LiveTable
 from weft.store.remote.run_url import RunUrl

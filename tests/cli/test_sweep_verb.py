@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.demo.skills import SKILLS
+from weft.cli.demo.skills import SKILLS
 from weft.sweeps.live_board import LiveBoard
 
 FILE = """\
@@ -66,7 +66,7 @@ def test_sweep_when_plotly_is_missing_then_ends_well_and_says_so(weft, folder, m
 
 
 def test_sweep_when_its_data_is_not_there_then_nobody_waits_for_the_model(weft, folder, monkeypatch):
-    monkeypatch.setattr("weft.execute.memory.load_backbone", lambda *_: pytest.fail("is loaded"))
+    monkeypatch.setattr("weft.engine.execute.memory.load_backbone", lambda *_: pytest.fail("is loaded"))
     result = weft("sweep", "sweep.yaml", "job.eval_data=rows2.jsonl")
     assert (result.code, result.err) == (2, "error: rows2.jsonl: there is no such file. Did you mean rows.jsonl?\n")
     assert not (folder / "out").exists()

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from weft.backbone.source import TINY
-from weft.cost.rows import capacities
-from weft.demo.skills import SKILLS
+from weft.cli.demo.skills import SKILLS
 from weft.engine import engine as engine_module
 from weft.engine.events import StepDone
+from weft.model.source import TINY
+from weft.plan.cost.rows import capacities
 from weft.report import readable
 from weft.report.live import LiveTable
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.adapters.method import ModuleTensors
-from weft.backbone.load import load_plain_model
+from weft.model.load import load_plain_model
 from weft.spec import BackboneSpec
 
 LEAVES = ["q_proj", "v_proj"]

@@ -24,18 +24,18 @@ from tiny_models import (
     train,
 )
 
-from weft.backbone.backbone import Backbone
-from weft.backbone.judge import LossPass
-from weft.backbone.packed import PackedBatch, Placed, pack_samples
-from weft.backbone.scores import PendingScores
 from weft.data.dataset import JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobFailed, JobWarning, MicrobatchDone, StepDone
+from weft.engine.execute import microbatch as step_module
 from weft.errors import JobError
-from weft.execute import microbatch as step_module
 from weft.job_state import JobState
 from weft.kernels.device_event import DeviceEvent
+from weft.model.backbone import Backbone
+from weft.model.judge import LossPass
+from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.scores import PendingScores
 
 
 class Ahead(Backbone):

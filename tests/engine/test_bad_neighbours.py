@@ -13,9 +13,9 @@ from test_heads_exact import head_job
 from test_preferences_exact import LOSSES, pair_job
 from tiny_models import Job, assert_same_bits, job_spec, random_backbone, random_data, train
 
-from weft.adapters.methods import METHODS
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
+from weft.methods import METHODS
 
 FATES = {"nan": "failed", "cancelled": "cancelled", "diverges": "failed"}
 """What befalls a job, and how it ends."""

@@ -23,20 +23,20 @@ from tiny_models import (
     taken_slots,
 )
 
-from weft.backbone.ahead import compile_ahead
-from weft.backbone.backbone import Backbone
-from weft.backbone.load import load_backbone, load_skeleton
-from weft.backbone.packed import PackedBatch, Placed, pack_samples
-from weft.backbone.scores import PendingScores
 from weft.data.dataset import JobData
 from weft.data.sample import Sample
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, StepDone
+from weft.engine.execute.memory import COMPILING, USUAL_JOBS, load_within, start_capacity
+from weft.engine.execute.protocol import ReplicaFaultError
 from weft.engine.preview import preview
 from weft.errors import ConfigError
-from weft.execute.memory import COMPILING, USUAL_JOBS, load_within, start_capacity
-from weft.execute.protocol import ReplicaFaultError
 from weft.job_state import JobState
+from weft.model.ahead import compile_ahead
+from weft.model.backbone import Backbone
+from weft.model.load import load_backbone, load_skeleton
+from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.scores import PendingScores
 from weft.spec import BackboneSpec
 from weft.store.run_dir import RunDirectory
 from weft.store.run_record import RunRecord

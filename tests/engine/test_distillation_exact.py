@@ -28,9 +28,9 @@ from weft.data.load import of_job
 from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, MicrobatchDone
+from weft.engine.execute.teacher_file import teacher_rows
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError, DataError
-from weft.execute.teacher_file import teacher_rows
 from weft.objectives.distillation import Distillation
 from weft.objectives.teacher_columns import IDS, LOGPROBS
 from weft.spec import AdapterSpec

@@ -208,7 +208,7 @@ def test_resume_when_capacity_changed_then_says_that_bits_may_differ(backbone, t
 def test_resume_when_dropout_masks_are_another_versions_then_those_who_drop_say_so(backbone, tmp_path, monkeypatch):
     path = tmp_path / "run"
     with monkeypatch.context() as before:
-        before.setattr("weft.execute.local.MASKS", 1)
+        before.setattr("weft.engine.execute.local.MASKS", 1)
         run_until(backbone, path, 30)
     warned = [event for event in run_until(backbone, path, None) if isinstance(event, JobWarning)]
     assert [(event.jobs, "masks of another version" in event.message) for event in warned] == [(("drops",), True)]

@@ -13,11 +13,11 @@ import pytest
 import torch
 from eight_jobs import JOBS
 
-from weft.adapters.methods import method_of
-from weft.backbone.load import load_plain_model
-from weft.backbone.packed import Placed, pack_samples
 from weft.data.sample import Sample
-from weft.inference.attach import load_with_adapters
+from weft.engine.inference.attach import load_with_adapters
+from weft.methods import method_of
+from weft.model.load import load_plain_model
+from weft.model.packed import Placed, pack_samples
 from weft.spec import AdapterSpec, BackboneSpec
 
 SCRIPT = Path(__file__).parent / "killed_run.py"

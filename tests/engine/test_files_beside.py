@@ -13,10 +13,10 @@ from test_storage_faults import NAMES, files, start
 from tiny_models import job_spec, random_backbone, random_data
 
 from weft import faults
-from weft.backbone.backbone import Backbone
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, Event, JobFailed, JobPaused, JobStarted, JobSucceeded, StepDone
-from weft.execute import file_writer
+from weft.engine.execute import file_writer
+from weft.model.backbone import Backbone
 from weft.store.checkpoint import latest_checkpoint, load_checkpoint
 from weft.store.run_dir import RunDirectory
 

@@ -13,12 +13,12 @@ from tiny_models import VOCABULARY, Job, Outcome, assert_same_bits, job_spec, ra
 
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobStarted, StepDone
+from weft.engine.execute import local
+from weft.engine.execute.microbatch import ExecutedJob
+from weft.engine.execute.optimizers.adamw import AdamW
+from weft.engine.execute.protocol import ReplicaFaultError
+from weft.engine.execute.weights import JobWeights
 from weft.engine.recorder import RunRecorder
-from weft.execute import local
-from weft.execute.microbatch import ExecutedJob
-from weft.execute.optimizers.adamw import AdamW
-from weft.execute.protocol import ReplicaFaultError
-from weft.execute.weights import JobWeights
 from weft.job_state import ReasonCode
 
 STEPS = 6

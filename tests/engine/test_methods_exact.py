@@ -21,11 +21,11 @@ from test_exact import (
 from tiny_models import Job, finish, job_spec, random_backbone, random_data, random_model, submit
 from torch import nn
 
-from weft.backbone.packed import Placed, pack_samples
 from weft.engine.engine import Engine
+from weft.engine.inference.attach import attach_adapter, read_named
 from weft.engine.jobs.live_job import LiveJob
-from weft.inference.attach import attach_adapter, read_named
 from weft.kernels.dropout import drop, keep_mask, mix, module_key, row_keys
+from weft.model.packed import Placed, pack_samples
 from weft.store.peft_files import write_adapter
 
 

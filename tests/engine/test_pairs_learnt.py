@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import AnalyticCost
-from weft.cost.hardware import find_hardware
-from weft.cost.shape import ModelShape
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.timeline import TimelineRecorder
+from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.shape import ModelShape
 from weft.plan.program import Program
+from weft.plan.simulate.choose import pipeline_planner
+from weft.plan.simulate.interpret import simulate
 from weft.plan.types import Batch, JobQueue, Limits
-from weft.simulate.choose import pipeline_planner
-from weft.simulate.interpret import simulate
 
 SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict())
 COST = AnalyticCost(SHAPE, find_hardware("cpu"), tensor_parallel=2)

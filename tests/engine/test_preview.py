@@ -6,8 +6,8 @@ from tiny_models import assert_same_bits, finish, job_spec, random_backbone, ran
 
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone, StepDone
+from weft.engine.execute.memory import measure
 from weft.engine.preview import preview
-from weft.execute.memory import measure
 from weft.plan.pack import pack, planner_named
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.types import Limits

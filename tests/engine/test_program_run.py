@@ -23,17 +23,17 @@ from tiny_models import (
     train,
 )
 
-from weft.backbone.backbone import Backbone
-from weft.backbone.packed import PackedBatch
-from weft.cost.fit import Fit, MicrobatchLoad
 from weft.engine import lookahead
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobWarning, StepDone
+from weft.engine.execute import local
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import PlanError
-from weft.execute import local
+from weft.model.backbone import Backbone
+from weft.model.packed import PackedBatch
 from weft.objectives.metrics import Score
+from weft.plan.cost.fit import Fit, MicrobatchLoad
 from weft.plan.pack import pack, planner_named
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.program import Program, Turn

@@ -158,7 +158,7 @@ def test_job_when_the_disk_stays_full_then_its_owner_hears_that_its_steps_are_in
 
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
         engine = start(backbone, directory)
-        monkeypatch.setattr("weft.execute.file_writer.save_checkpoint", full)
+        monkeypatch.setattr("weft.engine.execute.file_writer.save_checkpoint", full)
         events = list(engine.events())
     warned = [event.jobs for event in events if isinstance(event, JobWarning) and "in memory only" in event.message]
     assert warned == [(name,) for name in NAMES]

@@ -11,8 +11,8 @@ from tiny_models import job_spec, random_backbone, random_data, small_job, submi
 
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved
-from weft.execute.local import LocalExecutor
-from weft.execute.protocol import EvaluationWork, MicrobatchWork
+from weft.engine.execute.local import LocalExecutor
+from weft.engine.execute.protocol import EvaluationWork, MicrobatchWork
 from weft.wall_clock import Activity
 
 

@@ -13,9 +13,9 @@ from tiny_models import VOCABULARY, Job, finish, job_spec, random_data, random_m
 from tiny_tokenizer import word_tokenizer
 
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
-from weft.backbone.backbone import Backbone
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
+from weft.model.backbone import Backbone
 from weft.spec import AdapterSpec
 
 ROWS = (INPUT_ROWS, OUTPUT_ROWS)

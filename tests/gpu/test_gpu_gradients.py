@@ -12,7 +12,7 @@ from weft.bench.steps.agreement import LARGEST_ERROR, measure_agreement
 from weft.bench.steps.bits import measure_bits
 from weft.bench.steps.regimes import BF16, FP8, INT8, NF4, BenchProgram, BenchRun, Storage, Workload
 from weft.bench.steps.step import make_backbone
-from weft.families.registry import FAMILIES
+from weft.plan.families.registry import FAMILIES
 
 pytestmark = pytest.mark.gpu
 SHAPES = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b", "phi-4-mini", "gemma-3-4b")

@@ -23,21 +23,21 @@ from gpu_runs import start, write_jobs, write_model
 
 from weft.adapters.routing import Routing
 from weft.adapters.side_by_side import SideBySide
-from weft.backbone.load import load_backbone
-from weft.backbone.model_part import ModelPart
-from weft.backbone.shards.peers import TorchPeers
-from weft.backbone.source import load_tokenizer
-from weft.cost.types import LinearCost
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
-from weft.execute.memory import ExpectedJobs
-from weft.execute.stages.load_stages import StageLayout, load_stages
-from weft.execute.stages.stage_group import LocalStages
-from weft.execute.stages.stage_pool import StageProcesses
-from weft.execute.stages.staged import StagedExecutor
-from weft.execute.stages.tensor_devices import join_devices, tensor_devices
-from weft.execute.stages.transport import Channel, Route, TorchTransport
+from weft.engine.execute.memory import ExpectedJobs
 from weft.kernels.device import Stream, beside, on_stream, record
+from weft.model.load import load_backbone
+from weft.model.model_part import ModelPart
+from weft.model.shards.peers import TorchPeers
+from weft.model.source import load_tokenizer
+from weft.parallel.stages.load_stages import StageLayout, load_stages
+from weft.parallel.stages.stage_group import LocalStages
+from weft.parallel.stages.stage_pool import StageProcesses
+from weft.parallel.stages.staged import StagedExecutor
+from weft.parallel.stages.tensor_devices import join_devices, tensor_devices
+from weft.parallel.stages.transport import Channel, Route, TorchTransport
+from weft.plan.cost.types import LinearCost
 from weft.plan.pair import RowsHeld, side_by_side, two_groups
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner, whole_batches

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.backbone.backbone import Backbone
-from weft.backbone.packed import Placed, pack_samples
 from weft.bench.shapes import find_shape
 from weft.bench.steps.regimes import BF16
 from weft.bench.steps.step import make_backbone
 from weft.data.sample import Sample
+from weft.model.backbone import Backbone
+from weft.model.packed import Placed, pack_samples
 from weft.spec import AdapterSpec
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.backbone.judge import Groups, num_judged
 from weft.data.formats import convert_rows
 from weft.data.rows.row import Row
+from weft.model.judge import Groups, num_judged
 from weft.objectives.heads.classes import Classification
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective, Objective

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import AnalyticCost
-from weft.cost.hardware import find_hardware
-from weft.cost.shape import ModelShape
 from weft.errors import PlanError
 from weft.plan.choose_layout import LayoutJob, LayoutOption, choose_layout, price_layout
+from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.shape import ModelShape
 from weft.plan.layout import parse_layout
 
 SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "llama-3.1-8b")

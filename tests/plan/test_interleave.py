@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import AnalyticCost
-from weft.cost.hardware import find_hardware
-from weft.cost.operators import Graph, Operator, layer_graph
-from weft.cost.shape import ModelShape
+from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.operators import Graph, Operator, layer_graph
+from weft.plan.cost.shape import ModelShape
 from weft.plan.interleave import (
     Launch,
     Subgraph,
@@ -22,7 +22,7 @@ from weft.plan.interleave import (
     order_problems,
     segment,
 )
-from weft.simulate.two_streams import run_order
+from weft.plan.simulate.two_streams import run_order
 
 SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict())
 LENGTHS = (512, 300, 77)

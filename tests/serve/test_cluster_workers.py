@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weft.cluster.resources import ClusterNode
 from weft.errors import ConfigError
+from weft.parallel.ray.resources import ClusterNode
 from weft.serve import cluster_workers
 from weft.serve.cluster_workers import ClusterWorkers, WorkerActor, find_workers
 from weft.serve.supervise import Child

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from weft import faults
-from weft.adapters.methods.lora.files import DEFAULTS
 from weft.errors import AdapterFileError, StorageError
 from weft.faults import FaultPlan
+from weft.methods.lora.files import DEFAULTS
 from weft.spec import AdapterSpec
 from weft.store.atomic import remove_leftovers
 from weft.store.peft_files import (

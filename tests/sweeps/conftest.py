@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weft.backbone.source import TINY
-from weft.demo.skills import SKILLS
+from weft.cli.demo.skills import SKILLS
+from weft.model.source import TINY
 
 Settings = Callable[..., dict[str, Any]]
 SMALL = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from weft.backbone.load import load_skeleton
-from weft.execute.local import executor_on
+from weft.engine.execute.local import executor_on
+from weft.model.load import load_skeleton
 from weft.objectives.preference.dpo import Dpo
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.configure import Configurations

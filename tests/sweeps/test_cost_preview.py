@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.backbone.load import load_skeleton
-from weft.cost.hardware import DEVICES
+from weft.engine.execute.local import executor_on
 from weft.errors import ConfigError, PlanError
-from weft.execute.local import executor_on
+from weft.model.load import load_skeleton
+from weft.plan.cost.hardware import DEVICES
 from weft.plan.sweep import violations
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.configure import Configurations

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.replicas.thread_ranks import ThreadRanks
-from weft.backbone.source import load_tokenizer
+from tests.parallel.replicas.thread_ranks import ThreadRanks
 from weft.engine.train import load_engine
 from weft.errors import JobError
-from weft.replicas.places import rank_order
-from weft.replicas.rank_group import RankGroup
-from weft.replicas.steered_engine import SteeredEngine
+from weft.model.source import load_tokenizer
+from weft.parallel.replicas.places import rank_order
+from weft.parallel.replicas.rank_group import RankGroup
+from weft.parallel.replicas.steered_engine import SteeredEngine
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
 

@@ -14,9 +14,9 @@ import yaml
 
 import weft
 from weft import faults
-from weft.cost.rows import capacities
 from weft.engine.engine import Engine
 from weft.errors import ConfigError, StorageError
+from weft.plan.cost.rows import capacities
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.owner import Owner
 from weft.store.run_dir import RunDirectory

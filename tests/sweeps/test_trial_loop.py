@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 import weft
 from weft.engine.engine import Engine
+from weft.engine.execute.protocol import ReplicaMemoryError
 from weft.engine.train import execute_run, prepare_run
 from weft.errors import ConfigError, JobError, StorageError
-from weft.execute.protocol import ReplicaMemoryError
-from weft.execute.stages.stage_pool import StageReplicaLostError
+from weft.parallel.stages.stage_pool import StageReplicaLostError
 from weft.spec import load_run
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory

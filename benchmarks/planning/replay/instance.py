@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.planning.replay.trace import TraceJob
-from weft.cost.rows import GPU_ROW_TILE
-from weft.cost.types import CostModel, LinearCost
 from weft.errors import PlanError
+from weft.plan.cost.rows import GPU_ROW_TILE
+from weft.plan.cost.types import CostModel, LinearCost
 
 H200_8B = LinearCost(token_s=1 / (2 * 17_400))
 """Llama-3.1-8B in bf16 with adapters of rank 16 on one H200: 17,400 tokens/s, `benchmarks/h200.json`."""

@@ -4,7 +4,7 @@ A method is a folder `adapters/methods/<name>/` with one `Method`, and a line in
 settings are fields of `spec/adapter.py` that carry its name. Nothing else knows it: the engine steps, checkpoints and
 moves named groups of parameters (`adapters/adapter.py`), the reference path calls the hooks of `SlotWeights` on each
 slot's own rows (`adapters/slots.py`), files are written as the method's `PeftFormat` says, and planners count its cost
-in ranks. `tests/adapters/test_methods.py` runs for every entry of the registry.
+in ranks. `tests/methods/test_methods.py` runs for every entry of the registry.
 
 An adapter without kernels costs its neighbours nothing: on a fused backbone its job has microbatches of its own, which
 run on the reference path over the same weights.

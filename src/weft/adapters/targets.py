@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from weft.adapters.method import Attachment
 from weft.errors import ConfigError, closest
-from weft.families.registry import FAMILIES
+from weft.plan.families.registry import FAMILIES
 from weft.spec import AdapterSpec
 from weft.spec.adapter import AUTO_TARGETS, answers_pattern
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from weft.backbone.backbone import Backbone
-from weft.backbone.load import load_backbone
 from weft.bench.shapes import SHAPES, find_shape
 from weft.bench.steps.regimes import Storage
 from weft.bench.steps.step import make_backbone
 from weft.errors import ModelError
 from weft.kernels.device import has_gpu, is_gpu
+from weft.model.backbone import Backbone
+from weft.model.load import load_backbone
 from weft.spec import BackboneSpec
 
 EMBEDDED = "tiny"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.backbone.model_part import ModelPart, keep_part
 from weft.errors import ConfigError, closest
-from weft.families.registry import describe
+from weft.model.model_part import ModelPart, keep_part
+from weft.plan.families.registry import describe
 
 WEIGHT_STD = 0.02
 LLAMA31_ROPE: Mapping[str, Any] = {

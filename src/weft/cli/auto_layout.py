@@ -10,20 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.adapters.methods import cost_ranks
-from weft.backbone.load import choose_device, load_config
-from weft.backbone.source import find_source, load_tokenizer
 from weft.cli.layout_options import WHERE, LayoutOptions
-from weft.cost.analytic import AnalyticCost, BackboneSetup
-from weft.cost.hardware import Hardware, find_hardware
-from weft.cost.rows import capacities
-from weft.cost.shape import ModelShape
 from weft.data.dataset import Dataset
 from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.kernels.device import device_name, gpus, is_cpu, total_bytes
+from weft.methods import cost_ranks
+from weft.model.load import choose_device, load_config
+from weft.model.source import find_source, load_tokenizer
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
+from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
+from weft.plan.cost.hardware import Hardware, find_hardware
+from weft.plan.cost.rows import capacities
+from weft.plan.cost.shape import ModelShape
 from weft.plan.layout import parse_layout
 from weft.plan.replan.devices import DeviceForecaster
 from weft.spec import JobSpec, RunSpec

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.plan.deploy import ReplicaKind
     from weft.plan.deploy.kinds import GpuPool
     from weft.plan.replan import RemainingJob
-    from weft.simulate.deploy_forecast import DeployForecast
+    from weft.plan.simulate.deploy_forecast import DeployForecast
     from weft.spec import RunSpec
     from weft.store.remote.run_url import RunUrl
 
@@ -61,8 +61,8 @@ def deploy(
 
     Seconds and memory are predicted, from the hardware table or from a profile. Nothing is trained without --execute.
     """
-    from weft.cost.profile import load_profile
-    from weft.simulate.deploy_forecast import forecast_deployment
+    from weft.plan.cost.profile import load_profile
+    from weft.plan.simulate.deploy_forecast import forecast_deployment
     from weft.spec.cluster import load_cluster
 
     spec = load_cluster(cluster_file)
@@ -123,10 +123,10 @@ def _train(
     resume: bool,
 ) -> NoReturn:
     """Trains the jobs of a file in a layout, which is planned anew when they come and go."""
-    from weft.backbone.load import choose_device
     from weft.cli.replica_options import ReplicaOptions
     from weft.cli.train import Order, train_order
     from weft.kernels.device import is_cpu
+    from weft.model.load import choose_device
     from weft.plan.replan.cluster import ClusterForecaster
 
     jobs_file, run = ordered

@@ -12,9 +12,9 @@ from weft.wording import size
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from weft.cost.analytic import BackboneSetup
-    from weft.cost.profile import Profile
-    from weft.cost.shape import ModelShape
+    from weft.plan.cost.analytic import BackboneSetup
+    from weft.plan.cost.profile import Profile
+    from weft.plan.cost.shape import ModelShape
     from weft.plan.deploy import ReplicaKind
     from weft.plan.deploy.kinds import GpuPool
     from weft.plan.deploy.workload import DeployJob
@@ -57,8 +57,8 @@ class PlannedRun:
 
     def to_execute(self, spec: ClusterSpec, path: Path) -> tuple[Path, RunSpec]:
         """The jobs file and its run; refuses what could not be trained from here as it is planned."""
-        from weft.backbone.load import choose_device
         from weft.kernels.device import is_cpu
+        from weft.model.load import choose_device
         from weft.spec import load_run
 
         if self.jobs_file is None:
@@ -84,7 +84,7 @@ class PlannedRun:
 
     def setup(self, ranks: tuple[int, ...]) -> BackboneSetup:
         """The backbone with adapters of these ranks."""
-        from weft.cost.analytic import BackboneSetup
+        from weft.plan.cost.analytic import BackboneSetup
 
         return BackboneSetup(_shape(self.base_model), ranks, self.quantize, self.recompute)
 
@@ -115,7 +115,7 @@ def read_pools(spec: ClusterSpec, path: Path) -> list[GpuPool]:
 
 
 def _pool(machine: MachineSpec, name: str) -> GpuPool:
-    from weft.cost.hardware import find_hardware
+    from weft.plan.cost.hardware import find_hardware
     from weft.plan.deploy.kinds import GpuPool
 
     table = find_hardware(machine.gpu)
@@ -130,9 +130,9 @@ def _pool(machine: MachineSpec, name: str) -> GpuPool:
 
 def _read_jobs(path: Path) -> tuple[list[DeployJob], tuple[int, ...]]:
     """The jobs of a jobs file, with the lengths of their own samples."""
-    from weft.adapters.methods import cost_ranks
-    from weft.backbone.source import load_tokenizer
     from weft.data.load import load_job_data
+    from weft.methods import cost_ranks
+    from weft.model.source import load_tokenizer
     from weft.plan.deploy.workload import DeployJob, KnownLengths, batch_samples
     from weft.spec import load_run
 
@@ -149,11 +149,11 @@ def _read_jobs(path: Path) -> tuple[list[DeployJob], tuple[int, ...]]:
 
 def _shape(base_model: str) -> ModelShape:
     """The sizes of a published shape, or of a model whose configuration is there."""
-    from weft.backbone.load import load_config
-    from weft.backbone.source import find_source
     from weft.bench.profiled import EMBEDDED
     from weft.bench.shapes import SHAPES
-    from weft.cost.shape import ModelShape
+    from weft.model.load import load_config
+    from weft.model.source import find_source
+    from weft.plan.cost.shape import ModelShape
 
     if base_model in SHAPES and base_model != EMBEDDED:
         return ModelShape.from_config(SHAPES[base_model].config().to_dict(), base_model)
@@ -163,7 +163,7 @@ def _shape(base_model: str) -> ModelShape:
 def measured_kind(known: Profile, setup: BackboneSetup, pools: Sequence[GpuPool], path: Path | None) -> str:
     """The kind of GPU that a profile is of, which must be in the cluster."""
     from weft.cli.plan import check_profile
-    from weft.cost.hardware import find_hardware
+    from weft.plan.cost.hardware import find_hardware
 
     check_profile(known, setup.shape, setup.quantize, setup.recompute, path)
     kind = find_hardware(known.setup.device).name

@@ -25,7 +25,7 @@ from weft.report.console import output_console
 from weft.wording import counted
 
 if TYPE_CHECKING:
-    from weft.backbone.backbone import Backbone
+    from weft.model.backbone import Backbone
 
 PACKAGES = (
     "torch",
@@ -137,10 +137,10 @@ def _kernels() -> Finding:
     """Which path `kernels: auto` takes here, and why."""
     import torch
 
-    from weft.backbone.backbone import why_slow
-    from weft.families.registry import FAMILIES
     from weft.kernels.device import default_device, is_gpu
     from weft.kernels.tuning import table_of
+    from weft.model.backbone import why_slow
+    from weft.plan.families.registry import FAMILIES
 
     device = default_device()
     dtype = torch.bfloat16 if is_gpu(device) else torch.float32
@@ -154,8 +154,8 @@ def _kernels() -> Finding:
 
 def _capacity() -> Finding:
     """What `capacity: auto` is here."""
-    from weft.cost.rows import choose_capacity
     from weft.kernels.device import default_device
+    from weft.plan.cost.rows import choose_capacity
 
     tokens = choose_capacity("auto", default_device().type)
     return Finding(
@@ -193,7 +193,7 @@ def self_test() -> Finding:
     """Trains two adapters for two steps on the embedded backbone, and one of them again alone: equal to the bit."""
     start = time.perf_counter()
     try:
-        from weft.backbone.load import load_backbone
+        from weft.model.load import load_backbone
         from weft.spec import BackboneSpec
 
         backbone = load_backbone(BackboneSpec("tiny"))
@@ -212,7 +212,7 @@ def self_test() -> Finding:
 
 def _train(backbone: Backbone, skills: tuple[str, ...]) -> dict[str, tuple[bytes, bytes]]:
     """The weights of the first skill's adapter after two steps together with the others."""
-    from weft.demo.skills import write_skill
+    from weft.cli.demo.skills import write_skill
     from weft.engine.engine import Engine
     from weft.spec import AdapterSpec, JobSpec
 

@@ -90,6 +90,6 @@ def init(
 
 
 def _rows(skill: str) -> str:
-    from weft.demo.skills import SKILLS as ALL
+    from weft.cli.demo.skills import SKILLS as ALL
 
     return "".join(json.dumps(row) + "\n" for row in ALL[skill].rows(0, NUM_ROWS))

@@ -14,8 +14,8 @@ from weft.plan.layout import Layout as ReplicaLayouts
 from weft.plan.pipeline.build import Schedule
 
 if TYPE_CHECKING:
-    from weft.cost.hardware import Hardware
-    from weft.execute.stages.load_stages import StageLayout
+    from weft.parallel.stages.load_stages import StageLayout
+    from weft.plan.cost.hardware import Hardware
     from weft.plan.homes import PlannedReplicas
     from weft.spec import RunSpec
 
@@ -58,7 +58,7 @@ class LayoutOptions:
         """Of the replicas; None for one that is not divided."""
         if self._sizes == (1,) and self._tensor == 1:
             return None
-        from weft.execute.stages.load_stages import StageLayout
+        from weft.parallel.stages.load_stages import StageLayout
 
         schedule = self._read_schedule()
         return StageLayout(self._sizes, schedule, self._shards, self._tensor, self.devices, self.planned)
@@ -87,7 +87,7 @@ class LayoutOptions:
         """What whoever said so should know of it; `elsewhere`: its devices, if not those of this machine."""
         if self.stages is None:
             return ()
-        from weft.engine.load_staged import layout_notes, pair_notes
+        from weft.parallel.load_staged import layout_notes, pair_notes
 
         stages = self.stages
         return (*layout_notes(spec, stages, elsewhere), *pair_notes(spec, stages, elsewhere))
@@ -108,7 +108,7 @@ class LayoutOptions:
         if self.stages is None and self.devices is not None:
             raise ConfigError(f"are for several devices, and {self.layout} is one; leave them out.", where="--devices")
         if self.stages is not None:
-            from weft.execute.stages.load_stages import check_layout
+            from weft.parallel.stages.load_stages import check_layout
 
             check_layout(spec, self.stages, elsewhere)
 

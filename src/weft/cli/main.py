@@ -37,7 +37,7 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "demo": Verb("demo:demo", "Train several adapters together on a small backbone and see what they learnt."),
+    "demo": Verb("demo.demo:demo", "Train several adapters together on a small backbone and see what they learnt."),
     "train": Verb("train:train", "Train all jobs of a file together on one backbone."),
     "sweep": Verb("sweep:sweep", "Try many configurations together on one backbone and keep the best."),
     "import": Verb("service.import_jobs:imports", "Bring fine-tuning jobs from elsewhere, such as OpenAI."),

@@ -20,14 +20,14 @@ from weft.wording import counted, size
 
 if TYPE_CHECKING:
     from weft.cli.layout_options import LayoutOptions
-    from weft.cost.analytic import AnalyticCost
-    from weft.cost.hardware import Hardware
-    from weft.cost.profile import Profile
-    from weft.cost.profiled import ProfiledCost
-    from weft.cost.shape import ModelShape
     from weft.data.dataset import JobData
-    from weft.execute.stages.load_stages import StageLayout
-    from weft.simulate.forecast import Forecast, JobOutline
+    from weft.parallel.stages.load_stages import StageLayout
+    from weft.plan.cost.analytic import AnalyticCost
+    from weft.plan.cost.hardware import Hardware
+    from weft.plan.cost.profile import Profile
+    from weft.plan.cost.profiled import ProfiledCost
+    from weft.plan.cost.shape import ModelShape
+    from weft.plan.simulate.forecast import Forecast, JobOutline
 
 PLANNED_STEPS = 32
 """Global batches of each job that are planned; the rest is taken to go on likewise."""
@@ -60,11 +60,11 @@ def plan(
 
     `weft plan deploy` plans the replicas of a whole cluster.
     """
-    from weft.cost.profile import load_profile
-    from weft.cost.rows import capacities
+    from weft.plan.cost.profile import load_profile
+    from weft.plan.cost.rows import capacities
     from weft.plan.pack import planner_named
-    from weft.simulate.forecast import forecast
-    from weft.simulate.timeline import gantt
+    from weft.plan.simulate.forecast import forecast
+    from weft.plan.simulate.timeline import gantt
 
     spec = load_run(jobs_file, overrides or ())
     console = output_console()
@@ -123,7 +123,7 @@ def _layout(spec: RunSpec, layout: str, device: str, gpus: int | None, base_dir:
     """The layout that was named or is chosen, on the machine that was named or on this one."""
     from weft.cli.auto_layout import machine_of, predicted_on, with_layout
     from weft.cli.layout_options import LayoutOptions
-    from weft.engine.load_staged import layout_notes, pair_notes
+    from weft.parallel.load_staged import layout_notes, pair_notes
 
     options, machine = LayoutOptions(layout), machine_of(spec, device, gpus)
     hardware = machine.hardware
@@ -143,11 +143,11 @@ def _forecast_layout(
     spec: RunSpec, layout: StageLayout | None, cost: AnalyticCost, capacity: int, jobs: list[JobOutline]
 ) -> Forecast:
     """The forecast of a run in a layout; `cost`: of one device."""
-    from weft.execute.stages.load_stages import why_no_pairs
+    from weft.parallel.stages.load_stages import why_no_pairs
     from weft.plan.pack import planner_named
-    from weft.simulate.choose import pipeline_planner
-    from weft.simulate.forecast import forecast
-    from weft.simulate.replica_forecast import forecast_replicas
+    from weft.plan.simulate.choose import pipeline_planner
+    from weft.plan.simulate.forecast import forecast
+    from weft.plan.simulate.replica_forecast import forecast_replicas
 
     sizes, tensor = ((1,), 1) if layout is None else (layout.replica_sizes, layout.tensor)
     costs = [_balanced(replace(cost, num_stages=n, tensor_parallel=tensor), None, capacity)[0] for n in sizes]
@@ -161,9 +161,9 @@ def _forecast_layout(
 
 def _is_fused(spec: RunSpec, hardware: Hardware) -> bool:
     """Whether the run would take the fast path there, as far as the model's configuration tells."""
-    from weft.backbone.load import load_config
-    from weft.backbone.source import find_source
-    from weft.families.registry import why_unfit
+    from weft.model.load import load_config
+    from weft.model.source import find_source
+    from weft.plan.families.registry import why_unfit
 
     if spec.kernels != "auto":
         return spec.kernels == "fused"
@@ -172,9 +172,9 @@ def _is_fused(spec: RunSpec, hardware: Hardware) -> bool:
 
 
 def _outlines(spec: RunSpec, base_dir: Path, num_planned: int, *, is_fused: bool) -> list[JobOutline]:
-    from weft.backbone.load import load_config
-    from weft.backbone.source import find_source, load_tokenizer
     from weft.data.load import load_job_data
+    from weft.model.load import load_config
+    from weft.model.source import find_source, load_tokenizer
 
     tokenizer = load_tokenizer(spec.base_model)
     vocabulary = load_config(find_source(spec.base_model)).get("vocab_size", 0)
@@ -189,12 +189,12 @@ def _outlines(spec: RunSpec, base_dir: Path, num_planned: int, *, is_fused: bool
 
 
 def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -> JobOutline:
-    from weft.adapters.methods import cost_ranks, has_kernels
-    from weft.cost.job_state import job_state_bytes
     from weft.data.global_batch import GlobalBatches
     from weft.data.order import BatchSchedule
+    from weft.methods import cost_ranks, has_kernels
+    from weft.plan.cost.job_state import job_state_bytes
+    from weft.plan.simulate.forecast import JobOutline
     from weft.plan.types import Batch, JobQueue
-    from weft.simulate.forecast import JobOutline
 
     order = BatchSchedule.of(job, *data.train.sizes)
     ahead, planned = GlobalBatches(data.train, order), min(order.num_steps, num_planned)
@@ -216,7 +216,7 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
 
 def _hardware(spec: RunSpec, device: str) -> Hardware:
     """What is planned for: a device by name, or where the run would train here."""
-    from weft.cost.hardware import find_hardware
+    from weft.plan.cost.hardware import find_hardware
 
     if device == "auto":
         device = "cpu" if spec.device == "cpu" else _here()
@@ -224,10 +224,10 @@ def _hardware(spec: RunSpec, device: str) -> Hardware:
 
 
 def _cost(spec: RunSpec, hardware: Hardware, capacity: int, stages: int, jobs: list[JobOutline]) -> AnalyticCost:
-    from weft.backbone.load import load_config
-    from weft.backbone.source import find_source
-    from weft.cost.analytic import BackboneSetup
-    from weft.cost.shape import ModelShape
+    from weft.model.load import load_config
+    from weft.model.source import find_source
+    from weft.plan.cost.analytic import BackboneSetup
+    from weft.plan.cost.shape import ModelShape
 
     shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
     if stages > shape.num_layers:
@@ -238,7 +238,7 @@ def _cost(spec: RunSpec, hardware: Hardware, capacity: int, stages: int, jobs: l
 
 def _device_of(found: Profile, device: str, path: Path | None) -> str:
     """The device to plan for: that of the profile, which another may not contradict."""
-    from weft.cost.hardware import find_hardware
+    from weft.plan.cost.hardware import find_hardware
 
     if device == "auto":
         return found.setup.device
@@ -253,7 +253,7 @@ def _device_of(found: Profile, device: str, path: Path | None) -> str:
 
 def _measured(found: Profile, cost: AnalyticCost, path: Path | None) -> ProfiledCost:
     """The cost model of a profile, which must be of the same backbone, stored and run in the same way."""
-    from weft.cost.profiled import ProfiledCost
+    from weft.plan.cost.profiled import ProfiledCost
 
     check_profile(found, cost.shape, cost.quantize, cost.recompute, path)
     return ProfiledCost(found, cost.num_stages, cost.rank, cost.num_jobs)

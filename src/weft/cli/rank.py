@@ -22,7 +22,7 @@ def rank(
     wait: Annotated[float, typer.Option(help="Seconds to wait for a controller to answer.", min=0)] = 60.0,
 ) -> None:
     """Be one replica of a run that another process controls, and train the jobs it is given."""
-    from weft.replicas.rank_listener import KEY_VARIABLE, address_of
+    from weft.parallel.replicas.rank_listener import KEY_VARIABLE, address_of
 
     key = os.environ.pop(KEY_VARIABLE, "")
     if not key:
@@ -30,7 +30,7 @@ def rank(
     address = address_of(connect, "--connect")
     connection = _connection(address, key, time.monotonic() + (0.0 if isinstance(address, str) else wait))
     with keeping_all():
-        from weft.replicas.rank import run_rank
+        from weft.parallel.replicas.rank import run_rank
 
     run_rank(connection)
 
@@ -39,7 +39,7 @@ def _connection(address: str | tuple[str, int], key: str, until_s: float) -> Con
     """The connection to a controller, which may not be there yet."""
     from multiprocessing import AuthenticationError
 
-    from weft.replicas.rank_listener import connect
+    from weft.parallel.replicas.rank_listener import connect
 
     where = f"--connect {address if isinstance(address, str) else ':'.join(map(str, address))}"
     while True:

@@ -12,7 +12,7 @@ from weft.errors import ConfigError
 from weft.gpu_choice import AUTO, number_or_auto
 
 if TYPE_CHECKING:
-    from weft.replicas.places import ReplicaPlaces
+    from weft.parallel.replicas.places import ReplicaPlaces
     from weft.spec import BackboneSpec
 
 Replicas = Annotated[
@@ -72,7 +72,7 @@ class ReplicaOptions:
             raise ConfigError("is for a cluster; give --cluster, or use --devices.", where="--gpu-type")
         if self.replicas is None and self.devices is None and self.listen is None:
             return None
-        from weft.replicas.places import joined_places, own_places
+        from weft.parallel.replicas.places import joined_places, own_places
 
         if self.listen is not None:
             return joined_places(self.listen, self.replicas)
@@ -88,7 +88,7 @@ class ReplicaOptions:
             found = "are the GPUs of this machine; on a cluster, use --replicas and --gpu-type"
             raise ConfigError(f"{found}.", where="--devices")
         number = number_or_auto(self.replicas or AUTO, "--replicas", 1)
-        from weft.cluster.load import find_places
+        from weft.parallel.ray.load import find_places
 
         return find_places(cluster, number, backbone, gpu_type=self.gpu_type)
 

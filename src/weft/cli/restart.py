@@ -12,7 +12,7 @@ Ended = TypeVar("Ended")
 
 def through_losses(attempt: Callable[[bool], Ended], tell: Callable[[str], None]) -> Ended:
     """Tries again where a stage was lost, from what is saved; `attempt` is told whether it is a later one."""
-    from weft.execute.stages.stage_pool import StageLostError
+    from weft.parallel.stages.stage_pool import StageLostError
 
     for num_left in reversed(range(RESTARTS + 1)):
         try:

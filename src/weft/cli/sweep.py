@@ -42,7 +42,7 @@ from weft.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weft.replicas.places import ReplicaPlaces
+    from weft.parallel.replicas.places import ReplicaPlaces
     from weft.spec import JobSpec
     from weft.store.remote.run_url import RunUrl
     from weft.sweeps.api import OpenSweepEngine, PreparedSweep, SweepResult
@@ -191,7 +191,7 @@ def _check_layout(spec: SweepSpec, layout: LayoutOptions, replica_flags: Sequenc
     layout.check(spec, replica_flags)
     stages = layout.stages
     if stages is not None:
-        from weft.execute.stages.load_stages import check_job
+        from weft.parallel.stages.load_stages import check_job
 
         check_trials(spec, lambda job: check_job(spec.backbone, job, stages))
 
@@ -208,10 +208,10 @@ def _places(spec: SweepSpec, options: ReplicaOptions) -> ReplicaPlaces | None:
 
 
 def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSweepEngine:
-    from weft.engine.load_staged import load_staged
     from weft.engine.train import load_engine
-    from weft.replicas.load import load_steered
-    from weft.replicas.places import rank_order
+    from weft.parallel.load_staged import load_staged
+    from weft.parallel.replicas.load import load_steered
+    from weft.parallel.replicas.places import rank_order
 
     places, stages = order.places, order.layout.stages
     if stages is not None and not order.dry_run:
@@ -263,7 +263,7 @@ def _sweep_again(folder: Path, order: Order, console: Console, wall: WallClock) 
 def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall: WallClock) -> int | None:
     """Trains a sweep in a folder, or only shows it; returns the exit code, or None if the user stopped it."""
     from weft.cli.loading import loading
-    from weft.execute.data_ahead import prepare_ahead
+    from weft.engine.execute.data_ahead import prepare_ahead
 
     with keeping_all():
         from weft.sweeps.api import begun_at, check_folder, prepare_sweep
@@ -318,7 +318,7 @@ def _train(prepared: PreparedSweep, order: Order, folder: Path, console: Console
 
 
 def _check_device(device: str) -> None:
-    from weft.cost.hardware import find_hardware
+    from weft.plan.cost.hardware import find_hardware
 
     try:
         find_hardware(device)

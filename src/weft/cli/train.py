@@ -31,9 +31,9 @@ from weft.wording import counted, size
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
+    from weft.parallel.replicas.rank_group import RankGroup
     from weft.plan.choose_layout import LayoutOption
     from weft.plan.replan import Forecaster
-    from weft.replicas.rank_group import RankGroup
     from weft.store.remote.run_url import RunUrl
     from weft.store.run_dir import RunDirectory
 
@@ -263,7 +263,7 @@ def _prepare(
 ) -> PreparedRun:
     """Loads the run, without its finished jobs; `clock` is when it began, if it is resumed."""
     from weft.cli.loading import loading
-    from weft.execute.data_ahead import prepare_ahead
+    from weft.engine.execute.data_ahead import prepare_ahead
     from weft.report.trackers import open_trackers
 
     spec, clock = order.spec, clock or datetime.datetime.now()
@@ -279,7 +279,7 @@ def _prepare(
         ranks = None
         if places is not None:
             tell_invitation(places, console)
-            from weft.replicas.places import rank_order
+            from weft.parallel.replicas.places import rank_order
 
             ranks = places.start(rank_order(spec, spec.jobs))
             undo.callback(ranks.abandon)
@@ -319,19 +319,19 @@ def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> 
     from weft.engine.train import load_engine
 
     if order.forecast is not None:
-        from weft.engine.load_staged import FollowedLayout, load_following
+        from weft.parallel.load_staged import FollowedLayout, load_following
 
         stages_in = LayoutOptions.stages_in(order.spec)
         follow = FollowedLayout(order.layout.chosen, order.forecast, stages_in, order.layout.planned)
         return lambda spec, jobs, wall: load_following(spec, jobs, follow, wall)
     stages = order.layout.stages
     if stages is not None:
-        from weft.engine.load_staged import load_staged
+        from weft.parallel.load_staged import load_staged
 
         return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
     if ranks is None:
         return load_engine
-    from weft.replicas.load import load_replicated
+    from weft.parallel.replicas.load import load_replicated
 
     return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.engine.execute.protocol import Executor
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.placement import Placement
 from weft.errors import ConfigError
-from weft.execute.protocol import Executor
 from weft.job_state import Reason, ReasonCode
 from weft.plan.types import Limits
 from weft.spec.run import Capacity

@@ -13,10 +13,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from weft.cost.rows import capacities
 from weft.data.dataset import JobData
 from weft.engine.capacity import CapacityLimit, refuse_empty
 from weft.engine.events import Event, JobWarning, StepDone
+from weft.engine.execute.local import executor_on
+from weft.engine.execute.protocol import (
+    AnswersWork,
+    EvaluationWork,
+    Executor,
+    ReplicaFaultError,
+    ReplicaLostError,
+    ReplicaMemoryError,
+)
 from weft.engine.jobs.lifecycle import Command, Lifecycle
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.placement import Placement
@@ -31,18 +39,10 @@ from weft.engine.staged_run import StagedRun
 from weft.engine.timeline import TimelineRecorder
 from weft.engine.untold import UntoldEvents
 from weft.errors import ConfigError, JobError, StorageError, WeftError
-from weft.execute.local import executor_on
-from weft.execute.protocol import (
-    AnswersWork,
-    EvaluationWork,
-    Executor,
-    ReplicaFaultError,
-    ReplicaLostError,
-    ReplicaMemoryError,
-)
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.objectives.metrics import MeanScores
 from weft.plan.admit import Budget
+from weft.plan.cost.rows import capacities
 from weft.plan.pack import pack
 from weft.plan.program import Planner
 from weft.plan.types import Limits
@@ -54,10 +54,10 @@ from weft.store.run_record import RunRecord
 from weft.wall_clock import Activity, TimeSplit, WallClock
 
 if TYPE_CHECKING:
-    from weft.backbone.backbone import Backbone
     from weft.data.prompts import Prompt
-    from weft.inference.answers import Answer
-    from weft.inference.generate import Decoding
+    from weft.engine.inference.answers import Answer
+    from weft.engine.inference.generate import Decoding
+    from weft.model.backbone import Backbone
 
 BACK = "their replica was started anew; they go on from their last checkpoints, and all other jobs from where they were"
 RUN_STOPPED = Reason(ReasonCode.RUN_STOPPED, "the run was stopped")

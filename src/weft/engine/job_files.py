@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from weft.cost.job_state import FLOAT_BYTES, best_bytes, kept_bytes
+from weft.engine.execute.protocol import AdapterWork, CheckpointWork, Executor, ReplicaFaultError, Ticket
 from weft.engine.jobs.live_job import LiveJob
-from weft.execute.protocol import AdapterWork, CheckpointWork, Executor, ReplicaFaultError, Ticket
+from weft.plan.cost.job_state import FLOAT_BYTES, best_bytes, kept_bytes
 
 SNAPSHOT_SHARE = 8
 """All snapshots together take at most one part in so many of the machine's memory, unless one alone takes more."""

@@ -16,14 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from weft.adapters.methods import cost_ranks
 from weft.engine.events import LayoutDecided
+from weft.engine.execute.movable import MovableExecutor, NotMovedError, OpenReplicas
+from weft.engine.execute.protocol import ReplicaFaultError
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.program_run import rewind
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import WeftError
-from weft.execute.movable import MovableExecutor, NotMovedError, OpenReplicas
-from weft.execute.protocol import ReplicaFaultError
+from weft.methods import cost_ranks
 from weft.plan.deploy.workload import batch_samples
 from weft.plan.layout import Layout
 from weft.plan.program import Planner

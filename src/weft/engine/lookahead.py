@@ -12,25 +12,25 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from weft.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
-from weft.cost.learned import PASSES, StagePace
-from weft.cost.learned_pairs import PairPace
-from weft.cost.types import LinearCost
 from weft.engine.events import JobWarning
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import PlanError
 from weft.plan.check import violations
+from weft.plan.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
+from weft.plan.cost.learned import PASSES, StagePace
+from weft.plan.cost.learned_pairs import PairPace
+from weft.plan.cost.types import LinearCost
 from weft.plan.pack import pack
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.pipeline.append import EndlessProgram, PassCosts, open_pipe
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner, Program
+from weft.plan.simulate.choose import FastestPipeline, PipelineChoice
+from weft.plan.simulate.choose_spread import Behind, FastestSpread
+from weft.plan.simulate.timeline import Span
 from weft.plan.spread.planner import HomeLoad, SpreadPlanner, max_lead
 from weft.plan.types import JobQueue, Limits, Microbatch
-from weft.simulate.choose import FastestPipeline, PipelineChoice
-from weft.simulate.choose_spread import Behind, FastestSpread
-from weft.simulate.timeline import Span
 
 WAITING_SHARE = 0.01
 """Of a program's own time, the most that training waits for it."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from weft.cost.job_state import kept_bytes, sum_bytes
 from weft.engine.engine import Engine
+from weft.engine.execute.protocol import MicrobatchWork, ReplicaMemoryError, TrialRun
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.progress import PLANNED_BATCHES
 from weft.errors import ConfigError
-from weft.execute.protocol import MicrobatchWork, ReplicaMemoryError, TrialRun
+from weft.plan.cost.job_state import kept_bytes, sum_bytes
 from weft.plan.pack.planners import ExactPlanner
 from weft.plan.program import Turn
 from weft.plan.types import Batch, JobQueue, Microbatch

@@ -14,12 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weft.adapters.methods import cost_ranks
 from weft.engine.events import Event, MicrobatchDone, StepDone
-from weft.engine.jobs.live_job import LiveJob
-from weft.engine.lookahead import LookaheadPlanner
-from weft.engine.timeline import TimelineRecorder
-from weft.execute.protocol import (
+from weft.engine.execute.protocol import (
     Executor,
     MicrobatchOutcome,
     MicrobatchWork,
@@ -30,6 +26,10 @@ from weft.execute.protocol import (
     StepsWork,
     Ticket,
 )
+from weft.engine.jobs.live_job import LiveJob
+from weft.engine.lookahead import LookaheadPlanner
+from weft.engine.timeline import TimelineRecorder
+from weft.methods import cost_ranks
 from weft.plan.program import Step, Turn
 from weft.plan.types import Limits, Microbatch
 

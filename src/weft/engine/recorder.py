@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from weft.data.dataset import JobData
 from weft.engine.capacity import CapacityLimit
 from weft.engine.events import EvalDone, Event, JobWarning, StepDone
+from weft.engine.execute.protocol import AdapterWork, CheckpointWork, Executor, StateWork
 from weft.engine.job_files import FileKind, JobFiles
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, DataError
-from weft.execute.protocol import AdapterWork, CheckpointWork, Executor, StateWork
 from weft.store.atomic import write_file
 from weft.store.checkpoint import Checkpoint, latest_checkpoint
 from weft.store.run_dir import RunDirectory

@@ -9,8 +9,8 @@ from typing import Protocol
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import JobData
 from weft.engine.events import Event
+from weft.engine.execute.protocol import ReplicaFacts
 from weft.engine.timeline import TimelineRecorder
-from weft.execute.protocol import ReplicaFacts
 from weft.job_state import JobState, Reason
 from weft.spec import JobSpec
 from weft.store.run_dir import RunDirectory

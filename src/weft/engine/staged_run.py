@@ -18,14 +18,22 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.adapters.methods import cost_ranks
 from weft.engine.events import Event, JobsGrouped, MicrobatchDone, MicrobatchesPaired
+from weft.engine.execute.protocol import (
+    Executor,
+    MoveWork,
+    ReplicaLostError,
+    RestWork,
+    StagedOutcome,
+    StagedWork,
+    Ticket,
+)
 from weft.engine.jobs.find_homes import find_homes
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import count_step
 from weft.engine.timeline import TimelineRecorder
-from weft.execute.protocol import Executor, MoveWork, ReplicaLostError, RestWork, StagedOutcome, StagedWork, Ticket
+from weft.methods import cost_ranks
 from weft.objectives.metrics import Score
 from weft.plan.pipeline.append import DealtStream
 from weft.plan.pipeline.stream import read_stream

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from weft.simulate import timeline
-from weft.simulate.timeline import Span, span_event, trace_json
+from weft.plan.simulate import timeline
+from weft.plan.simulate.timeline import Span, span_event, trace_json
 from weft.wall_clock import Activity, WallClock
 
 MAX_SPANS = 20_000

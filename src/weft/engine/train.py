@@ -15,12 +15,12 @@ from weft.data.dataset import JobData
 from weft.data.load import find_sources, load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, LayoutDecided
+from weft.engine.execute.data_ahead import DataAhead
+from weft.engine.execute.memory import ExpectedJobs, load_within
+from weft.engine.execute.protocol import ReplicaFaultError
 from weft.engine.resume import Locate, job_settings
 from weft.engine.run_engine import RunEngine
 from weft.errors import ConfigError, DataError, StorageError, WeftError
-from weft.execute.data_ahead import DataAhead
-from weft.execute.memory import ExpectedJobs, load_within
-from weft.execute.protocol import ReplicaFaultError
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec

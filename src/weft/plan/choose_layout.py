@@ -17,9 +17,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.cost.analytic import AnalyticCost
-from weft.cost.gather import ShardCost
 from weft.errors import PlanError
+from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.gather import ShardCost
 from weft.plan.layout import Layout, ReplicaLayout
 from weft.wording import counted, size
 

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.cost.operators import Graph
+from weft.plan.cost.operators import Graph
 
 
 @dataclass(frozen=True, slots=True)

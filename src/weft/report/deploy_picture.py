@@ -9,7 +9,7 @@ from weft.report.figure import CALM
 from weft.store.atomic import storage_errors
 
 if TYPE_CHECKING:
-    from weft.simulate.deploy_forecast import DeployForecast
+    from weft.plan.simulate.deploy_forecast import DeployForecast
 
 IDLE = "#e4e6e9"
 

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.connect import ClusterConnection, connect, need_ray
-from weft.cluster.resources import ReplicaRequest, replica_request
 from weft.errors import ConfigError
+from weft.parallel.ray.connect import ClusterConnection, connect, need_ray
+from weft.parallel.ray.resources import ReplicaRequest, replica_request
 from weft.serve.supervise import Child, Supervisor
 
 LOG = logging.getLogger("weft.serve")

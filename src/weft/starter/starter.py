@@ -22,8 +22,8 @@ from weft.starter.order import ProcessOrder
 
 PROGRAM = "weft.starter.forking"
 PRELOADED = (
-    "weft.execute.stages.stage_process",
-    "weft.replicas.rank",
+    "weft.parallel.stages.stage_process",
+    "weft.parallel.replicas.rank",
     "weft.cli.rank",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",

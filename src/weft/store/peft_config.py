@@ -13,8 +13,8 @@ from typing import Any
 
 from weft.adapters.head import HEAD
 from weft.adapters.method import PeftFormat
-from weft.adapters.methods import METHODS, method_of
 from weft.errors import AdapterFileError, ConfigError
+from weft.methods import METHODS, method_of
 from weft.spec import AdapterSpec
 from weft.spec.fields import describe, listed, read
 

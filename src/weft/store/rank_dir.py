@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import StorageError
-from weft.simulate.timeline import trace_json
+from weft.plan.simulate.timeline import trace_json
 from weft.store.atomic import storage_errors, write_file
 from weft.store.guard import add_guard
 from weft.store.owner import Owner, Ownership

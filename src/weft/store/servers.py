@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from weft.adapters.method import Attachment
-from weft.adapters.methods import cost_ranks, method_of
 from weft.errors import ConfigError
+from weft.methods import cost_ranks, method_of
 from weft.spec import AdapterSpec
 
 SERVERS = ("vllm", "sglang", "peft")

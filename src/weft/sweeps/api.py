@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from weft.data.load import find_sources
+from weft.engine.execute.data_ahead import DataAhead
 from weft.engine.resume import HARMLESS
 from weft.engine.train import clock_of, load_engine, write_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
-from weft.execute.data_ahead import DataAhead
 from weft.report.read_run import read_info
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from weft.adapters.method import Attachment
-from weft.adapters.methods import cost_ranks, method_of
 from weft.adapters.targets import choose_modules
-from weft.backbone.load import load_config, load_skeleton
-from weft.backbone.source import find_source
-from weft.cost.hardware import find_hardware
-from weft.cost.rows import capacities
-from weft.cost.shape import ALL_LINEAR, ModelShape
+from weft.engine.execute.local import executor_on
+from weft.engine.execute.protocol import ReplicaFacts
 from weft.errors import ConfigError, PlanError
-from weft.execute.local import executor_on
-from weft.execute.protocol import ReplicaFacts
 from weft.kernels.device import default_device, device_name
+from weft.methods import cost_ranks, method_of
+from weft.model.load import load_config, load_skeleton
+from weft.model.source import find_source
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.rows import capacities
+from weft.plan.cost.shape import ALL_LINEAR, ModelShape
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
 from weft.spec import AdapterSpec
 from weft.spec.load_sweep import longest_of, space_of

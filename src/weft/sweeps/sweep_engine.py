@@ -8,9 +8,9 @@ from typing import Protocol
 
 from weft.data.dataset import JobData
 from weft.data.prompts import Prompt
+from weft.engine.inference.answers import Answer
+from weft.engine.inference.generate import Decoding
 from weft.engine.run_engine import ReplicaSide, RunEngine, RunJob
-from weft.inference.answers import Answer
-from weft.inference.generate import Decoding
 from weft.objectives.metrics import MeanScores
 from weft.spec import AdapterSpec
 from weft.wall_clock import TimeSplit

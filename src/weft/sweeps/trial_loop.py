@@ -25,9 +25,9 @@ from weft.engine.events import (
     JobWarning,
     StepDone,
 )
+from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemoryError
 from weft.engine.resume import job_settings
 from weft.errors import StorageError, WeftError
-from weft.execute.protocol import ReplicaFaultError, ReplicaMemoryError
 from weft.objectives.metrics import MeanScores
 from weft.sweeps.configure import configuration_error
 from weft.sweeps.context import SweepContext

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from weft.engine.timeline import TimelineRecorder
-from weft.simulate.timeline import Span
+from weft.plan.simulate.timeline import Span
 from weft.sweeps.record.trial import Trial
 
 _SHARED = ("forward_backward", "step", "eval", "checkpoint")

@@ -17,7 +17,7 @@ from weft.bench.deploy.published import (
     replicas_7b,
     replicas_70b,
 )
-from weft.cost.fit import FitError
+from weft.plan.cost.fit import FitError
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
 from weft.plan.deploy.baselines import plan_alike
 from weft.plan.deploy.candidates import without_dominated

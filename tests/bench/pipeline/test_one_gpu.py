@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weft.backbone.fused import stage
 from weft.bench.pipeline.free_sums import measure_free_sums
 from weft.bench.pipeline.one_gpu import measure_stages
 from weft.bench.pipeline.parts import TARGETS
 from weft.bench.pipeline.passes import OneDevice, time_in_turn
 from weft.bench.shapes import find_shape
+from weft.model.fused import stage
 
 TINY = OneDevice(replace(find_shape("tiny"), layers=4), torch.float32, torch.device("cpu"), 64, rounds=1)
 

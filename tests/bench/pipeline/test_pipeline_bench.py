@@ -15,16 +15,16 @@ from weft.bench.pipeline.parts import GPU_REGIMES, REGIMES, TARGETS, choose_part
 from weft.bench.pipeline.recorded import RecordedRun, equal_share, replay_errors
 from weft.bench.pipeline.seventy import TORCH_LORA, WEFT_LORA, measure_seventy, scaled
 from weft.bench.shapes import find_shape
-from weft.cost.profile import load_profile
-from weft.cost.profiled import ProfiledCost
-from weft.cost.shape import ModelShape
-from weft.cost.types import LinearCost
 from weft.errors import ConfigError
 from weft.kernels.device import has_gpu
+from weft.plan.cost.profile import load_profile
+from weft.plan.cost.profiled import ProfiledCost
+from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.build import Schedule, build
+from weft.plan.simulate.choose import FastestPipeline
+from weft.plan.simulate.interpret import simulate
 from weft.plan.types import Limits
-from weft.simulate.choose import FastestPipeline
-from weft.simulate.interpret import simulate
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PROFILE = load_profile(BENCHMARKS / "h200_profile.json")

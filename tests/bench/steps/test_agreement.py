@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.backbone.fused import layer
 from weft.bench.shapes import find_shape
 from weft.bench.steps import agreement
 from weft.bench.steps.agreement import measure_agreement
+from weft.model.fused import layer
 
 CPU = torch.device("cpu")
 

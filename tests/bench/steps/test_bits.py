@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.backbone.backbone import Backbone
-from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.bench.shapes import SHAPES
 from weft.bench.steps import bits
 from weft.bench.steps.bits import measure_bits
 from weft.bench.steps.regimes import BF16, FEW, BenchProgram, BenchRun
 from weft.bench.steps.step import make_backbone
 from weft.errors import ModelError
+from weft.model.backbone import Backbone
+from weft.model.packed import PackedBatch, Placed, pack_samples
 from weft.spec import AdapterSpec
 
 RUN = BenchRun(BenchProgram.WEFT_BITS, FEW)

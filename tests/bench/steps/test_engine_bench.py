@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.backbone.backbone import Backbone
 from weft.bench.clock import Effort
 from weft.bench.shapes import SHAPES
 from weft.bench.steps import engine as module
 from weft.bench.steps.engine import measure_engine
 from weft.bench.steps.regimes import BF16, FEW, BenchProgram, BenchRun
 from weft.bench.steps.step import BenchJobs, make_backbone, measure
+from weft.model.backbone import Backbone
 
 CPU = torch.device("cpu")
 RUN = BenchRun(BenchProgram.WEFT_ENGINE, FEW)

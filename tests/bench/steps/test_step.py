@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from weft.adapters.frozen import Dense
-from weft.backbone.backbone import Backbone
 from weft.bench.clock import QUICK
 from weft.bench.shapes import SHAPES, build
 from weft.bench.steps.regimes import BF16, FEW, HANDFUL, BenchProgram, BenchRun, Storage
 from weft.bench.steps.samples import packed_samples
 from weft.bench.steps.step import BenchJobs, make_backbone, measure
 from weft.errors import JobError
+from weft.model.backbone import Backbone
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]

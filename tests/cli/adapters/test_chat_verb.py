@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from weft.backbone.source import load_tokenizer
 from weft.cli.adapters import chat as chat_verb
 from weft.data.prompts import prompt_of_chat
-from weft.inference.attach import Attached, load_with_adapters
-from weft.inference.generate import Decoding
+from weft.engine.inference.attach import Attached, load_with_adapters
+from weft.engine.inference.generate import Decoding
+from weft.model.source import load_tokenizer
 
 
 def test_chat_when_lines_are_piped_then_prints_only_the_answers(weft, adapters: Path):

@@ -9,8 +9,8 @@ import torch
 from tiny_adapters import LEAVES, tiny_tensors
 
 from weft.adapters.head import HEAD
-from weft.backbone.source import load_tokenizer
 from weft.data.load import load_dataset
+from weft.model.source import load_tokenizer
 from weft.objectives.heads.classes import Classification
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter

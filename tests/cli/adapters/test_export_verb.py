@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_adapters import LEAVES, SHOUTING, plain_logits, tiny_tensors
 
-from weft.backbone.packed import Placed, pack_samples
-from weft.backbone.source import TINY, load_tokenizer
 from weft.data.sample import Sample
-from weft.inference.attach import load_with_adapters
+from weft.engine.inference.attach import load_with_adapters
+from weft.model.packed import Placed, pack_samples
+from weft.model.source import TINY, load_tokenizer
 from weft.spec import AdapterSpec
 from weft.store.peft_files import read_adapter, write_adapter
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks.planning import cost as plan_cost
-from weft.backbone.source import TINY
 from weft.bench.shapes import SHAPES, build
-from weft.cost.profile import load_profile
+from weft.model.source import TINY
+from weft.plan.cost.profile import load_profile
 
 
 @pytest.fixture(autouse=True)

@@ -26,12 +26,12 @@ from tiny_models import (
 )
 
 from weft.adapters.adapter import Adapter
-from weft.backbone.backbone import Backbone
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobPreempted, JobResumed, JobStarted, JobWaiting, StepDone
 from weft.engine.jobs.placement import Placement
 from weft.errors import JobError
 from weft.job_state import JobState
+from weft.model.backbone import Backbone
 from weft.plan.admit import QUANTUM_TOKENS
 from weft.store.run_dir import RunDirectory
 from weft.store.run_record import RunRecord

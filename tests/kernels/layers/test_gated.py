@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weft.families.layer_form import Activation
 from weft.kernels.layers.gated import gated_grad_kernel, gated_grad_reference, gated_kernel, gated_reference
+from weft.plan.families.layer_form import Activation
 
 FORWARD = [gated_reference, gated_kernel]
 BACKWARD = [gated_grad_reference, gated_grad_kernel]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weft.backbone.judge import Groups
+from weft.model.judge import Groups
 from weft.objectives.preference.dpo import Dpo
 
 LENGTHS = torch.tensor([3, 1, 4, 2, 1, 5])

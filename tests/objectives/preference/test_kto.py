@@ -12,10 +12,10 @@ import pytest
 import torch
 from tiny_tokenizer import make_tokenizer
 
-from weft.backbone.judge import Groups
 from weft.data.dataset import Dataset
 from weft.data.load import load_dataset, load_job_data
 from weft.errors import DataError
+from weft.model.judge import Groups
 from weft.objectives.preference.kto import Kto
 from weft.spec import JobSpec
 

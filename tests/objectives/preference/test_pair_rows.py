@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weft.backbone.source import load_tokenizer
 from weft.data.load import load_dataset
 from weft.errors import DataError
+from weft.model.source import load_tokenizer
 from weft.objectives.preference.pair_rows import is_preference, read_preference
 
 ASK, GOOD, BAD = (

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.bench.deploy.published import figure_4
-from weft.cost.padded import PaddedTime
 from weft.errors import PlanError
 from weft.plan.bucket import choose_buckets
+from weft.plan.cost.padded import PaddedTime
 from weft.plan.deploy import Deployment, DeployProblem, ReplicaKind, plan_deployment, planner
 from weft.plan.deploy.baselines import plan_alike
 from weft.plan.deploy.bounds import PlanBounds

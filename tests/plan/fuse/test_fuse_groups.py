@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.cost.adapter_times import AdapterTimes
-from weft.cost.types import LinearCost
 from weft.plan.check import violations
+from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.types import LinearCost
 from weft.plan.fuse.groups import PipeCosts, grouped_streams
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.types import Batch, JobQueue

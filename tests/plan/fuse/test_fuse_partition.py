@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.bench.deploy.fusing import measure_fuse
-from weft.cost.types import LinearCost
 from weft.errors import PlanError
+from weft.plan.cost.types import LinearCost
 from weft.plan.fuse import FusedTask, FuseTask, Pipe, fuse, fuse_by_count
 
 

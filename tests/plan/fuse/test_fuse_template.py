@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.cost.types import LinearCost
 from weft.errors import PlanError
+from weft.plan.cost.types import LinearCost
 from weft.plan.fuse import FusedTask, FuseTask, Pipe, Template, build_template, fuse, plan_fusion
 from weft.plan.fuse.planner import bucket_templates
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_streams import streams
 
-from weft.cost.types import LinearCost
 from weft.errors import PlanError
 from weft.plan.check import violations
+from weft.plan.cost.types import LinearCost
 from weft.plan.lemma import lemma_distance, lemma_violations
 from weft.plan.pipeline.build import Schedule, build, peak_bytes
 from weft.plan.pipeline.split import layer_seconds, split_layers
 from weft.plan.program import Backward, Forward, Program
+from weft.plan.simulate.interpret import simulate
 from weft.plan.types import Microbatch, Segment
-from weft.simulate.interpret import simulate
 
 COST = LinearCost(fixed_s=1.0, backward_ratio=1.5, send_s=0.1, optimizer_s=0.5)
 

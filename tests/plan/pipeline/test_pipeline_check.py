@@ -9,12 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_streams import streams
 
-from weft.cost.types import LinearCost
 from weft.plan.check import violations
+from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.build import Schedule, build, peak_bytes
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
+from weft.plan.simulate.interpret import simulate
 from weft.plan.types import Microbatch, Segment
-from weft.simulate.interpret import simulate
 
 Place = tuple[int, int]
 COST = LinearCost(send_s=0.1)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import AnalyticCost
-from weft.cost.hardware import find_hardware
-from weft.cost.padded import PaddedTime
-from weft.cost.shape import ModelShape
 from weft.errors import PlanError
+from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.padded import PaddedTime
+from weft.plan.cost.shape import ModelShape
 from weft.plan.deploy import ReplicaKind
 from weft.plan.dispatch import ReplicaTime
 from weft.plan.layout import ReplicaLayout, parse_layout

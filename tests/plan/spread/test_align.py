@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_spread_planner import LIMITS, job, queues
 
-from weft.cost.types import LinearCost
 from weft.plan.check import violations
+from weft.plan.cost.types import LinearCost
 from weft.plan.program import Backward, Forward, Program
+from weft.plan.simulate.interpret import simulate
 from weft.plan.spread.planner import SpreadPlanner
 from weft.plan.types import JobQueue
-from weft.simulate.interpret import simulate
 
 
 def planner(shards: Sequence[int], stages: Sequence[int] | None = None, **cost: float) -> SpreadPlanner:

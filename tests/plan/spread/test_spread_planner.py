@@ -8,13 +8,13 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.cost.types import LinearCost
 from weft.plan.check import violations
+from weft.plan.cost.types import LinearCost
 from weft.plan.homes import PlannedReplicas, choose_homes
 from weft.plan.program import Forward, Measure, Program, Step
+from weft.plan.simulate.interpret import simulate
 from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import Batch, JobQueue, Limits
-from weft.simulate.interpret import simulate
 
 LIMITS = Limits(capacity=64, max_microbatches=3)
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from weft.cost.hardware import DEVICES, Hardware
-from weft.cost.shape import ModelShape
-from weft.families.layer_form import LayerForm
+from weft.plan.cost.hardware import DEVICES, Hardware
+from weft.plan.cost.shape import ModelShape
+from weft.plan.families.layer_form import LayerForm
 from weft.plan.sweep import Configuration
 from weft.plan.sweep.cost import PackCost, SweepSetting
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from sweep_cases import PEER, sweeps
 
 from benchmarks.sweeps.plan import QWEN25
-from weft.cost.hardware import DEVICES
-from weft.cost.shape import ModelShape
+from weft.plan.cost.hardware import DEVICES
+from weft.plan.cost.shape import ModelShape
 from weft.plan.sweep import Configuration
 from weft.plan.sweep.cost import PackCost, SweepSetting
 from weft.plan.sweep.solo import LAYER_LAUNCH_S, Solo, one_by_one_s

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sent_jobs import TENANTS, SentJobs
 from service_process import Service, Wish, train, wait
 
-from weft.cluster.connect import need_ray
+from weft.parallel.ray.connect import need_ray
 from weft.serve.db.engine import open_database
 from weft.serve.db.tables import EVENTS, JOBS, WORKERS
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from worker_bench import PATIENCE_S, Bench
 
-from weft.cost.rows import choose_capacity
+from weft.plan.cost.rows import choose_capacity
 from weft.serve.errors import Busy
 from weft.serve.records.files import delete_file, get_file
 from weft.serve.records.models import list_checkpoints

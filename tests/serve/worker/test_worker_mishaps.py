@@ -14,7 +14,7 @@ from postgres_server import find_binaries
 from worker_bench import PATIENCE_S, Bench
 
 import weft.serve.worker.claims
-from weft.execute.optimizers.adamw import AdamW
+from weft.engine.execute.optimizers.adamw import AdamW
 from weft.serve.blobs import Blobs
 from weft.serve.db.migrate import migrate
 from weft.serve.db.tables import JOBS, WORKERS

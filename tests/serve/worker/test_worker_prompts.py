@@ -17,9 +17,9 @@ from worker_bench import PATIENCE_S, Bench
 from weft.data.chat.rendered import Rendered
 from weft.data.prompts import prompt_of_chat
 from weft.data.tokens.tokenise import tokenise_prompt
+from weft.engine.inference.attach import StoredAdapter, attach_adapter
+from weft.engine.inference.generate import Decoding, Request, generate
 from weft.errors import WeftError
-from weft.inference.attach import StoredAdapter, attach_adapter
-from weft.inference.generate import Decoding, Request, generate
 from weft.serve.errors import Busy
 from weft.serve.worker.prompts import prompt_scheduler as scheduler_module
 from weft.serve.worker.prompts.adapter_cache import AdapterCache
@@ -57,7 +57,7 @@ def blob_of(bench, id):
 
 def expected(bench, blob, tokens, decoding):
     """What the adapter writes on a backbone of its own."""
-    from weft.backbone.load import load_backbone
+    from weft.model.load import load_backbone
     from weft.spec import BackboneSpec
 
     backbone = load_backbone(BackboneSpec("tiny", device="cpu"))

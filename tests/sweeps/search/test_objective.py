@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import weft
-from weft.backbone.load import load_backbone
+from weft.cli.demo.skills import SKILLS
 from weft.data.load import load_dataset
-from weft.demo.skills import SKILLS
+from weft.engine.inference.answers import Answer
 from weft.errors import ConfigError, DataError
-from weft.inference.answers import Answer
+from weft.model.load import load_backbone
 from weft.objectives.metrics import MeanScores
 from weft.spec import BackboneSpec
 from weft.spec.sweep import ObjectiveSpec

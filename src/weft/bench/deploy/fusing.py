@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 
-from weft.cost.types import LinearCost
+from weft.plan.cost.types import LinearCost
 from weft.plan.fuse import FuseTask, Pipe, fuse
 
 PADDED_LENGTHS = (64, 128, 256)

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import BackboneSetup
-from weft.cost.hardware import GB, LINK_SHARE, Hardware, find_hardware
-from weft.cost.padded import PaddedBatch, PaddedTime, fit_padded
-from weft.cost.shape import ModelShape
 from weft.plan.bucket import fixed_buckets
+from weft.plan.cost.analytic import BackboneSetup
+from weft.plan.cost.hardware import GB, LINK_SHARE, Hardware, find_hardware
+from weft.plan.cost.padded import PaddedBatch, PaddedTime, fit_padded
+from weft.plan.cost.shape import ModelShape
 from weft.plan.deploy import DeployProblem, ReplicaKind
 from weft.plan.deploy.candidates import possible_layouts
 from weft.plan.deploy.price import fit_replica

@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.backbone.backbone import Backbone
 from weft.bench.clock import peak_gb, release
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import JobFailed, MicrobatchDone, StepDone
 from weft.errors import WeftError
+from weft.model.backbone import Backbone
 from weft.spec import JobSpec
 
 WARM_UP = 4

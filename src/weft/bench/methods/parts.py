@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.backbone.backbone import Backbone
 from weft.bench.clock import Effort, release
 from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.methods.jobs import MethodJobs
@@ -31,6 +30,7 @@ from weft.bench.steps.regimes import BF16
 from weft.bench.steps.step import make_backbone
 from weft.errors import ConfigError
 from weft.kernels.device import is_gpu
+from weft.model.backbone import Backbone
 
 TARGETS: Targets = {
     "mixed_vs_lora": (Kind.SHARE, 0.85),

@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.cost.types import CostModel
 from weft.engine.jobs.progress import PLANNED_BATCHES
 from weft.engine.staged_run import last_of
 from weft.plan.check import violations
+from weft.plan.cost.types import CostModel
 from weft.plan.pipeline.append import DealtStream, joined_all, open_pipe
 from weft.plan.pipeline.eager import Pipe
 from weft.plan.program import Program, Step
+from weft.plan.simulate.choose import FastestPipeline
+from weft.plan.simulate.choose_spread import FastestSpread
+from weft.plan.simulate.interpret import simulate
 from weft.plan.spread.planner import max_lead
 from weft.plan.types import JobQueue, Limits
-from weft.simulate.choose import FastestPipeline
-from weft.simulate.choose_spread import FastestSpread
-from weft.simulate.interpret import simulate
 
 
 @dataclass(frozen=True)

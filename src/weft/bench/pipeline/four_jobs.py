@@ -21,10 +21,10 @@ from weft.bench.pipeline.executed import execute
 from weft.bench.pipeline.lengths import MIXES, queues
 from weft.plan.homes import choose_homes
 from weft.plan.pipeline.split import split_layers
+from weft.plan.simulate.choose import FastestPipeline
+from weft.plan.simulate.choose_spread import FastestSpread
 from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
-from weft.simulate.choose import FastestPipeline
-from weft.simulate.choose_spread import FastestSpread
 
 NUM_STAGES = 4
 NUM_LAYERS = 80

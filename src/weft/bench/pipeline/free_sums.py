@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.backbone.backbone import Backbone
-from weft.backbone.packed import PackedBatch, Placed, pack_samples
 from weft.bench.clock import median_s
 from weft.bench.pipeline.passes import BATCH, DROPOUT, NUM_JOBS, RANK, OneDevice, num_unequal
 from weft.bench.steps.step import JOB
-from weft.execute.optimizers.registry import optimizer_of
-from weft.execute.optimizers.step_together import step_together
+from weft.engine.execute.optimizers.registry import optimizer_of
+from weft.engine.execute.optimizers.step_together import step_together
 from weft.kernels.dropout import mix
+from weft.model.backbone import Backbone
+from weft.model.packed import PackedBatch, Placed, pack_samples
 from weft.spec import AdapterSpec
 
 

@@ -13,12 +13,12 @@ Seconds are the hardware table's; links are assumed: what the table says of NVLi
 from __future__ import annotations
 
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import BackboneSetup
-from weft.cost.hardware import find_hardware
-from weft.cost.operators import layer_graph
-from weft.cost.shape import ModelShape
+from weft.plan.cost.analytic import BackboneSetup
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.operators import layer_graph
+from weft.plan.cost.shape import ModelShape
 from weft.plan.interleave import between_sums, in_turns, launch_order, one_after_another, segment
-from weft.simulate.two_streams import run_order
+from weft.plan.simulate.two_streams import run_order
 
 MODEL, DEGREE, NUM_GROUPS = "llama-3.1-8b", 2, 2
 LENGTHS = (1024,) * 4

@@ -34,15 +34,15 @@ from weft.bench.pipeline.recorded import RecordedRun
 from weft.data.dataset import Dataset, JobData
 from weft.engine.engine import Engine
 from weft.errors import JobError
-from weft.execute.stages.stage_group import LocalStages
-from weft.execute.stages.staged import StagedExecutor
 from weft.job_state import JobState
+from weft.parallel.stages.stage_group import LocalStages
+from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Program
+from weft.plan.simulate.interpret import simulate
+from weft.plan.simulate.timeline import COMPUTE
 from weft.plan.types import JobQueue, Limits
-from weft.simulate.interpret import simulate
-from weft.simulate.timeline import COMPUTE
 from weft.spec import AdapterSpec, JobSpec
 
 STAGES = (2, 4)

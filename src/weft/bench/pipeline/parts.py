@@ -17,9 +17,9 @@ from weft.bench.pipeline.recorded import measure_recorded
 from weft.bench.pipeline.seventy import measure_seventy
 from weft.bench.pipeline.shards import measure_shards
 from weft.bench.shapes import find_shape
-from weft.cost.profile import Profile
 from weft.errors import ConfigError
 from weft.kernels.device import default_device, is_gpu
+from weft.plan.cost.profile import Profile
 
 TARGETS: Targets = {
     "order_equal": (Kind.SHARE, 1.0),

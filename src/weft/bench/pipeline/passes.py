@@ -14,17 +14,17 @@ import numpy as np
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.backbone.backbone import Backbone
-from weft.backbone.model_part import ModelPart
-from weft.backbone.packed import PackedBatch, Placed, pack_samples
-from weft.backbone.packing import attention
-from weft.backbone.stage_runner import StageRunner, stage_runner
 from weft.bench.shapes import Shape, build
 from weft.data.sample import Sample
-from weft.execute.stages.load_stages import cut_layers
 from weft.kernels.device import synchronise
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.dropout import mix
+from weft.model.backbone import Backbone
+from weft.model.model_part import ModelPart
+from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packing import attention
+from weft.model.stage_runner import StageRunner, stage_runner
+from weft.parallel.stages.load_stages import cut_layers
 from weft.spec import AdapterSpec
 
 NUM_JOBS, BATCH = 4, 4

@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.cost.types import LinearCost
 from weft.engine.engine import Engine
-from weft.execute.stages.load_stages import StageLayout, load_stages
+from weft.parallel.stages.load_stages import StageLayout, load_stages
+from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Program
+from weft.plan.simulate.interpret import simulate
+from weft.plan.simulate.replayed import replay
+from weft.plan.simulate.timeline import COMPUTE, Span
 from weft.plan.types import JobQueue, Limits
-from weft.simulate.interpret import simulate
-from weft.simulate.replayed import replay
-from weft.simulate.timeline import COMPUTE, Span
 from weft.spec import BackboneSpec, RunSpec, run_from_mapping
 
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED)

@@ -33,19 +33,19 @@ from weft.bench.pipeline.four_jobs import (
 )
 from weft.bench.pipeline.lengths import MIXES, queues
 from weft.bench.shapes import find_shape
-from weft.cost.analytic import BackboneSetup
-from weft.cost.fit import Fit
-from weft.cost.hardware import GB, find_hardware
-from weft.cost.profile import Profile, Setup
-from weft.cost.profiled import ProfiledCost
-from weft.cost.rows import gpu_row_tile
-from weft.cost.shape import ModelShape
-from weft.cost.types import CostModel
+from weft.plan.cost.analytic import BackboneSetup
+from weft.plan.cost.fit import Fit
+from weft.plan.cost.hardware import GB, find_hardware
+from weft.plan.cost.profile import Profile, Setup
+from weft.plan.cost.profiled import ProfiledCost
+from weft.plan.cost.rows import gpu_row_tile
+from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.types import CostModel
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.pipeline.split import layer_seconds, split_layers
+from weft.plan.simulate.choose import FastestPipeline
+from weft.plan.simulate.interpret import simulate
 from weft.plan.types import JobQueue, Limits
-from weft.simulate.choose import FastestPipeline
-from weft.simulate.interpret import simulate
 
 MODEL, DEVICE, RANK = "llama-3.1-70b", "h100", 16
 PASSES = ("forward_s", "backward_s")

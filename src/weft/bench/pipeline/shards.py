@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from weft.adapters.frozen import FrozenWeight, quantise
-from weft.backbone.backbone import Backbone
-from weft.backbone.shards.peers import HostPeers
-from weft.backbone.shards.sharing import share_layers
 from weft.bench.clock import THOROUGH, Effort, median_s, release
 from weft.bench.shapes import SHAPES, Shape, random_weight
 from weft.bench.steps.regimes import BF16, MAIN_SHAPE, Workload
 from weft.bench.steps.step import BenchJobs, make_backbone
+from weft.model.backbone import Backbone
+from weft.model.shards.peers import HostPeers
+from weft.model.shards.sharing import share_layers
 
 NUM_DEVICES = 2
 

@@ -12,14 +12,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from weft.backbone.source import load_tokenizer
 from weft.bench.replicas.scripted import CAPACITY, ScriptedPool
 from weft.data.load import load_job_data
 from weft.engine.events import JobEnded, StepDone
 from weft.errors import WeftError
-from weft.replicas.messages import RankOrder
-from weft.replicas.rank_group import RankGroup
-from weft.replicas.replicated_engine import ReplicatedEngine
+from weft.model.source import load_tokenizer
+from weft.parallel.replicas.messages import RankOrder
+from weft.parallel.replicas.rank_group import RankGroup
+from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 
 NUM_RANKS, JOBS_PER_RANK, NUM_STEPS = 64, 4, 40

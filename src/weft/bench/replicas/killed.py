@@ -31,13 +31,13 @@ from weft.bench.train_command import JOBS_FILE, ONE_THREAD, TrainCommand
 from weft.engine.events import Event, JobWarning, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import execute_run, prepare_run
-from weft.replicas.known_rank import KnownRank
-from weft.replicas.load import load_replicated
-from weft.replicas.messages import RankOrder
-from weft.replicas.places import rank_order
-from weft.replicas.rank_group import RankGroup
-from weft.replicas.rank_link import Ranks
-from weft.replicas.rank_pool import RankPool, RankProcess
+from weft.parallel.replicas.known_rank import KnownRank
+from weft.parallel.replicas.load import load_replicated
+from weft.parallel.replicas.messages import RankOrder
+from weft.parallel.replicas.places import rank_order
+from weft.parallel.replicas.rank_group import RankGroup
+from weft.parallel.replicas.rank_link import Ranks
+from weft.parallel.replicas.rank_pool import RankPool, RankProcess
 from weft.spec import JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 from weft.wall_clock import WallClock

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from weft.cluster.connect import AUTO, need_ray
-from weft.cluster.load import find_places
-from weft.replicas.messages import RankOrder
-from weft.replicas.rank_link import Ranks
+from weft.parallel.ray.connect import AUTO, need_ray
+from weft.parallel.ray.load import find_places
+from weft.parallel.replicas.messages import RankOrder
+from weft.parallel.replicas.rank_link import Ranks
 from weft.spec import BackboneSpec
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}

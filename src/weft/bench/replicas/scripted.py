@@ -19,9 +19,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from weft.engine.events import Event, JobStarted, JobSucceeded, MicrobatchDone, StepDone
-from weft.execute.protocol import ReplicaFacts
-from weft.plan.admit import Budget
-from weft.replicas.messages import (
+from weft.engine.execute.protocol import ReplicaFacts
+from weft.parallel.replicas.messages import (
     ALIVE_S,
     TELL_S,
     CheckJob,
@@ -38,8 +37,9 @@ from weft.replicas.messages import (
     ToldEvent,
     TrainJob,
 )
-from weft.replicas.rank_listener import KEY_VARIABLE, connect
-from weft.replicas.rank_pool import RankPool
+from weft.parallel.replicas.rank_listener import KEY_VARIABLE, connect
+from weft.parallel.replicas.rank_pool import RankPool
+from weft.plan.admit import Budget
 from weft.spec import JobSpec
 from weft.store.run_record import library_versions
 

@@ -13,11 +13,11 @@ import math
 import random
 
 from weft.bench.shapes import find_shape
-from weft.cost.shape import ModelShape
 from weft.plan.admit import Applicant, Budget
+from weft.plan.cost.shape import ModelShape
 from weft.plan.place import Candidate, Replica
+from weft.plan.simulate.placed import simulate_placed
 from weft.plan.sweep import Configuration, plan_sweep
-from weft.simulate.placed import simulate_placed
 
 NUM_GPUS, NUM_JOBS, MAX_JOBS = 8, 64, 4
 SHORTEST_S, LONGEST_S = 600.0, 14_400.0

@@ -26,11 +26,11 @@ from weft.engine.events import Event, JobStarted, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import PreparedRun, execute_run, prepare_run
 from weft.errors import WeftError
-from weft.replicas.load import load_replicated
-from weft.replicas.places import rank_order
-from weft.replicas.rank_group import RankGroup
-from weft.replicas.rank_pool import RankPool
-from weft.replicas.replicated_engine import ReplicatedEngine
+from weft.parallel.replicas.load import load_replicated
+from weft.parallel.replicas.places import rank_order
+from weft.parallel.replicas.rank_group import RankGroup
+from weft.parallel.replicas.rank_pool import RankPool
+from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import JobSpec, RunSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
 from weft.wall_clock import WallClock

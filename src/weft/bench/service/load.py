@@ -32,7 +32,7 @@ from weft.bench.figures import Kind, Parts, Targets
 from weft.bench.service.clients import Ask, Plan
 from weft.bench.service.process import Service, run_clients, running_service, spinning_programs
 from weft.bench.service.training import TrainedStep, read_steps, tokens_per_s
-from weft.demo.skills import SKILLS
+from weft.cli.demo.skills import SKILLS
 from weft.errors import WeftError
 
 CONTENDED = "serve_contended"

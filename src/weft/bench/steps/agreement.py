@@ -14,8 +14,6 @@ from dataclasses import replace
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.backbone.backbone import Backbone
-from weft.backbone.packed import Placed, pack_samples
 from weft.bench.clock import release
 from weft.bench.figures import Figure, Kind
 from weft.bench.shapes import Shape
@@ -23,6 +21,8 @@ from weft.bench.steps.regimes import BF16, Workload
 from weft.bench.steps.samples import packed_samples
 from weft.bench.steps.step import make_backbone
 from weft.kernels.dropout import mix
+from weft.model.backbone import Backbone
+from weft.model.packed import Placed, pack_samples
 from weft.spec import AdapterSpec
 
 KEY = "agreement"

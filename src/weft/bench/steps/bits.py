@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.backbone.backbone import Backbone
-from weft.backbone.packed import Placed, pack_samples
 from weft.bench.clock import Measured, peak_gb, release
 from weft.bench.steps.regimes import BenchRun, Workload
 from weft.bench.steps.samples import packed_samples
 from weft.errors import ModelError
 from weft.kernels.dropout import mix
+from weft.model.backbone import Backbone
+from weft.model.packed import Placed, pack_samples
 from weft.spec import AdapterSpec
 
 DROPOUT = 0.1

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weft.backbone.backbone import Backbone
 from weft.bench.clock import Effort, Measured, peak_gb
 from weft.bench.steps.regimes import BenchRun
 from weft.bench.steps.samples import packed_samples
@@ -19,6 +18,7 @@ from weft.data.dataset import Dataset, JobData
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone
 from weft.engine.jobs.progress import PLANNED_BATCHES
+from weft.model.backbone import Backbone
 from weft.spec import AdapterSpec, JobSpec
 
 FOREVER = 10**6

@@ -13,24 +13,24 @@ import torch
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import quantise
-from weft.backbone.backbone import Backbone
-from weft.backbone.load import fp8_copies
-from weft.backbone.packed import PackedBatch, Placed, pack_samples
-from weft.backbone.packing import attention
-from weft.backbone.path import Memory
-from weft.backbone.scores import PendingScores
 from weft.bench.clock import Effort, Measured, in_turn_s, median_s, peak_gb, release
 from weft.bench.shapes import Shape, build, build_outside_linears, random_weight
 from weft.bench.steps.bits import measure_bits
 from weft.bench.steps.engine import measure_engine
 from weft.bench.steps.regimes import BenchProgram, BenchRun, Storage, Workload
 from weft.bench.steps.samples import packed_samples
+from weft.engine.execute.optimizers.optimizer import Results
+from weft.engine.execute.optimizers.registry import optimizer_of
+from weft.engine.execute.optimizers.step_together import step_together
 from weft.errors import JobError
-from weft.execute.optimizers.optimizer import Results
-from weft.execute.optimizers.registry import optimizer_of
-from weft.execute.optimizers.step_together import step_together
 from weft.kernels.device import is_gpu
 from weft.kernels.dropout import mix
+from weft.model.backbone import Backbone
+from weft.model.load import fp8_copies
+from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packing import attention
+from weft.model.path import Memory
+from weft.model.scores import PendingScores
 from weft.spec import AdapterSpec, JobSpec
 
 TURN_S = 1.0

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from weft.backbone.source import TINY
 from weft.bench.shapes import Shape, build
 from weft.kernels.device import is_gpu
+from weft.model.source import TINY
 from weft.store.atomic import write_file
 
 NUM_ROWS = 7473

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.backbone.source import load_tokenizer
 from weft.bench.wall.command import TAIL
 from weft.errors import WeftError
+from weft.model.source import load_tokenizer
 
 NUM_PROCESSES = 2
 MAX_LENGTH = 1024

@@ -24,8 +24,8 @@ from weft.cli.adapters.generate import (
 from weft.errors import DataError, WeftError
 
 if TYPE_CHECKING:
-    from weft.inference.attach import Attached
-    from weft.inference.generate import Decoding
+    from weft.engine.inference.attach import Attached
+    from weft.engine.inference.generate import Decoding
 
 HELP = """\
 /adapter NAME  talk to another adapter; the conversation starts anew
@@ -49,7 +49,7 @@ def chat(
     """Talk to an adapter; switch between several with /adapter NAME."""
     check_decoding(max_new_tokens, temperature, top_p, seed)
     with Console(stderr=True).status("loading the model"):
-        from weft.inference.generate import Decoding
+        from weft.engine.inference.generate import Decoding
 
         loaded = load_voices(adapter, base_model, device, dtype)
     interactive = sys.stdin.isatty()
@@ -126,7 +126,7 @@ class Talk:
     def _answer(self, text: str) -> None:
         """Writes the answer as it comes; a turn that cannot be answered is forgotten."""
         from weft.data.prompts import prompt_of_chat
-        from weft.inference.generate import Request, generate
+        from weft.engine.inference.generate import Request, generate
 
         backbone = self.loaded.backbone
         messages = [*self._messages, {"role": "user", "content": text}]

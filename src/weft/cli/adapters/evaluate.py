@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.data.chat.chat_template import Tokenizer
     from weft.data.dataset import Dataset
     from weft.data.prompts import Prompt
-    from weft.inference.attach import Attached, StoredAdapter
+    from weft.engine.inference.attach import Attached, StoredAdapter
 
 METRICS = ("loss", "perplexity", "token-accuracy", "exact-match")
 SCORED = METRICS[:-1]
@@ -122,7 +122,7 @@ def evaluate(
 
 def _compared(reference: str | None) -> StoredAdapter | None:
     """The adapter that is compared with, if it is one."""
-    from weft.inference.attach import BASE, read_stored
+    from weft.engine.inference.attach import BASE, read_stored
 
     return None if reference in (None, BASE) else read_stored(Path(reference).expanduser())
 
@@ -254,8 +254,8 @@ def _add_scores(
     datasets: dict[str, Dataset],
     compared: StoredAdapter | None,
 ) -> None:
-    from weft.execute.evaluate import ScoreRequest, mean_scores
-    from weft.execute.references import JobReference, KnownRows
+    from weft.engine.execute.evaluate import ScoreRequest, mean_scores
+    from weft.engine.execute.references import JobReference, KnownRows
 
     reference = None
     if compared is not None:
@@ -274,8 +274,8 @@ def _add_scores(
 
 
 def _add_exact_match(results: dict[str, dict[str, float]], loaded: Attached, prompts: dict[str, list[Prompt]]) -> None:
-    from weft.inference.answers import answers, exact_match
-    from weft.inference.generate import Decoding
+    from weft.engine.inference.answers import answers, exact_match
+    from weft.engine.inference.generate import Decoding
 
     encode = loaded.backbone.tokenizer.encode
     references = {prompt.reference or "" for asked in prompts.values() for prompt in asked}

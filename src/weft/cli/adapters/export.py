@@ -15,7 +15,7 @@ from weft.cli.user_path import user_path
 from weft.errors import AdapterFileError, ConfigError, StorageError, WeftError
 
 if TYPE_CHECKING:
-    from weft.inference.attach import StoredAdapter
+    from weft.engine.inference.attach import StoredAdapter
 
 AdapterDir = Annotated[
     Path, typer.Argument(parser=user_path, metavar="ADAPTER_DIR", help="An adapter or a job's directory.")
@@ -33,7 +33,7 @@ def export(
     ] = None,
 ) -> None:
     """Check that a server takes an adapter, copy it, and say how to serve it."""
-    from weft.inference.attach import read_named
+    from weft.engine.inference.attach import read_named
     from weft.store.servers import SERVERS, check_servable
 
     if server not in SERVERS:
@@ -71,8 +71,8 @@ def merge(
     _refuse_existing(out)
     from transformers.utils import logging
 
-    from weft.inference.attach import common_base, read_named
-    from weft.inference.merge import merge_adapter
+    from weft.engine.inference.attach import common_base, read_named
+    from weft.engine.inference.merge import merge_adapter
     from weft.spec import BackboneSpec
 
     stored = read_named(str(adapter_dir))
@@ -119,7 +119,7 @@ def _copy(directory: Path, out: Path) -> None:
 
 def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     """What to type next."""
-    from weft.adapters.methods import cost_ranks
+    from weft.methods import cost_ranks
     from weft.store.peft_files import TASKS, TEMPLATE_FILE
     from weft.store.servers import VLLM_DEFAULT_RANK, VLLM_RANKS
     from weft.store.tokenizer_files import resizing
@@ -161,7 +161,7 @@ def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
 
 def _base(stored: StoredAdapter) -> str:
     """The base model as other tools find it: names only Weft knows become their directories."""
-    from weft.backbone.source import find_source
+    from weft.model.source import find_source
 
     if stored.base_model is None:
         return "BASE_MODEL"

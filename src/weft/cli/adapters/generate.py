@@ -20,8 +20,8 @@ from weft.report.console import output_console
 if TYPE_CHECKING:
     from weft.data.chat.chat_template import Tokenizer
     from weft.data.prompts import Prompt
-    from weft.inference.answers import Answer
-    from weft.inference.attach import Attached
+    from weft.engine.inference.answers import Answer
+    from weft.engine.inference.attach import Attached
 
 COLDEST = 0.001
 """Lowest temperature that is not 0; below it, logits divided by it leave the range of float32."""
@@ -75,8 +75,8 @@ def generate(
         reason = "is a directory; name a file." if out.is_dir() else "its directory does not exist."
         raise StorageError(reason, where=f"--out {out}")
     from weft.data.rows.find import find_source
-    from weft.inference.answers import answers
-    from weft.inference.generate import Decoding
+    from weft.engine.inference.answers import answers
+    from weft.engine.inference.generate import Decoding
     from weft.store.atomic import write_file
 
     if data is not None:
@@ -123,7 +123,7 @@ def load_voices(
     with_heads: bool = False,
 ) -> Attached:
     """The model with the adapters of the command line; what users should know about them goes to stderr."""
-    from weft.inference.attach import load_with_adapters
+    from weft.engine.inference.attach import load_with_adapters
 
     loaded = load_with_adapters(
         adapters or (),

@@ -9,9 +9,9 @@ from weft.errors import ConfigError
 from weft.objectives.teacher_columns import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from weft.backbone.backbone import Backbone
     from weft.data.dataset import Dataset
-    from weft.inference.attach import Attached
+    from weft.engine.inference.attach import Attached
+    from weft.model.backbone import Backbone
 
 
 def check_logits(path: Path, adapters: list[str] | None, top_k: int) -> None:
@@ -53,6 +53,6 @@ def speaker(loaded: Attached, datasets: dict[str, Dataset], top_k: int) -> Speak
 
 def write_logits(path: Path, speaks: Speaker, top_k: int, capacity: int) -> None:
     """Writes what is said of the data."""
-    from weft.execute.teacher_file import write_teacher_file
+    from weft.engine.execute.teacher_file import write_teacher_file
 
     write_teacher_file(path, *speaks, top_k, capacity)

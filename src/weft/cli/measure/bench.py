@@ -151,7 +151,7 @@ def pipeline(
     """Stages of one replica: recorded beside simulated, how long they idle, and 70B beside other schedules."""
     from weft.bench.output import run_parts
     from weft.bench.pipeline.parts import ON_GPU, TARGETS, choose_parts
-    from weft.cost.profile import load_profile
+    from weft.plan.cost.profile import load_profile
 
     found = profile or (PROFILE if PROFILE.exists() else None)
     parts = choose_parts(regime or [], None if found is None else load_profile(found))

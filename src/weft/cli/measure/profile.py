@@ -16,7 +16,7 @@ from weft.report.console import output_console
 from weft.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:
-    from weft.cost.profile import Profile
+    from weft.plan.cost.profile import Profile
 
 TARGET_MAPE = 0.0025
 """mLoRA's published error of its memory model."""
@@ -46,7 +46,7 @@ def profile(
 ) -> None:
     """Measure this device's time and memory for planning, and check the fits on shapes they have not seen."""
     from weft.bench.profiled import default_capacity, open_backbone
-    from weft.execute.profile import check_capacity, measure_profile
+    from weft.engine.execute.profile import check_capacity, measure_profile
     from weft.store.atomic import write_file
 
     wall = WallClock(process_start_s())

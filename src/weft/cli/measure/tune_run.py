@@ -10,18 +10,18 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from weft.backbone.load import choose_device
-from weft.backbone.source import load_tokenizer
 from weft.bench.trials.search import Found, RememberedTrials, capacities_around, run_facts, search, shown_layout
 from weft.bench.trials.trial import ONE_DEVICE, Trial, TrialResult, measure_trial
 from weft.cli.layout_options import LayoutOptions
-from weft.cost.rows import choose_capacity
 from weft.data.load import load_job_data
-from weft.engine.load_staged import load_staged
 from weft.engine.train import OpenEngine, load_engine
 from weft.errors import ConfigError, WeftError
 from weft.kernels.device import device_name, is_cpu
 from weft.kernels.tuning import tuning_file
+from weft.model.load import choose_device
+from weft.model.source import load_tokenizer
+from weft.parallel.load_staged import load_staged
+from weft.plan.cost.rows import choose_capacity
 from weft.report.console import output_console
 from weft.spec import RunSpec, load_run
 

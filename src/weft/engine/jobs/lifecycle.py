@@ -9,6 +9,7 @@ from typing import Literal
 
 from weft.engine.capacity import NO_ROOM, OUT_OF_MEMORY, CapacityLimit, too_long
 from weft.engine.events import Event, JobWarning
+from weft.engine.execute.protocol import Executor, ReplicaFaultError
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.placement import Placement
 from weft.engine.jobs.transitions import JobTransitions
@@ -16,7 +17,6 @@ from weft.engine.program_run import rewind
 from weft.engine.recorder import RunRecorder
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, DataError, StorageError
-from weft.execute.protocol import Executor, ReplicaFaultError
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.wall_clock import Activity
 

@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from weft.cost.job_state import best_bytes, job_state_bytes, passing_bytes
+from weft.engine.execute.protocol import Executor, ReplicaMemory, ReplicaMemoryError
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import JobError
-from weft.execute.protocol import Executor, ReplicaMemory, ReplicaMemoryError
 from weft.job_state import JobState
 from weft.plan.admit import MARGIN, Admission, Applicant, Budget, Share, admit
+from weft.plan.cost.job_state import best_bytes, job_state_bytes, passing_bytes
 from weft.spec import AdapterSpec, JobSpec
 
 

@@ -15,12 +15,12 @@ from weft.data.dataset import Dataset, JobData
 from weft.data.load import check_teacher, load_job_data
 from weft.data.samples import Samples
 from weft.data.tokens.new_tokens import new_token_ids
+from weft.engine.execute.protocol import Executor, NewJob, ReplicaFacts
+from weft.engine.execute.references import adapter_digest
+from weft.engine.inference.attach import BASE, StoredAdapter, adapter_dir, read_stored
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.schedules import check_steps
 from weft.errors import ConfigError, DataError
-from weft.execute.protocol import Executor, NewJob, ReplicaFacts
-from weft.execute.references import adapter_digest
-from weft.inference.attach import BASE, StoredAdapter, adapter_dir, read_stored
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.peft_files import read_adapter
 

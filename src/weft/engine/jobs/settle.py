@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from weft.engine.events import CheckpointSaved, EvalDone, Event, JobWarning
+from weft.engine.execute.protocol import EvaluationWork, ReplicaFaultError, ReplicaMemoryError
 from weft.engine.job_files import FileKind, JobFile
 from weft.engine.jobs.lifecycle import Lifecycle
 from weft.engine.jobs.live_job import EvalResult, LiveJob
 from weft.errors import StorageError
-from weft.execute.protocol import EvaluationWork, ReplicaFaultError, ReplicaMemoryError
 from weft.job_state import JobState, Reason
 
 

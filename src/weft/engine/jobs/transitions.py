@@ -18,6 +18,7 @@ from weft.engine.events import (
     JobWaiting,
     JobWarning,
 )
+from weft.engine.execute.protocol import Executor
 from weft.engine.job_files import FileKind
 from weft.engine.jobs.live_job import JobStatus, LiveJob, SettledSteps
 from weft.engine.jobs.placement import Placement
@@ -25,7 +26,6 @@ from weft.engine.program_run import rewind
 from weft.engine.recorder import RunRecorder
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import StorageError
-from weft.execute.protocol import Executor
 from weft.job_state import JobState, Reason, ReasonCode
 
 

@@ -18,8 +18,8 @@ import math
 
 import torch
 
-from weft.families.layer_form import Activation
 from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.plan.families.layer_form import Activation
 
 GELU_FACTOR, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715
 

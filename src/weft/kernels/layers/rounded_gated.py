@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from weft.families.layer_form import Activation
 from weft.kernels.launch import jit, next_power_of_2, runs_triton, tl
 from weft.kernels.layers.gated import gate, gate_input_grad, gated, gated_grad
 from weft.kernels.storage.fp8 import FP8, LARGEST, TINIEST_BITS, Rows8, has_fp8, quantise_rows, size_bits
+from weft.plan.families.layer_form import Activation
 
 LONGEST = 16_384
 """Inner size of the longest row that is held."""

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.cost.types import CostModel
 from weft.plan.check.batches import CheckedBatches, away_from_home
 from weft.plan.check.between import crossings, stuck
 from weft.plan.check.pairs import not_side_by_side
 from weft.plan.check.samples import misplaced, out_of_order, overfull, repeated, unknown_microbatches
 from weft.plan.check.walk import StageWalk
+from weft.plan.cost.types import CostModel
 from weft.plan.layout import copies
 from weft.plan.program import Program
 from weft.plan.types import JobQueue, Limits

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.cost.types import CostModel
 from weft.plan.check.batches import CheckedBatch, CheckedBatches
+from weft.plan.cost.types import CostModel
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 
 

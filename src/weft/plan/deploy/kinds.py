@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from weft.cost.analytic import AnalyticCost, BackboneSetup
-from weft.cost.hardware import Hardware
-from weft.cost.profile import Profile
-from weft.cost.profiled import ProfiledCost
-from weft.cost.rows import GPU_CAPACITY
-from weft.cost.shape import ModelShape
 from weft.plan.bucket import GRAIN
+from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
+from weft.plan.cost.hardware import Hardware
+from weft.plan.cost.profile import Profile
+from weft.plan.cost.profiled import ProfiledCost
+from weft.plan.cost.rows import GPU_CAPACITY
+from weft.plan.cost.shape import ModelShape
 from weft.plan.deploy.candidates import possible_layouts
 from weft.plan.deploy.price import chunk_s, fit_replica
 from weft.plan.deploy.types import ReplicaKind

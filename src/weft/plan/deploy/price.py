@@ -7,8 +7,8 @@ the next one.
 
 from __future__ import annotations
 
-from weft.cost.padded import PaddedBatch, fit_padded
-from weft.cost.types import CostModel
+from weft.plan.cost.padded import PaddedBatch, fit_padded
+from weft.plan.cost.types import CostModel
 from weft.plan.dispatch import ReplicaTime
 from weft.plan.layout import ReplicaLayout
 

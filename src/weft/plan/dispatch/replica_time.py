@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weft.cost.padded import PaddedTime
 from weft.plan.bucket import Buckets
+from weft.plan.cost.padded import PaddedTime
 from weft.plan.layout import ReplicaLayout
 
 FloatArray = npt.NDArray[np.float64]

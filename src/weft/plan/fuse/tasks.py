@@ -20,8 +20,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.cost.types import CostModel
 from weft.errors import PlanError
+from weft.plan.cost.types import CostModel
 
 
 @dataclass(frozen=True, slots=True)

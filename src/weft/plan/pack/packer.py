@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weft.cost.types import CostModel
+from weft.plan.cost.types import CostModel
 from weft.plan.pack import bins, milp
 from weft.plan.pack.balance import Items, Real, Whole, balance
 from weft.plan.pack.ordered import fill_in_order

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.cost.types import CostModel, LinearCost
 from weft.errors import PlanError
+from weft.plan.cost.types import CostModel, LinearCost
 from weft.plan.lemma import with_noops
 from weft.plan.pack.balance import Whole
 from weft.plan.pack.bounds import fewest_bins

@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.cost.adapter_times import AdapterTimes
-from weft.cost.types import CostModel
+from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.types import CostModel
 from weft.plan.pair import together, uncut
 from weft.plan.pipeline.build import StageList, renumbered
 from weft.plan.pipeline.eager import Pass, Pipe, Play, clock_of

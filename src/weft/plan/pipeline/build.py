@@ -23,9 +23,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.cost.adapter_times import AdapterTimes
-from weft.cost.types import CostModel, LinearCost
 from weft.errors import PlanError
+from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.types import CostModel, LinearCost
 from weft.plan.lemma import lemma_distance, with_noops
 from weft.plan.pipeline.arrange import by_rounds, by_template
 from weft.plan.pipeline.eager import eager_orders

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from weft.cost.types import CostModel
 from weft.errors import PlanError
+from weft.plan.cost.types import CostModel
 
 
 def split_layers(layer_s: Sequence[float], num_stages: int) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.cost.analytic import AnalyticCost
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, choose_layout
+from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.layout import Layout
 from weft.plan.replan.types import LayoutForecast, Prediction, RemainingJob, phases
 

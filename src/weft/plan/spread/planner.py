@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weft.cost.types import CostModel
+from weft.plan.cost.types import CostModel
 from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import copies
 from weft.plan.pipeline.build import renumbered, with_transfers

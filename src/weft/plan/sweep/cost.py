@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.cost.analytic import AnalyticCost, BackboneSetup
-from weft.cost.hardware import Hardware
-from weft.cost.memory import MemoryModel, rank_class
-from weft.cost.shape import ALL_LINEAR, ModelShape
 from weft.errors import PlanError
-from weft.families.kept import RECOMPUTE
+from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
+from weft.plan.cost.hardware import Hardware
+from weft.plan.cost.memory import MemoryModel, rank_class
+from weft.plan.cost.shape import ALL_LINEAR, ModelShape
+from weft.plan.families.kept import RECOMPUTE
 from weft.plan.sweep.types import Configuration
 from weft.wording import size
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from weft.cost.hardware import Hardware, find_hardware
-from weft.cost.shape import ModelShape
+from weft.plan.cost.hardware import Hardware, find_hardware
+from weft.plan.cost.shape import ModelShape
 from weft.plan.sweep.assign import Assigner, DeviceLane
 from weft.plan.sweep.bounds import lower_bound_s
 from weft.plan.sweep.cost import PackCost, SweepSetting

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.cost.hardware import Hardware, find_hardware
-from weft.cost.shape import ModelShape
+from weft.plan.cost.hardware import Hardware, find_hardware
+from weft.plan.cost.shape import ModelShape
 from weft.plan.sweep.bounds import lower_bound_s
 from weft.plan.sweep.cost import PackCost, SweepSetting
 from weft.plan.sweep.program import PackProgram

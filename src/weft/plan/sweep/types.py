@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from weft.cost.shape import ALL_LINEAR, chosen_linears
 from weft.errors import PlanError
+from weft.plan.cost.shape import ALL_LINEAR, chosen_linears
 from weft.wording import counted, size
 
 

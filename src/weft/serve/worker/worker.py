@@ -29,7 +29,7 @@ from weft.engine.events import (
     JobWarning,
     MicrobatchDone,
 )
-from weft.execute.memory import USUAL_JOBS, load_within, start_capacity
+from weft.engine.execute.memory import USUAL_JOBS, load_within, start_capacity
 from weft.kernels.device import device_name, free_and_total_bytes, is_gpu
 from weft.plan.pack import planner_named
 from weft.serve.blobs import Blobs

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from weft.cost.shape import ModelShape
 from weft.errors import WeftError
+from weft.plan.cost.shape import ModelShape
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
 from weft.sweeps.context import SweepContext
 from weft.sweeps.cost_preview import configuration_of

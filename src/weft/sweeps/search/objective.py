@@ -20,9 +20,9 @@ from weft.data.chat.chat_template import Tokenizer
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
 from weft.data.tokens.new_tokens import with_new_tokens
+from weft.engine.inference.answers import Answer
+from weft.engine.inference.generate import Decoding
 from weft.errors import ConfigError, DataError, JobError
-from weft.inference.answers import Answer
-from weft.inference.generate import Decoding
 from weft.objectives.metrics import MeanScores
 from weft.spec.sweep import COMMAND, ObjectiveSpec
 from weft.sweeps.sweep_engine import SweepEngine, SweepJob

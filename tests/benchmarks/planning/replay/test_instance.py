@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.planning.replay.instance import PEFT, Instance, fill_level
 from benchmarks.planning.replay.trace import TraceJob
-from weft.cost.types import LinearCost
 from weft.errors import PlanError
+from weft.plan.cost.types import LinearCost
 
 
 @given(st.lists(st.integers(1, 50), max_size=10), st.integers(1, 100))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.replay import PEFT, POLICIES, Instance, TraceJob, generate_trace, replay
-from weft.cost.types import LinearCost
 from weft.errors import PlanError
+from weft.plan.cost.types import LinearCost
 
 # One token a second each way in tiles of 4 rows: 4 tokens cost 8 s, a full microbatch of 8 costs 16 s.
 SMALL = Instance(LinearCost(), capacity=8, row_tile=4, job_bytes=100)

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-from weft.inference.attach import StoredAdapter
+from weft.engine.inference.attach import StoredAdapter
 from weft.serve.archives import unpack
 from weft.serve.blobs import Blobs
 from weft.store.atomic import storage_errors

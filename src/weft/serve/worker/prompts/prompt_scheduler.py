@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.backbone.backbone import Backbone
-from weft.backbone.out_of_memory import memory_errors
+from weft.engine.execute.memory import release_memory
+from weft.engine.inference.attach import StoredAdapter, attach_adapter
+from weft.engine.inference.generate import BATCH, Continuation, Decoding, Request, advance, end_tokens, read_ahead
 from weft.errors import WeftError
-from weft.execute.memory import release_memory
-from weft.inference.attach import StoredAdapter, attach_adapter
-from weft.inference.generate import BATCH, Continuation, Decoding, Request, advance, end_tokens, read_ahead
+from weft.model.backbone import Backbone
+from weft.model.out_of_memory import memory_errors
 from weft.serve.errors import Busy
 
 LOG = logging.getLogger("weft.serve.worker")

@@ -31,9 +31,9 @@ from weft.data.chat.chat_template import Tokenizer
 from weft.data.chat.rendered import Rendered
 from weft.data.prompts import prompt_of_chat
 from weft.data.tokens.tokenise import tokenise_prompt
+from weft.engine.inference.attach import StoredAdapter
+from weft.engine.inference.generate import Decoding
 from weft.errors import DataError, StorageError, WeftError
-from weft.inference.attach import StoredAdapter
-from weft.inference.generate import Decoding
 from weft.serve.blobs import Blobs
 from weft.serve.errors import Busy, NotFound
 from weft.serve.worker.options import WorkerOptions

@@ -1,0 +1,400 @@
+"""The executor of one backbone in this process."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+import weft
+from weft.adapters.frozen import describe, quantisation
+from weft.adapters.targets import leaf_names
+from weft.data.chat.chat_template import Tokenizer
+from weft.engine.execute.eva import start_from_inputs
+from weft.engine.execute.evaluate import EvaluationInFlight, ScoreRequest
+from weft.engine.execute.file_writer import FileWriter, writing
+from weft.engine.execute.memory import measure, release_memory, usable_bytes, weight_bytes
+from weft.engine.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
+from weft.engine.execute.optimizers.rate_pattern import refuse_idle_rates
+from weft.engine.execute.protocol import (
+    AdapterWork,
+    AddedJob,
+    AnswersWork,
+    CheckpointWork,
+    EvaluationWork,
+    Executor,
+    MicrobatchWork,
+    NewJob,
+    OutcomeT,
+    ReplicaFacts,
+    ReplicaFaultError,
+    ReplicaMemory,
+    ReplicaMemoryError,
+    StateWork,
+    StepsWork,
+    Ticket,
+    TrialRun,
+    Work,
+)
+from weft.engine.execute.references import JobReference, KnownRows
+from weft.engine.execute.weights import JobWeights
+from weft.engine.inference.answers import answers
+from weft.engine.inference.attach import adapter_on
+from weft.errors import ConfigError
+from weft.kernels.device import CPU, allocated_bytes, device_name, is_cpu, is_gpu, peak_bytes, reset_peak
+from weft.kernels.dropout import MASKS
+from weft.model.backbone import Backbone
+from weft.model.load import load_backbone
+from weft.model.out_of_memory import is_device_fault, memory_errors
+from weft.model.packed import PackedBatch
+from weft.spec import AdapterSpec, BackboneSpec
+
+
+class LocalExecutor:
+    """Runs the engine's work on a backbone as soon as it is started."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+        self.facts = replica_facts(backbone)
+        self.tokenizer: Tokenizer = backbone.tokenizer
+        self.jobs: dict[str, ExecutedJob] = {}
+        self._unseen: set[str] = set()
+        """Jobs whose adapters have yet to look at their data."""
+        self._known = KnownRows(backbone)
+        self._ready: tuple[MicrobatchWork, PackedBatch] | None = None
+        self._started: dict[int, Callable[[], Any]] = {}
+        self._files = FileWriter(is_beside=backbone.works_on)
+        self._writing: dict[int, Future[None]] = {}
+        self._in_flight: dict[int, MicrobatchInFlight] = {}
+        """The last two microbatches, for the steps behind them."""
+        self._num_started = 0
+
+    def beside(self) -> LocalExecutor:
+        """Another executor on the same backbone, with jobs of its own."""
+        return LocalExecutor(self.backbone)
+
+    def check_adapter(self, adapter: AdapterSpec) -> None:
+        """ConfigError if an adapter does not fit the backbone; makes none."""
+        self.backbone.check_adapter(adapter)
+
+    def row_tile(self, capacity: int) -> int:
+        """Rows that every frozen product is computed in."""
+        return self.backbone.path.row_tile(capacity)
+
+    def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
+        """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
+        return self.backbone.activation_bytes(capacity, adapters)
+
+    def memory(self) -> ReplicaMemory | None:
+        """What the GPU holds; None on a CPU."""
+        device = self.backbone.device
+        return ReplicaMemory(usable_bytes(device), allocated_bytes(device)) if is_gpu(device) else None
+
+    def peak_bytes(self) -> int:
+        """Most that tensors took on the GPU since `reset_peak`."""
+        return peak_bytes(self.backbone.device)
+
+    def reset_peak(self) -> None:
+        """Starts a new account of the peak."""
+        reset_peak(self.backbone.device)
+
+    def release_memory(self) -> None:
+        """Gives back what failed work held."""
+        release_memory(self.backbone)
+
+    def compiling_s(self) -> float:
+        """Seconds in which work on the backbone has waited for kernels and captures, so far."""
+        return self.backbone.compiling_s
+
+    def add(self, job: NewJob) -> AddedJob:
+        """Makes a job's state on the CPU."""
+        spec, head = job.spec, job.batches.data.head
+        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.sums)
+        refuse_idle_rates(job.spec.learning_rate_pattern, list(adapter.modules))
+        if job.start is not None:
+            self.check_rows(job)
+            adapter.load(job.start, job.start_name)
+        elif adapter.spec.eva is not None:
+            self._unseen.add(job.spec.name)
+        # Only to see that it fits; it is made again when it takes its slot.
+        compared = None if job.reference is None else adapter_on(self.backbone, job.reference)
+        self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter), self._reference(job))
+        num_compared = 0 if compared is None else compared.num_parameters
+        kernel_bytes = self.backbone.kernel_bytes(adapter.spec)
+        return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.spec), num_compared, kernel_bytes)
+
+    def _reference(self, job: NewJob) -> JobReference | None:
+        data = job.batches.data
+        return JobReference(self._known, data, job.reference) if data.reads_reference else None
+
+    def check_rows(self, job: NewJob) -> None:
+        """ConfigError if a job has other rows of tokens than the adapter it goes on from."""
+        assert job.start_spec is not None
+        mine, theirs = (self.backbone.embeddings.named(spec) for spec in (job.spec.adapter, job.start_spec))
+        if mine.own_rows != theirs.own_rows:
+            raise ConfigError(
+                f"{job.start_name} has other rows of tokens; trainable_token_indices, new_tokens and modules_to_save "
+                "must be its own.",
+                where="adapter",
+            )
+
+    def drop(self, job: str) -> None:
+        """Forgets a job."""
+        del self.jobs[job]
+        self._unseen.discard(job)
+
+    def seat(self, job: str) -> None:
+        """Takes a job's weights and moments to the backbone's device, and a slot for it."""
+        weights, reference = self.jobs[job].weights, self.jobs[job].reference
+        has_place = False
+        try:
+            with told_of_device():
+                if job in self._unseen:
+                    given = self.jobs[job].given
+                    start_from_inputs(self.backbone, weights.adapter, given.batches, given.spec.seed)
+                    self._unseen.remove(job)
+                weights.move_to(self.backbone.device)
+                weights.optimizer.make_moments()
+                if reference is not None:
+                    reference.take_slot()
+                weights.slot = self.backbone.attach(weights.adapter)
+            has_place = True
+        finally:
+            self._ready = None
+            if not has_place:
+                weights.move_to(CPU)
+                if reference is not None:
+                    reference.free_slot()
+
+    def unseat(self, job: str) -> None:
+        """Frees a job's slot; its state waits on the CPU."""
+        self._ready = None
+        weights, reference = self.jobs[job].weights, self.jobs[job].reference
+        if weights.slot is not None:
+            self.backbone.detach(weights.slot)
+            weights.slot = None
+            weights.move_to(CPU)
+            if reference is not None:
+                reference.free_slot()
+
+    def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Gives a job the state that `StateWork` once brought."""
+        self._unseen.discard(job)
+        self.jobs[job].weights.restore(tensors)
+
+    def rewind(self, job: str) -> None:
+        """Forgets the gradients of a job's current global batch."""
+        self.jobs[job].weights.adapter.zero_grad()
+
+    def keep_best(self, job: str) -> None:
+        """Keeps a copy of a job's weights as the best so far."""
+        with told_of_device():
+            self.jobs[job].weights.keep_best()
+
+    def use_best(self, job: str) -> None:
+        """Puts the copy that was kept into the adapter, if there is one."""
+        self.jobs[job].weights.use_best()
+
+    def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
+        """The adapter's tensors of a job by module path, on the CPU."""
+        return self.jobs[job].weights.adapter.tensors()
+
+    def target_names(self, job: str) -> list[str]:
+        """The adapted modules in the words of PEFT's target_modules."""
+        adapter = self.jobs[job].weights.adapter
+        chosen = list(adapter.modules)
+        return leaf_names(chosen, self.backbone.shapes_for(adapter.method)) or chosen
+
+    @contextmanager
+    def slot_of(self, job: str) -> Iterator[int]:
+        """A job's slot, or one for the moment: who has ended or waits has none. It holds what is evaluated."""
+        weights = self.jobs[job].weights
+        if weights.slot is not None:
+            with weights.average_shown():
+                yield weights.slot
+            return
+        weights.move_to(self.backbone.device)
+        slot = self.backbone.attach(weights.adapter)
+        try:
+            with weights.average_shown():
+                yield slot
+        finally:
+            self.backbone.detach(slot)
+            weights.move_to(CPU)
+
+    @contextmanager
+    def _evaluated(self, job: str) -> Iterator[ScoreRequest]:
+        """A job's evaluation, while it and what it compares with have slots."""
+        data, reference = self.jobs[job].given.eval_data, self.jobs[job].reference
+        assert data is not None, "only jobs with evaluation data are asked for"
+        is_passing = reference is not None and self.jobs[job].weights.slot is None
+        if reference is not None and is_passing:
+            reference.take_slot()
+        try:
+            with self.slot_of(job) as slot:
+                yield ScoreRequest(slot, data, reference)
+        finally:
+            if reference is not None and is_passing:
+                reference.free_slot()
+
+    def prepare(self, work: MicrobatchWork) -> None:
+        """Packs a microbatch; it is used if the very same is started before a job comes or goes."""
+        with told_of_device():
+            self._ready = (work, pack_microbatch(self.backbone, self.jobs, work))
+
+    def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
+        """Starts work on the device; on a CPU most of it is done when this returns."""
+        self._num_started += 1
+        number = self._num_started
+        with told_of_device():
+            if isinstance(work, CheckpointWork | AdapterWork):
+                job, names = self.jobs[work.job], self.target_names(work.job)
+                write = writing(work, job, self.facts.base_model, names, self.backbone.embeddings)
+                self._writing[number] = self._files.submit(work.job, write)
+            else:
+                self._started[number] = self._begin(work, number)
+        return Ticket(number)
+
+    def wait(self, ticket: Ticket[OutcomeT]) -> OutcomeT:
+        """Waits for what was started, once."""
+        if ticket.number in self._writing:
+            written: Any = self._writing.pop(ticket.number).result()
+            return written  # type: ignore[no-any-return]
+        with told_of_device():
+            outcome: OutcomeT = self._started.pop(ticket.number)()
+        return outcome
+
+    def is_written(self, ticket: Ticket[None]) -> bool:
+        """Whether files that were asked for are there, or could not be written."""
+        return self._writing[ticket.number].done()
+
+    def try_out(self, work: MicrobatchWork) -> TrialRun:
+        """Runs a microbatch with stand-ins: the same data, and adapters of the same shapes on slots of their own."""
+        twins = {name: self._twin(name) for name in work.microbatch.job_tokens}
+
+        def run() -> None:
+            MicrobatchInFlight(self.backbone, twins, work, pack_microbatch(self.backbone, twins, work)).outcome()
+
+        try:
+            with told_of_device():
+                return measure(self.backbone, run)
+        finally:
+            for twin in twins.values():
+                assert twin.weights.slot is not None
+                self.backbone.detach(twin.weights.slot)
+                if twin.reference is not None:
+                    twin.reference.free_slot()
+
+    def recover(self, ended: Collection[str]) -> list[str]:
+        """Loses none: it is one replica, and without that there is nothing to go on with."""
+        return []
+
+    def close(self) -> None:
+        """Has nothing else to end: all of it is in this process."""
+
+    def _begin(self, work: Work[Any], number: int) -> Callable[[], Any]:
+        """Starts work; what is returned waits for it."""
+        match work:
+            case MicrobatchWork():
+                in_flight = MicrobatchInFlight(self.backbone, self.jobs, work, self._packed(work))
+                self._in_flight = {**dict([*self._in_flight.items()][-1:]), number: in_flight}
+                # What came before the last two and was never waited for was given up when memory ran out.
+                self._started = {n: wait for n, wait in self._started.items() if n >= min(self._in_flight)}
+                return in_flight.outcome
+            case StepsWork(steps, behind):
+                begin = take_steps if behind is None else self._in_flight[behind.number].take_steps
+                return begin(self.jobs, steps)
+            case EvaluationWork(names, capacity, row_tile):
+                with ExitStack() as slots:
+                    requests = [slots.enter_context(self._evaluated(name)) for name in names]
+                    return EvaluationInFlight(self.backbone, requests, capacity, row_tile).outcome
+            case AnswersWork(prompts, decoding, is_bare):
+                with ExitStack() as slots:
+                    to_answer = {
+                        name: (None if is_bare else slots.enter_context(self.slot_of(name)), given)
+                        for name, given in prompts.items()
+                    }
+                    given = answers(self.backbone, to_answer, decoding)
+                return lambda: given
+            case StateWork(name):
+                tensors = self.jobs[name].weights.tensors()
+                return lambda: tensors
+        raise AssertionError(f"no executor knows {work}")
+
+    def _packed(self, work: MicrobatchWork) -> PackedBatch:
+        ready, self._ready = self._ready, None
+        return ready[1] if ready is not None and ready[0] == work else pack_microbatch(self.backbone, self.jobs, work)
+
+    def _twin(self, name: str) -> ExecutedJob:
+        given = self.jobs[name].given
+        spec, head = given.spec, given.batches.data.head
+        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, objective=head, sums=spec.sums)
+        weights, reference = JobWeights(given.spec, adapter), self._reference(given)
+        weights.slot = self.backbone.attach(weights.adapter)
+        if reference is not None:
+            reference.take_slot()
+        return ExecutedJob(given, weights, reference)
+
+
+def executor_on(replica: Executor | Backbone | BackboneSpec | str) -> Executor:
+    """An executor as it is, or one in this process on a backbone, which is loaded if it is only described."""
+    if isinstance(replica, str):
+        replica = BackboneSpec(replica)
+    if isinstance(replica, BackboneSpec):
+        replica = load_backbone(replica)
+    return LocalExecutor(replica) if isinstance(replica, Backbone) else replica
+
+
+def replica_facts(backbone: Backbone) -> ReplicaFacts:
+    """What does not change about a backbone in this process."""
+    return ReplicaFacts(
+        base_model=backbone.name,
+        config=backbone.model.config.to_dict(),
+        modules=tuple(backbone.linears),
+        device=str(backbone.device),
+        device_kind=backbone.device.type,
+        dtype=str(backbone.dtype).removeprefix("torch."),
+        storage=describe(linear.frozen for linear in backbone.linears.values()),
+        kernels=backbone.kernels,
+        path=backbone.path.name,
+        works_on=backbone.works_on,
+        vocabulary=backbone.vocabulary,
+        max_positions=backbone.max_positions,
+        backbone_bytes=backbone.num_bytes,
+        weight_bytes=weight_bytes(backbone),
+        environment=environment(backbone),
+        tensor=1 if backbone.devices is None else backbone.devices.count,
+    )
+
+
+def environment(backbone: Backbone) -> dict[str, Any]:
+    """What besides the job decides the bits of its result."""
+    return {
+        "weft": weft.__version__,
+        "torch": torch.__version__,
+        "device": device_name(backbone.device) if is_gpu(backbone.device) else platform.machine(),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads() if is_cpu(backbone.device) else 0,
+        "base_model": backbone.name,
+        "quantize": quantisation(linear.frozen for linear in backbone.linears.values()),
+        "masks": MASKS,
+        **({} if backbone.devices is None else {"tensor": backbone.devices.count}),
+    }
+
+
+@contextmanager
+def told_of_device() -> Iterator[None]:
+    """Whoever runs out of memory inside or meets a failed device, the engine hears it in its own words."""
+    try:
+        with memory_errors():
+            yield
+    except torch.OutOfMemoryError as error:
+        raise ReplicaMemoryError(str(error)) from error
+    except RuntimeError as error:
+        if is_device_fault(error):
+            raise ReplicaFaultError(str(error)) from error
+        raise

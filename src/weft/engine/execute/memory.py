@@ -1,0 +1,183 @@
+"""Memory of the device that a backbone lies on: what a run may take of it, what work holds, what can be given back."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.adapters.devices import Devices
+from weft.engine.execute.protocol import TrialRun
+from weft.errors import ModelError
+from weft.kernels.device import (
+    allocated_bytes,
+    empty_cache,
+    free_and_total_bytes,
+    is_gpu,
+    limit_memory,
+    memory_share,
+    peak_bytes,
+    reserved_bytes,
+    reset_peak,
+    synchronise,
+    total_bytes,
+)
+from weft.model.ahead import compile_ahead
+from weft.model.backbone import Backbone
+from weft.model.load import choose_device, load_backbone
+from weft.model.model_part import ModelPart
+from weft.model.out_of_memory import memory_errors
+from weft.model.shards.peers import Peers
+from weft.plan.admit import MARGIN, Budget
+from weft.plan.cost.rows import capacities
+from weft.spec import AdapterSpec, BackboneSpec, JobSpec
+from weft.spec.run import Capacity, memory_fraction
+
+USUAL_STATE_BYTES = 8
+"""AdamW's two moments, per trainable parameter."""
+USUAL_RANK = 16
+"""Of an adapter of all linears; what a service makes room for."""
+USUAL_TOKENS = 1024
+"""Of such a job's global batch: eight short chats."""
+COMPILING = "kernels for this GPU are being compiled; the first microbatch waits for them, later runs find them there."
+
+
+def weight_bytes(backbone: Backbone) -> int:
+    """Per trainable parameter of a job that has a seat: the weight, its gradient, and the copy that kernels read."""
+    return 4 * 2 + backbone.path.copy_bytes
+
+
+def usable_bytes(device: torch.device) -> int:
+    """What this process may take of a GPU, those bytes included that it has taken already."""
+    free, total = free_and_total_bytes(device)
+    return min(free + reserved_bytes(device), int(total * memory_share(device)))
+
+
+def release_memory(backbone: Backbone) -> None:
+    """Gives back what a failed computation held."""
+    backbone.path.forget()
+    gc.collect()
+    empty_cache(backbone.device)
+
+
+def measure(backbone: Backbone, run: Callable[[], None]) -> TrialRun:
+    """Seconds and bytes of what is run, once it is warm."""
+    run()
+    # A captured graph would hide its memory: it allocates when it is captured and not when it is replayed.
+    release_memory(backbone)
+    held_bytes = _held_bytes(backbone.device, run) if is_gpu(backbone.device) else _saved_bytes(run)
+    start = time.perf_counter()
+    run()
+    return TrialRun(time.perf_counter() - start, held_bytes)
+
+
+def _saved_bytes(run: Callable[[], None]) -> int:
+    """Bytes that autograd keeps for the backward pass."""
+    saved: dict[int, int] = {}
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        run()
+    return sum(saved.values())
+
+
+def _held_bytes(device: torch.device, run: Callable[[], None]) -> int:
+    """Bytes a GPU holds at most while it runs, above what it held before."""
+    reset_peak(device)
+    before = allocated_bytes(device)
+    run()
+    synchronise(device)
+    return peak_bytes(device) - before
+
+
+def start_capacity(backbone: Backbone, asked: Capacity) -> int:
+    """The tokens of a microbatch for jobs that nobody knows yet: as `CapacityLimit.fit` would choose for usual ones.
+
+    It depends on the backbone and the size of the GPU alone, and not on who comes first or what else runs there now.
+    """
+    device = backbone.device
+    *larger, least = capacities(asked, device.type)
+    if not larger:
+        return least
+    at_most = int(total_bytes(device) * memory_share(device))
+    width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
+    at_rest = allocated_bytes(device)
+    job_bytes = USUAL_RANK * width * (weight_bytes(backbone) + USUAL_STATE_BYTES)
+    for capacity in larger:
+        jobs_bytes = -(-capacity // USUAL_TOKENS) * job_bytes
+        budget = Budget(at_most, at_rest + backbone.path.activation_bytes(capacity, USUAL_RANK), MARGIN)
+        if budget.why_never(jobs_bytes) is None:
+            return capacity
+    return least
+
+
+@dataclass(frozen=True)
+class ExpectedJobs:
+    """Jobs that a backbone is loaded for."""
+
+    adapters: tuple[AdapterSpec, ...]
+    most: int
+    """How many may train at a time."""
+    have_free: bool = False
+    """Whether the sums of some are free."""
+
+    @classmethod
+    def of(cls, jobs: Sequence[JobSpec], most: int | None) -> ExpectedJobs:
+        """These, of which at most so many train at a time; None: all."""
+        return cls(tuple(job.adapter for job in jobs), most or len(jobs), any(job.sums == "free" for job in jobs))
+
+    def compile_ahead(self, spec: BackboneSpec, tensor: int = 1) -> compile_ahead.CompileAhead | None:
+        """Begins to compile the kernels they need, where that has not been done before.
+
+        `tensor`: devices that share every layer.
+        """
+        return compile_ahead.start(spec, self.adapters, self.most, have_free=self.have_free, tensor=tensor)
+
+
+USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank in (16, 64)), 32)
+"""What a service expects before it knows any: both usual classes of ranks, with dropout and without."""
+
+
+def load_within(
+    spec: BackboneSpec, limit: float | str | None, expected: ExpectedJobs
+) -> tuple[Backbone, tuple[str, ...]]:
+    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know.
+
+    The kernels that the expected jobs need are compiled meanwhile, where that has not been done before.
+    """
+    device = choose_device(spec)
+    notes: tuple[str, ...] = ()
+    if limit is not None and not is_gpu(device):
+        notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
+    ahead = expected.compile_ahead(spec)
+    backbone = load_part_within(spec, limit)
+    backbone.ahead = ahead
+    return backbone, notes if ahead is None or ahead.is_ready else (*notes, COMPILING)
+
+
+def load_part_within(
+    spec: BackboneSpec,
+    limit: float | str | None,
+    part: ModelPart | None = None,
+    peers: Peers | None = None,
+    devices: Devices | None = None,
+) -> Backbone:
+    """A backbone, a part of it, or of every layer, within a memory limit; ModelError where it does not fit."""
+    device = choose_device(spec)
+    if limit is not None and is_gpu(device):
+        limit_memory(device, memory_fraction(limit, total_bytes(device)))
+    try:
+        with memory_errors():
+            return load_backbone(spec, part, peers, devices)
+    except torch.OutOfMemoryError:
+        within = "" if limit is None else f" within a memory_limit of {limit}"
+        what = "does not fit the GPU's memory" if part is None else "has a part that does not fit its GPU's memory"
+        instead = "use a larger GPU" if part is None else "divide it over more devices"
+        raise ModelError(f"{what}{within}; quantize it, or {instead}.", where=f"base_model {spec.base_model}") from None

@@ -1,0 +1,146 @@
+"""AdamW: torch's on a CPU, to the bits of a job trained alone with torch; on a GPU one fused kernel for all jobs.
+
+Either way the moments live in the job's torch optimizer, under torch's names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+import torch
+from torch.optim.adamw import adamw as step_with_torch
+
+from weft.adapters.adapter import Adapter
+from weft.engine.execute.optimizers.optimizer import Optimizer, PartOfStep, Results, counting_steps, gradient_norm
+from weft.kernels.adamw import ParameterLane, Update, Updated, adamw, adamw_norm
+from weft.spec import JobSpec
+
+
+class AdamW(Optimizer):
+    """Steps the flat buffers of an adapter, one per group, each with a learning rate of its own."""
+
+    def __init__(self, adapter: Adapter, spec: JobSpec) -> None:
+        super().__init__(adapter, spec)
+        groups = []
+        for group in adapter.groups.values():
+            # The optimizer's parameter is the flat buffer itself, so its steps show in every module's view.
+            parameter = torch.nn.Parameter(group.params, requires_grad=True)
+            parameter.grad = group.grad
+            groups.append({"params": [parameter]})
+        self._torch = torch.optim.AdamW(
+            groups,
+            lr=spec.learning_rate,
+            betas=(spec.adam_beta1, spec.adam_beta2),
+            eps=spec.adam_epsilon,
+            weight_decay=spec.weight_decay,
+            foreach=False,
+            fused=True,
+        )
+
+    @property
+    def states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What torch keeps of each group: exp_avg, exp_avg_sq and step."""
+        states = (self._torch.state[group["params"][0]] for group in self._torch.param_groups)
+        return dict(zip(self.adapter.groups, states, strict=True))
+
+    def make_moments(self) -> None:
+        """Takes the memory for moments that are not there yet."""
+        for name, state in self.states.items():
+            if not state:
+                # All or nothing: memory may end between the two, and this is then tried again.
+                params = self.adapter.groups[name].params
+                moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
+                state.update(step=torch.tensor(0.0), **moments)
+
+    def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
+        """Clips and applies the gradients with torch."""
+        groups = self.adapter.groups.values()
+        norm = float(gradient_norm(group.grad for group in groups)) if part is None else float(part.norm)
+        skipped = not (is_finite and math.isfinite(norm))
+        if not skipped:
+            self._clip(norm)
+            for torch_group, rate in zip(self._torch.param_groups, self.rates.values(), strict=True):
+                torch_group["lr"] = rate
+            if part is not None and any(part.fills.values()):
+                self._step_filled(part.fills)
+            else:
+                self._torch.step()
+        self.adapter.zero_grad()
+        largest = float(torch.stack([group.params.abs().max() for group in groups]).max())
+        return Updated(norm, largest, skipped)
+
+    def _step_filled(self, fills: Mapping[str, int]) -> None:
+        """The step of torch over copies with zeros in front of them."""
+        spec, rates = self.spec, self.rates
+        for name, state in self.states.items():
+            group, fill = self.adapter.groups[name], fills[name]
+            own = (group.params, group.grad, state["exp_avg"], state["exp_avg_sq"])
+            filled = [torch.nn.functional.pad(tensor, (fill, 0)) for tensor in own]
+            params, grad, exp_avg, exp_avg_sq = filled
+            step_with_torch(
+                [params],
+                [grad],
+                [exp_avg],
+                [exp_avg_sq],
+                max_exp_avg_sqs=[],
+                state_steps=[state["step"]],
+                fused=True,
+                amsgrad=False,
+                beta1=spec.adam_beta1,
+                beta2=spec.adam_beta2,
+                lr=rates[name],
+                weight_decay=spec.weight_decay,
+                eps=spec.adam_epsilon,
+                maximize=False,
+            )
+            for tensor, stepped in zip(own, filled, strict=True):
+                tensor.copy_(stepped[fill:])
+
+    @classmethod
+    def norm_of(cls, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """By the fused kernel on a GPU, as its steps do."""
+        return adamw_norm(grads)
+
+    def start_part(self, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
+        """By the fused kernel, which takes the norm as it is."""
+        wait = adamw([self.update(True)], is_finite.float().view(1), part.norm.float().view(1))
+        results = counting_steps([self], wait)
+        return lambda: results()[0]
+
+    @classmethod
+    def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
+        """All steps in one call of the fused kernel.
+
+        Memory is taken before anything is changed, so running out of it leaves every job as it was.
+        """
+        updates = [optimizer.update(is_finite) for optimizer, is_finite in zip(optimizers, finite, strict=True)]
+        return counting_steps(optimizers, adamw(updates, finite_J))
+
+    def update(self, is_finite: bool) -> Update:
+        """The same step, for the fused kernel."""
+        spec = self.spec
+        self.make_moments()
+        states, groups = self.states.values(), self.adapter.groups.values()
+        lanes = tuple(
+            ParameterLane(group.params, group.grad, state["exp_avg"], state["exp_avg_sq"], rate)
+            for state, group, rate in zip(states, groups, self.rates.values(), strict=True)
+        )
+        return Update(
+            lanes,
+            int(next(iter(states))["step"]) + 1,
+            (spec.adam_beta1, spec.adam_beta2),
+            spec.adam_epsilon,
+            spec.weight_decay,
+            spec.max_grad_norm,
+            is_finite,
+        )
+
+    def _clip(self, norm: float) -> None:
+        if not self.spec.max_grad_norm:
+            return
+        factor = self.spec.max_grad_norm / (norm + 1e-6)
+        if factor < 1:
+            for group in self.adapter.groups.values():
+                group.grad.mul_(factor)

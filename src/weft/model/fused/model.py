@@ -1,0 +1,273 @@
+"""What the fused step needs of a model, or of a part of it: its layers as four products each, and the numbers around
+them.
+
+q, k, v share one frozen product, and so do gate and up: their weights are stored as one, of which the model's own
+linears then are parts. Nothing is held twice. Which modules those are, and what surrounds them, the family's
+description says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.adapters.devices import Devices
+from weft.adapters.frozen import FrozenWeight, join
+from weft.adapters.linear import SlotLinear
+from weft.adapters.place_share import Side
+from weft.kernels.device import is_gpu
+from weft.kernels.layers.rms_norm import RmsNorm
+from weft.kernels.layers.rotary import HeadNorms, Heads
+from weft.kernels.lora.tables import Site, SlotTable
+from weft.model.fused.attention import needs_bounds
+from weft.model.model_part import ModelPart
+from weft.model.shards.ring import LayerRing
+from weft.plan.families.description import Decoder
+from weft.plan.families.kept import moved_names
+from weft.plan.families.layer_form import Activation, LayerForm
+from weft.plan.families.registry import describe, why_unfit
+
+
+@dataclass(frozen=True)
+class Product:
+    """A site with its frozen weight."""
+
+    site: Site
+    weight: FrozenWeight
+    bias_O: torch.Tensor | None
+
+
+SIDES: dict[str, Side] = {"qkv": "outputs", "out": "inputs", "gate_up": "outputs", "down": "inputs"}
+"""The sites of a layer, and by what they are divided where devices share it."""
+ROLES = tuple(SIDES)
+
+
+class LayerPlaces(NamedTuple):
+    """Where in a layer adapters sit that sit on no linear; numbered behind all linears."""
+
+    attention_end: Site
+    """What attention adds to the residual stream; it has no weight."""
+    mlp_end: Site
+    """What the MLP adds."""
+    keys_and_values: int
+    """Where rows of keys and values are replaced."""
+
+    @classmethod
+    def of(cls, layer: int, num_layers: int, num_linears: int, hidden: int) -> LayerPlaces:
+        """Those of one of the layers."""
+        first = num_linears + 2 * layer
+        ends = [Site(first + i, (hidden,), hidden, role) for i, role in enumerate(("attention", "mlp"))]
+        return cls(ends[0], ends[1], num_linears + 2 * num_layers + layer)
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """One decoder layer."""
+
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    norm_in: RmsNorm
+    norm_mid: RmsNorm
+    post_in: RmsNorm | None
+    """Of what the layer before adds to the residual stream, where a family norms that."""
+    post_mid: RmsNorm | None
+    """Of what attention adds."""
+    head_norms: HeadNorms | None
+    places: LayerPlaces
+    window: int | None
+    """Keys a query sees; None: all before it."""
+    rotary: int
+    """Which of the model's rotary tables turns its heads."""
+
+
+class RotaryTable(NamedTuple):
+    """The rotary positions of one kind of layer."""
+
+    frequencies_F: torch.Tensor
+    """Half as many as numbers of a head that are turned."""
+    scale: float
+
+    def turns(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos_TF and sin_TF, fp32."""
+        angles_TF = positions_T.float()[:, None] * self.frequencies_F
+        return angles_TF.cos() * self.scale, angles_TF.sin() * self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class FusedModel:
+    """A whole model, or a part of one."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of the activations."""
+    hidden: int
+    embedding_VD: torch.Tensor | None
+    """None where an earlier part of the model has it."""
+    embedding_scale: float | None
+    """Rounded to the embedding's type."""
+    layers: tuple[FusedLayer, ...]
+    norm: RmsNorm | None
+    """None where a later part of the model has it."""
+    post: RmsNorm | None
+    """Of what the last layer here adds, where a family norms that."""
+    heads: Heads
+    rotaries: tuple[RotaryTable, ...]
+    attention_scale: float
+    activation: Activation
+    moved: tuple[str, ...]
+    """What `offload` moves of what a layer keeps."""
+    ring: LayerRing | None = None
+    """Where the layers' weights come and go, if they are spread over several devices."""
+    devices: Devices | None = None
+    """That have the other parts of every layer; sites, heads and weights are those here."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether tokens enter here."""
+        return self.embedding_VD is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether what leaves goes to the output head."""
+        return self.norm is not None
+
+    @property
+    def sites(self) -> list[Site]:
+        """Every site, in the order of the modules: first those of linears, then those of blocks."""
+        linears = [p.site for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return linears + [site for layer in self.layers for site in layer.places[:2]]
+
+    @property
+    def input_rows(self) -> int:
+        """The table's module at which rows of the first layer's input are replaced."""
+        return self.layers[-1].places.keys_and_values + 1
+
+    @property
+    def row_places(self) -> dict[int, str]:
+        """The table's modules at which rows are replaced, with their roles."""
+        return {**{layer.places.keys_and_values: "kv" for layer in self.layers}, self.input_rows: "input"}
+
+    def added_up(self, part_TD: torch.Tensor) -> torch.Tensor:
+        """A result, or a gradient, of which each of the devices that share a layer has found a part."""
+        return part_TD if self.devices is None else self.devices.add_up(part_TD)
+
+    def table(self) -> SlotTable:
+        """An empty table of its places."""
+        return SlotTable(self.sites, self.device, self.row_places)
+
+
+def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a model cannot take the fused step on a device; None if it can."""
+    if len({type(linear.frozen) for linear in linears.values()}) > 1:
+        return "some of its weights could not be quantised"
+    config = model.config.to_dict()
+    if obstacle := why_unfit(config):
+        return obstacle
+    size = describe(config).sizes.head_size
+    if is_gpu(device) and dtype == torch.float32:
+        return "its weights are float32, and a GPU's kernels take bfloat16 or float16"
+    if is_gpu(device) and (size > 256 or (needs_bounds(device) and size % 8)):
+        return f"attention on this GPU does not take heads of {size}"
+    return None
+
+
+def fuse(
+    model: Any, linears: Mapping[str, SlotLinear], part: ModelPart | None = None, devices: Devices | None = None
+) -> FusedModel:
+    """The model's layers, or those of a part, with joined weights; its own linears become parts of them.
+
+    `devices`: over which the linears have been divided.
+    """
+    decoder, modules = describe(model.config.to_dict()), model.base_model
+    sizes = decoder.sizes
+    assert sizes.form.activation is not None
+    part = part or ModelPart(0, sizes.num_layers, sizes.num_layers)
+    layers = tuple(_layer(i, part, decoder, modules.layers, linears) for i in range(part.first, part.end))
+    # Not the embedding's, which may be elsewhere, nor a linear's, which may be quantised.
+    like = getattr(modules.layers[part.first], sizes.form.norms.before_attention).weight
+    scale, count = decoder.embedding_scale, 1 if devices is None else devices.count
+    return FusedModel(
+        device=like.device,
+        dtype=like.dtype,
+        hidden=sizes.hidden,
+        embedding_VD=model.get_input_embeddings().weight if part.is_first else None,
+        embedding_scale=None if scale is None else float(torch.tensor(scale).to(like.dtype)),
+        layers=layers,
+        norm=_norm(modules.norm, sizes.form) if part.is_last else None,
+        post=_norm_of(modules.layers[part.end - 1], sizes.form.norms.after_mlp, sizes.form),
+        heads=Heads(sizes.num_heads // count, sizes.num_kv_heads // count, sizes.head_size),
+        rotaries=tuple(_rotary_table(modules.rotary_emb, rotary.kind) for rotary in decoder.rotaries),
+        attention_scale=decoder.attention_scale,
+        activation=sizes.form.activation,
+        moved=moved_names(sizes),
+        devices=devices,
+    )
+
+
+def _layer(index: int, part: ModelPart, decoder: Decoder, blocks: Any, linears: Mapping[str, SlotLinear]) -> FusedLayer:
+    block, form, paths = blocks[index], decoder.sizes.form, list(linears)
+    prefix = next(path for path in paths if f"layers.{index}." in path).partition(f"layers.{index}.")[0]
+    named = ([f"{prefix}layers.{index}.{name}" for name in names] for names in form.sites)
+    qkv, out, gate_up, down = (_product(role, names, linears, paths) for role, names in zip(ROLES, named, strict=True))
+    head_norms = None
+    if form.has_head_norms:
+        q_norm, k_norm = (_norm(norm, form) for norm in (block.self_attn.q_norm, block.self_attn.k_norm))
+        head_norms = HeadNorms(q_norm.weight_D, *k_norm)
+    return FusedLayer(
+        qkv=qkv,
+        out=out,
+        gate_up=gate_up,
+        down=down,
+        norm_in=_norm(getattr(block, form.norms.before_attention), form),
+        norm_mid=_norm(getattr(block, form.norms.before_mlp), form),
+        post_in=_norm_of(blocks[index - 1], form.norms.after_mlp, form) if index > part.first else None,
+        post_mid=_norm_of(block, form.norms.after_attention, form),
+        head_norms=head_norms,
+        places=LayerPlaces.of(index - part.first, part.end - part.first, len(paths), decoder.sizes.hidden),
+        window=decoder.layers[index].window,
+        rotary=decoder.layers[index].rotary,
+    )
+
+
+def _norm_of(block: Any, name: str | None, form: LayerForm) -> RmsNorm | None:
+    return None if name is None else _norm(getattr(block, name), form)
+
+
+def _norm(module: Any, form: LayerForm) -> RmsNorm:
+    eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+    if form.norm_weight == "factor":
+        return RmsNorm(module.weight, eps)
+    return RmsNorm(1.0 + module.weight.float(), eps, rounds_first=False)
+
+
+def _rotary_table(module: Any, kind: str) -> RotaryTable:
+    prefix = f"{kind}_" if kind else ""
+    frequencies_F = getattr(module, f"{prefix}inv_freq").float()
+    return RotaryTable(frequencies_F, float(getattr(module, f"{prefix}attention_scaling")))
+
+
+def _product(role: str, names: list[str], linears: Mapping[str, SlotLinear], paths: list[str]) -> Product:
+    parts = [linears[name] for name in names]
+    first = paths.index(names[0])
+    assert paths[first : first + len(names)] == names, "linears of a site follow one another"
+    site = Site(first, tuple(part.frozen.shape[0] for part in parts), parts[0].frozen.shape[1], role)
+    weight = parts[0].frozen if len(parts) == 1 else join([part.frozen for part in parts])
+    if len(parts) > 1:
+        for part, start, size in zip(parts, site.starts, site.sizes, strict=True):
+            part.frozen = weight.part(start, start + size)
+    biases = [part.bias_O for part in parts]
+    if all(bias is None for bias in biases):
+        return Product(site, weight, None)
+    zeros = [torch.zeros(size, device=weight_device(weight), dtype=weight.dtype) for size in site.sizes]
+    joined = torch.cat([zero if bias is None else bias for zero, bias in zip(zeros, biases, strict=True)])
+    return Product(site, weight, joined)
+
+
+def weight_device(weight: FrozenWeight) -> torch.device:
+    """Where a frozen weight lies."""
+    return next(iter(weight.stored.values())).device

@@ -1,0 +1,288 @@
+"""Loads a backbone: the embedded one, SmolLM2 from its PyPI package, a model directory, or a Hub name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.adapters.devices import Devices
+from weft.adapters.frozen import Dense, FrozenWeight, quantise
+from weft.adapters.linear import SlotLinear
+from weft.errors import ModelError
+from weft.kernels.device import has_gpu, is_cpu, is_gpu, total_bytes
+from weft.kernels.storage.fp8 import has_fp8
+from weft.model.backbone import Backbone
+from weft.model.model_files import check_weight_files
+from weft.model.model_part import TIED, ModelPart, keep_part, model_class_of, plain_parameter, take_out_linears
+from weft.model.original_weights import OriginalWeights
+from weft.model.packing import attention, own_attention
+from weft.model.packing.selfcheck import check_packing
+from weft.model.path import Memory
+from weft.model.shards.peers import Peers
+from weft.model.shards.sharing import share_layers
+from weft.model.source import Source, find_source, gguf, load_tokenizer, quiet, readable, reason
+from weft.model.tensor_parallel import divide
+from weft.plan.families.obstacles import OBSTACLES
+from weft.plan.families.registry import FAMILIES, REFERENCE_FAMILIES
+from weft.quick_import import importing_quickly
+from weft.spec import BackboneSpec
+
+
+def choose_device(spec: BackboneSpec) -> torch.device:
+    """The device to train on."""
+    if spec.device == "cuda" and not has_gpu():
+        raise ModelError("cuda is asked for, but torch sees no GPU; use cpu or auto.", where="device")
+    if spec.device == "auto":
+        return torch.device("cuda" if has_gpu() else "cpu")
+    return torch.device(spec.device)
+
+
+def choose_dtype(spec: BackboneSpec, device: torch.device) -> torch.dtype:
+    """The type of the frozen weights."""
+    if spec.dtype == "auto":
+        return torch.float32 if is_cpu(device) else torch.bfloat16
+    return torch.float32 if spec.dtype == "float32" else torch.bfloat16
+
+
+def load_backbone(
+    spec: BackboneSpec, part: ModelPart | None = None, peers: Peers | None = None, devices: Devices | None = None
+) -> Backbone:
+    """The frozen model, or a part of it, ready for adapters.
+
+    With `peers` it has a slice of every layer's weights, with `devices` it shares every layer with them.
+    """
+    attention.register()
+    device = choose_device(spec)
+    # Weights to be quantised or divided go to their device linear by linear: whole they may not fit there.
+    waits = (spec.quantize != "none" or devices is not None) and peers is None
+    model = _read_model(spec, packed=True, part=part, is_spread=peers is not None, waits=waits)
+    model = model.to("cpu" if waits else device)
+    backbone = Backbone(model, load_tokenizer(spec.base_model), spec.base_model, part)
+    if not backbone.linears:
+        raise ModelError("has no linear modules to adapt.", where=f"base_model {spec.base_model}")
+    _check_untested(backbone, find_source(spec.base_model))
+    if spec.quantize != "none" or devices is not None:
+        _store_linears(backbone, spec.quantize, device, devices, has_numbers=peers is None)
+    if spec.quantize != "none":
+        _remember_originals(backbone, find_source(spec.base_model))
+    backbone.use_kernels(spec.kernels, Memory(spec.recompute, spec.offload))  # type: ignore[arg-type]
+    if backbone.path.name == "reference" and (spec.recompute != "none" or spec.offload):
+        setting = "offload" if spec.recompute == "none" else "recompute"
+        raise ModelError(f"only the fused kernels have it, and here runs {backbone.kernels}.", where=setting)
+    if peers is not None:
+        share_layers(backbone, peers, _reader(backbone, find_source(spec.base_model), spec.quantize))
+    return backbone
+
+
+def _check_untested(backbone: Backbone, source: Source) -> None:
+    """Refuses a model of a family that nobody has tested if it does not run on packed samples as it does alone."""
+    family = backbone.model.config.model_type
+    if family in (*FAMILIES, *REFERENCE_FAMILIES):
+        return
+    try:
+        with readable(source, f"{family} models do not run on packed samples", _cause):
+            check_packing(backbone)
+    except ModelError as error:
+        if family not in OBSTACLES:
+            raise
+        raise ModelError(f"{family} {OBSTACLES[family]}.", where=error.where) from error
+
+
+def load_skeleton(base_model: str) -> Backbone:
+    """The backbone with its modules and their shapes but no weights: enough to check adapters, whatever its size."""
+    with importing_quickly():
+        from transformers import AutoModelForCausalLM
+
+    source = find_source(base_model)
+    config = _read_config(source)
+    with quiet(), readable(source, f"the {config.model_type} model cannot be made", _cause), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return Backbone(model, load_tokenizer(base_model), base_model)
+
+
+def _store_linears(
+    backbone: Backbone, kind: str, device: torch.device, devices: Devices | None, *, has_numbers: bool = True
+) -> None:
+    """Stores every linear but the head as `kind` and moves all to the device, where at most one is ever whole or dense.
+
+    Where `devices` share the layers, a part of each stays here. Without numbers nothing moves: weights have shapes
+    then, and all else is on the device already.
+    """
+    anchor = torch.zeros((), device=device, requires_grad=True)
+    copies = _copies(backbone, device)
+
+    def store(linear: SlotLinear) -> None:
+        linear.frozen = quantise(linear.weight.to(device) if has_numbers else linear.weight, kind, copies=copies)
+        linear.anchor = anchor
+
+    if devices is not None:
+        divide(backbone, devices, store)
+    else:
+        for linear in backbone.linears.values():
+            store(linear)
+    model: Any = backbone.model
+    if has_numbers:
+        model.to(device)
+
+
+def _copies(backbone: Backbone, device: torch.device) -> int:
+    """Of FP8 weights, if they are to be such."""
+    return fp8_copies(sum(linear.in_features * linear.out_features for linear in backbone.linears.values()), device)
+
+
+def _reader(backbone: Backbone, source: Source, kind: str) -> Callable[[str], FrozenWeight]:
+    """Reads the weight of a linear from the model's files and stores it as the backbone does."""
+    originals, device = _originals(backbone, source), backbone.device
+    copies = _copies(backbone, device)
+
+    def read(path: str) -> FrozenWeight:
+        return quantise(originals.find(path, backbone.linears[path].frozen.shape).to(device), kind, copies=copies)
+
+    return read
+
+
+def _originals(backbone: Backbone, source: Source) -> OriginalWeights:
+    return OriginalWeights(source.name, source.path, backbone.model.base_model_prefix, backbone.dtype)
+
+
+def _remember_originals(backbone: Backbone, source: Source) -> None:
+    """Lets every linear that is quantised read what it was."""
+    originals = _originals(backbone, source)
+    for path, linear in backbone.linears.items():
+        if not isinstance(linear.frozen, Dense):
+            # The fused path puts another object with the same numbers in its place.
+            linear.read_original = lambda path=path, linear=linear: originals.read(path, linear)
+
+
+def fp8_copies(num_weights: int, device: torch.device) -> int:
+    """Copies of FP8 weights a device has room for, decided by its size and never by what is free: bits depend on it."""
+    if not is_gpu(device):
+        return 2
+    if not has_fp8(device):
+        return 1
+    return 2 if 2 * num_weights <= total_bytes(device) // 2 else 1
+
+
+def load_plain_model(spec: BackboneSpec) -> Any:
+    """The transformers model itself, on its device, without slots, never quantised."""
+    return _read_model(spec).to(choose_device(spec))
+
+
+def _read_model(
+    spec: BackboneSpec,
+    *,
+    packed: bool = False,
+    part: ModelPart | None = None,
+    is_spread: bool = False,
+    waits: bool = False,
+) -> Any:
+    """The transformers model of a directory or a Hub name, on a GPU where it can go there at once, or on the CPU.
+
+    `packed`: to run on packed samples. `part`: what of it is read. `is_spread`: all but the weights of its linears.
+    `waits`: it stays on the CPU.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    source = find_source(spec.base_model)
+    config = _read_config(source)
+    if source.gguf_file is None and os.path.isdir(source.path):
+        check_weight_files(Path(source.path))
+    options: dict[str, Any] = (
+        {"attn_implementation": own_attention.attention_to_load(config.model_type)} if packed else {}
+    )
+    device = choose_device(spec)
+    if is_gpu(device) and spec.quantize == "none" and not waits and importlib.util.find_spec("accelerate"):
+        # Straight from the files, several at once, with no second copy on the way.
+        options["device_map"] = {"": device}
+    kind: Any = AutoModelForCausalLM
+    if part is not None:
+        kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], lambda model: keep_part(model, part))
+    if is_spread:
+        kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if part is None else kind, take_out_linears)
+    with quiet(), readable(source, f"the {config.model_type} model cannot be loaded", _cause):
+        loaded: Any = kind.from_pretrained(
+            source.path,
+            dtype=choose_dtype(spec, device),
+            use_safetensors=None if source.gguf_file else True,
+            # Found below, with their names; transformers would only point to a report.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **gguf(source),
+            **options,
+        )
+    model, found = loaded
+    _check_weights(found, source)
+    if part is not None:
+        _check_tie(model, source)
+    return model
+
+
+def _check_tie(model: Any, source: Source) -> None:
+    """Lets a part of a model know that embedding and head are two, whatever its configuration says of them.
+
+    Files may have both with numbers of their own. A part that has one of them does not see it.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    ends = [paths[module] for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    if getattr(model, TIED) and OriginalWeights(
+        source.name, source.path, model.base_model_prefix, plain_parameter(model).dtype
+    ).differ(*ends):
+        setattr(model, TIED, False)
+
+
+def load_config(source: Source) -> dict[str, Any]:
+    """A model's configuration as plain values, without its weights."""
+    settings: dict[str, Any] = _read_config(source).to_dict()
+    return settings
+
+
+def _read_config(source: Source) -> Any:
+    with importing_quickly():
+        from transformers import AutoConfig
+
+    with quiet(), readable(source, "config.json cannot be loaded", _cause):
+        config = AutoConfig.from_pretrained(source.path, **gguf(source))
+    _check_family(config, source)
+    return config
+
+
+def _check_family(config: Any, source: Source) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    where = f"base_model {source.name}"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{config.model_type} is an encoder-decoder; Weft trains decoder-only models.", where=where)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{config.model_type} is no model that writes text from left to right; Weft trains decoder-only models.",
+            where=where,
+        )
+    if config.model_type == "falcon" and config.alibi:
+        raise ModelError("falcon with alibi is not supported yet; with rotary positions it is.", where=where)
+
+
+def _check_weights(found: Any, source: Source) -> None:
+    """Every weight is in the files and has its shape; transformers would go on with random ones."""
+    where = f"base_model {source.name}"
+    for name, given, expected in sorted(found["mismatched_keys"]):
+        raise ModelError(f"{name} has the shape {tuple(given)}; config.json asks for {tuple(expected)}.", where=where)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f", nor are {len(missing) - 1} more weights" if len(missing) > 1 else ""
+        raise ModelError(f"{missing[0]} is not in the model's files{more}.", where=where)
+
+
+def _cause(error: Exception) -> str:
+    """Why a model cannot be loaded or run, where what was raised says it only to those who know our code."""
+    if isinstance(error, KeyError) and error.args == (attention.NAME,):
+        return "its attention is code of its own, which cannot be kept within packed samples."
+    if isinstance(error, AttributeError) and SlotLinear.__name__ in str(error):
+        return "it reads the weights of its linears in code of its own, where adapters would be left out."
+    if isinstance(error, AttributeError) and error.name == "last_hidden_state":
+        return "transformers does not say which part of it is the decoder below the output head."
+    return reason(error)

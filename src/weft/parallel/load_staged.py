@@ -1,0 +1,161 @@
+"""Opens engines on replicas in stages: in one layout for good, or in one that follows the jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from weft.engine.engine import Engine
+from weft.engine.execute.local import executor_on
+from weft.engine.execute.memory import COMPILING, ExpectedJobs
+from weft.engine.execute.movable import MovableExecutor, OpenReplicas
+from weft.engine.execute.protocol import Executor
+from weft.engine.layout_keeper import LayoutKeeper
+from weft.parallel.stages.load_stages import (
+    StageLayout,
+    gather_costs,
+    load_stages,
+    rounding_note,
+    stage_cost,
+    untried_notes,
+    why_no_pairs,
+)
+from weft.plan.cost.hardware import Hardware
+from weft.plan.cost.rows import choose_capacity
+from weft.plan.homes import PlannedReplicas
+from weft.plan.layout import Layout
+from weft.plan.pack import planner_named
+from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.program import Planner
+from weft.plan.replan import Forecaster
+from weft.plan.simulate.choose import pipeline_planner
+from weft.plan.simulate.choose_spread import FastestSpread
+from weft.plan.spread.planner import SpreadPlanner
+from weft.spec import JobSpec, RunSpec
+from weft.wall_clock import Activity, WallClock
+
+RunT = TypeVar("RunT", bound=RunSpec)
+
+
+@dataclass(frozen=True)
+class FollowedLayout:
+    """A layout that is chosen anew when jobs come and go."""
+
+    first: Layout
+    forecast: Forecaster
+    stages_of: Callable[[Layout], StageLayout | None]
+    """How replicas are divided; None for one that is not. Raises what keeps the run from such a layout."""
+    planned: PlannedReplicas | None = None
+    """What the plan of the first one says of its replicas."""
+
+
+def load_staged(
+    spec: RunT, jobs: Sequence[JobSpec], layout: StageLayout, wall: WallClock | None = None
+) -> tuple[RunT, Engine, tuple[str, ...]]:
+    """The engine of a run on one or more replicas of several stages, each in a process of this machine.
+
+    Like `load_engine`.
+    """
+    wall = wall or WallClock()
+    executor = load_stages(spec.backbone, layout, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
+    planner = _stage_planner(spec, layout, _row_tile(spec, jobs, executor))
+    engine = _engine(spec, jobs, executor, planner, wall)
+    notes = (*layout_notes(spec, layout), *pair_notes(spec, layout), *((COMPILING,) if executor.is_compiling else ()))
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
+
+
+def load_following(
+    spec: RunT, jobs: Sequence[JobSpec], layout: FollowedLayout, wall: WallClock | None = None
+) -> tuple[RunT, Engine, tuple[str, ...]]:
+    """The same in a layout that follows the jobs; the first was chosen for all of these."""
+    wall = wall or WallClock()
+
+    def open_in(wanted: Layout) -> OpenReplicas:
+        stages = layout.stages_of(wanted)
+        if stages is None:
+            return lambda: executor_on(spec.backbone)
+        return lambda: load_stages(spec.backbone, stages, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
+
+    def planner_in(wanted: Layout, planned: PlannedReplicas | None) -> Planner:
+        stages = layout.stages_of(wanted)
+        if stages is None:
+            return planner_named(spec.planner)
+        return _stage_planner(spec, dataclasses.replace(stages, planned=planned), row_tile)
+
+    executor = MovableExecutor(open_in(layout.first))
+    row_tile = _row_tile(spec, jobs, executor)
+    engine = _engine(spec, jobs, executor, planner_in(layout.first, layout.planned), wall)
+    keeper = LayoutKeeper(
+        executor,
+        layout.first,
+        layout.forecast,
+        lambda wanted: (open_in(wanted.layout), planner_in(wanted.layout, wanted.replicas)),
+        planned_for=[job.name for job in jobs],
+    )
+    engine.keep_layout(keeper)
+    stages = layout.stages_of(layout.first)
+    notes = () if stages is None else layout_notes(spec, stages)
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
+
+
+def _row_tile(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor) -> int:
+    """Rows that every frozen product of the run is computed in."""
+    longest = max(job.max_length for job in jobs)
+    return executor.row_tile(choose_capacity(spec.capacity, executor.facts.device_kind, longest))
+
+
+def _engine(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor, planner: Planner, wall: WallClock) -> Engine:
+    wall.add_start(Activity.LOADING)
+    return Engine(
+        executor,
+        capacity=spec.capacity,
+        longest=max(job.max_length for job in jobs),
+        planner=planner,
+        max_jobs=spec.max_jobs,
+        tenant_weights=spec.tenant_weights,
+        wall=wall,
+    )
+
+
+def layout_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> tuple[str, ...]:
+    """What whoever chose a layout should know of it, but for pairs; `elsewhere`: its devices, if not those of this
+    machine."""
+    if layout.tensor > 1:
+        found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
+        away = f"about {rounding_note(spec.backbone, elsewhere)} from one device's"
+        return (f"{found}: the same again with it, and {away}", *untried_notes(spec.backbone, elsewhere))
+    return (
+        *untried_notes(spec.backbone, elsewhere),
+        *(note for cost in gather_costs(spec.backbone, layout, elsewhere) for note in cost.notes()),
+        *_grouping_notes(spec, layout),
+    )
+
+
+def pair_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> tuple[str, ...]:
+    """Why devices that share every layer run no two microbatches side by side; nothing where that is decided later."""
+    alone = why_no_pairs(spec, layout, elsewhere) if layout.tensor > 1 else None
+    return () if alone is None else (f"every microbatch runs alone: {alone}",)
+
+
+def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
+    """Why jobs are not grouped, where replicas in stages would try it."""
+    sizes = layout.replica_sizes
+    if len(sizes) == 1 or max(sizes) == 1 or len(spec.jobs) == 1 or spec.planner == "greedy":
+        return ()
+    if not any(job.sums == "free" for job in spec.jobs):
+        return ()
+    return ("each replica packs its jobs together: groups are not tried while jobs with free sums are spread over all",)
+
+
+def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner:
+    sizes = layout.replica_sizes
+    if layout.schedule is not None:
+        return PipelinePlanner(layout.schedule, *sizes)
+    costs = {size: stage_cost(spec.backbone, size, row_tile, layout.tensor) for size in sizes}
+    if len(sizes) == 1:
+        in_pairs = layout.tensor > 1 and why_no_pairs(spec, layout) is None
+        return pipeline_planner(spec.planner, costs[sizes[0]], in_pairs=in_pairs)
+    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned, layout.shards)
+    return planner if max(sizes) == 1 or spec.planner == "greedy" else FastestSpread(planner, row_tile)

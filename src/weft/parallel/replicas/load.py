@@ -1,0 +1,48 @@
+"""Makes an engine over ranks that are being loaded, for a run or a sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from typing import TypeVar
+
+from weft.model.source import load_tokenizer
+from weft.parallel.replicas.rank_group import RankGroup
+from weft.parallel.replicas.replicated_engine import ReplicatedEngine
+from weft.parallel.replicas.steered_engine import SteeredEngine
+from weft.spec import RunSpec
+from weft.wall_clock import Activity, WallClock
+
+RunT = TypeVar("RunT", bound=RunSpec)
+EngineT = TypeVar("EngineT", bound=ReplicatedEngine)
+
+
+def load_replicated(
+    spec: RunT, ranks: RankGroup, *, clock: datetime.datetime, wall: WallClock | None = None
+) -> tuple[RunT, ReplicatedEngine, tuple[str, ...]]:
+    """An engine over ranks with a run's settings and without jobs, and what is worth telling.
+
+    The run comes back with a number where its capacity is `auto`, so that all that follows agrees on it.
+    """
+    return _load(ReplicatedEngine, spec, ranks, clock, wall)
+
+
+def load_steered(
+    spec: RunT, ranks: RankGroup, *, clock: datetime.datetime, wall: WallClock | None = None
+) -> tuple[RunT, SteeredEngine, tuple[str, ...]]:
+    """The same for jobs that are steered while they train, such as the trials of a sweep."""
+    return _load(SteeredEngine, spec, ranks, clock, wall)
+
+
+def _load(
+    kind: type[EngineT], spec: RunT, ranks: RankGroup, clock: datetime.datetime, wall: WallClock | None
+) -> tuple[RunT, EngineT, tuple[str, ...]]:
+    wall = wall or WallClock()
+    try:
+        tokenizer = load_tokenizer(spec.base_model)
+        engine = kind(ranks, tokenizer, clock=clock, wall=wall, tenant_weights=spec.tenant_weights)
+    except BaseException:
+        ranks.abandon()
+        raise
+    wall.add_start(Activity.LOADING)
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, engine.notes

@@ -1,0 +1,285 @@
+"""A rank: one replica of the backbone in a process of its own, with an engine that does what a controller asks.
+
+Between two events of its engine it looks for commands. When the controller is gone it ends at once: what is on disk is
+whole, and whoever comes next goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+from weft.data.dataset import JobData
+from weft.data.load import load_job_data
+from weft.engine.engine import Engine
+from weft.engine.events import EvalDone, Event, JobEnded, JobEvent, JobPaused, MicrobatchDone, StepDone
+from weft.engine.execute.memory import ExpectedJobs, load_within
+from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemoryError
+from weft.errors import StorageError, WeftError
+from weft.job_state import JobState, Reason
+from weft.keeping import keeping_all
+from weft.model.weight_sample import weight_sample
+from weft.parallel.replicas.controller_link import ControllerLink, RankConnection
+from weft.parallel.replicas.messages import (
+    TELL_S,
+    AdapterChecked,
+    AskJob,
+    CancelJob,
+    CheckAdapter,
+    CheckJob,
+    Command,
+    DirectoryOpened,
+    EndRank,
+    EventsTold,
+    ForgetJob,
+    GoOn,
+    HoldJob,
+    JobAnswered,
+    JobChecked,
+    JobOrder,
+    JobRefused,
+    JobReleased,
+    JobView,
+    OpenDirectory,
+    RankFailed,
+    RankIdle,
+    RankJoined,
+    RankOrder,
+    RankReady,
+    RefuseRank,
+    ReleaseJob,
+    SetUp,
+    StopJobs,
+    ToldEvent,
+    TrainJob,
+)
+from weft.parallel.replicas.questions import answer_to
+from weft.plan.pack import planner_named
+from weft.spec import AdapterSpec
+from weft.store.rank_dir import RankDirectory
+from weft.store.run_record import library_versions
+
+
+def run_rank(connection: RankConnection) -> None:
+    """Serves a controller until that ends, or has no more to do; ConfigError if it wants other ranks than this one."""
+    link = ControllerLink(connection)
+    try:
+        link.tell(RankJoined(socket.gethostname(), os.getpid(), library_versions()))
+        told = connection.recv()
+        if isinstance(told, SetUp):
+            link.keep_alive()
+            with keeping_all():
+                rank = Rank(link, told.order, told.index)
+            rank.serve()
+            rank.close()
+    except (EOFError, ConnectionError):
+        # The controller is gone. Threads may be writing; what they write appears whole or not at all.
+        os._exit(1)
+    except Exception as error:
+        link.tell(RankFailed(_tellable(error)))
+        raise
+    if isinstance(told, RefuseRank):
+        raise told.error
+
+
+def _tellable(error: Exception) -> Exception:
+    """An error as it can cross a connection, whoever raised it."""
+    return error if isinstance(error, WeftError) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+class Rank:
+    """An engine and the controller it serves."""
+
+    def __init__(self, link: ControllerLink, order: RankOrder, index: int) -> None:
+        self._link = link
+        self._index = index
+        self._directory: RankDirectory | None = None
+        expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters))
+        backbone, notes = load_within(order.backbone, order.memory_limit, expected)
+        self.engine = Engine(
+            backbone,
+            capacity=order.capacity,
+            longest=order.longest,
+            planner=planner_named(order.planner),
+            max_jobs=order.max_jobs,
+            tenant_weights=order.tenant_weights,
+        )
+        self._releasing: set[str] = set()
+        """Jobs that are let go of as soon as they are paused."""
+        self._untold: list[ToldEvent] = []
+        self._told_s = time.perf_counter()
+        self._is_steered = order.is_steered
+        self._unheard: tuple[str, int] | None = None
+        """The job and the step of an evaluation that nobody has heard of yet."""
+        self._asked: list[AskJob] = []
+        """What jobs cannot be asked yet."""
+        self._is_over = False
+        self._num_obeyed = 0
+        budget = self.engine.budget(order.adapters)
+        facts, capacity = self.engine.executor.facts, self.engine.limits.capacity
+        link.tell(RankReady(facts, capacity, budget, weight_sample(backbone.model), notes))
+
+    def serve(self) -> None:
+        """Trains and obeys until told that it is over."""
+        while not self._is_over:
+            self._obey(self._link.connection.recv())
+            while not self._is_over and self._link.connection.poll():
+                self._obey(self._link.connection.recv())
+            num_obeyed = -1
+            while not self._is_over and num_obeyed != self._num_obeyed:
+                # Again after a command that came when no job could go on any more and only files were being written.
+                num_obeyed = self._num_obeyed
+                self._train_jobs()
+            if self._is_over:
+                break
+            self.engine.finish_files()
+            self._tell()
+            self._link.tell(RankIdle(self._num_obeyed))
+
+    def _train_jobs(self) -> None:
+        """Trains until no job can go on, and obeys between two events."""
+        for event in self.engine.events():
+            self._hear(event)
+            while not self._is_over and (self._unheard is not None or self._link.connection.poll()):
+                self._obey(self._link.connection.recv())
+            if self._is_over:
+                return
+
+    def close(self) -> None:
+        """Lets go of the run directory, with all files written."""
+        self.engine.finish_files()
+        if self._directory is not None:
+            self._directory.close()
+
+    def _hear(self, event: Event) -> None:
+        """Tells what happened, together with what follows soon unless it matters at once."""
+        if isinstance(event, JobPaused) and event.job in self._releasing:
+            self._releasing.discard(event.job)
+            if event.reason is None:
+                self.engine.forget(event.job)
+                self._asked = [asked for asked in self._asked if asked.job != event.job]
+                self._tell()
+                self._link.tell(JobReleased(event.job, event.step))
+                return
+            # It could not be saved, or the whole run stops: it stays here, paused.
+        if isinstance(event, JobEnded):
+            self._releasing.discard(event.job)
+        if isinstance(event, EvalDone) and self._is_steered:
+            self._unheard = event.job, event.step
+        self._untold.append(ToldEvent(event, self._view(event)))
+        is_old = time.perf_counter() - self._told_s > TELL_S
+        if is_old or not isinstance(event, StepDone | MicrobatchDone):
+            self._tell()
+        self._answer_all()
+
+    def _view(self, event: Event) -> JobView | None:
+        job = self.engine.jobs.get(event.job) if isinstance(event, JobEvent) else None
+        return None if job is None else JobView(job.step, job.num_tokens, job.may_end, job.has_best)
+
+    def _answer_all(self) -> None:
+        """Answers what can be answered by now, after everything that has been told."""
+        for asked in list(self._asked):
+            job = self.engine.jobs.get(asked.job)
+            has_come = job is not None and job.status.has_started and job.step >= asked.step and not asked.is_ended
+            if job is None or not (has_come or job.state.is_final):
+                continue
+            self._asked.remove(asked)
+            answer, failure = None, None
+            try:
+                answer = answer_to(asked.question, self.engine, asked.job)
+            except (WeftError, ReplicaMemoryError) as error:
+                failure = error
+            self._tell()
+            self._link.tell(JobAnswered(asked.job, job.step, job.num_tokens, answer, failure))
+
+    def _tell(self) -> None:
+        if self._untold:
+            self._link.tell(EventsTold(tuple(self._untold)))
+        self._untold, self._told_s = [], time.perf_counter()
+
+    def _obey(self, command: Command) -> None:
+        engine = self.engine
+        self._num_obeyed += 1
+        match command:
+            case OpenDirectory():
+                self._link.tell(DirectoryOpened(self._open(command)))
+            case CheckJob(order):
+                self._link.tell(self._checked(order))
+            case TrainJob(order, hold_step):
+                self._train(order, hold_step)
+            case ReleaseJob(job):
+                # One that has ended in the meantime has said so.
+                if job in engine.jobs and engine.jobs[job].is_alive and engine.jobs[job].state is not JobState.PAUSED:
+                    self._releasing.add(job)
+                    engine.pause(job)
+            case CancelJob(job):
+                if job in engine.jobs:
+                    engine.cancel(job)
+            case HoldJob(job, step):
+                if job in engine.jobs:
+                    engine.hold(job, step)
+            case ForgetJob(job):
+                if job in engine.jobs:
+                    engine.forget(job)
+            case AskJob():
+                self._asked.append(command)
+                self._answer_all()
+            case CheckAdapter(adapter):
+                self._link.tell(AdapterChecked(self._flaw(adapter)))
+            case GoOn(job, step):
+                if self._unheard == (job, step):
+                    self._unheard = None
+            case StopJobs():
+                engine.stop()
+            case EndRank():
+                self._is_over = True
+            case _:
+                raise AssertionError(f"no rank knows {command}")
+
+    def _open(self, command: OpenDirectory) -> StorageError | None:
+        """Keeps jobs in the run directory; returns what is in the way of that."""
+        try:
+            self._directory = RankDirectory(command.path, self._index, command.owner, command.permit)
+        except StorageError as error:
+            return error
+        self.engine.keep_in(self._directory)
+        return None
+
+    def _flaw(self, adapter: AdapterSpec) -> WeftError | None:
+        try:
+            self.engine.executor.check_adapter(adapter)
+        except WeftError as error:
+            return error
+        return None
+
+    def _checked(self, order: JobOrder) -> JobChecked:
+        name = order.spec.name
+        try:
+            job = self.engine.check(order.spec, self._data(order), base_dir=order.base_dir)
+        except ReplicaFaultError:
+            raise
+        except Exception as error:
+            return JobChecked(name, error=_tellable(error))
+        return JobChecked(name, job.num_parameters, self.engine.bytes_of(job), job.notes)
+
+    def _train(self, order: JobOrder, hold_step: int | None) -> None:
+        name = order.spec.name
+        if name in self.engine.jobs:
+            # It ended here before, or was given up: the files know how far it came.
+            self.engine.forget(name)
+        try:
+            self.engine.submit(order.spec, self._data(order), base_dir=order.base_dir)
+        except ReplicaFaultError:
+            raise
+        except Exception as error:
+            # Such as data that has changed since the job was checked: that is no reason to end the others.
+            reason = Reason.of(error) if isinstance(error, WeftError) else Reason.of_bug(error)
+            self._link.tell(JobRefused(name, reason))
+            return
+        if hold_step is not None:
+            self.engine.hold(name, hold_step)
+
+    def _data(self, order: JobOrder) -> JobData:
+        tokenizer = self.engine.executor.tokenizer
+        return load_job_data(order.spec, tokenizer, order.base_dir, clock=order.clock)

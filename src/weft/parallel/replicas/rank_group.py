@@ -1,0 +1,207 @@
+"""The ranks of one controller: which there are, what they hold, who is silent, and who takes a dead one's place."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Collection, Iterator
+from typing import TypeVar
+
+from weft.engine.execute.protocol import ReplicaFaultError
+from weft.errors import ConfigError, JobError
+from weft.parallel.replicas.known_rank import KnownRank
+from weft.parallel.replicas.messages import Command, RankFailed, RankIdle, RankReady, Report
+from weft.parallel.replicas.rank_link import RankEnded, Ranks
+
+SILENT_S = 30.0
+"""A rank that gives no sign of life for so long is ended and replaced."""
+JOIN_S = 300.0
+"""The same before it has joined: it imports libraries, perhaps over a network, or somebody has to start it."""
+MAX_RESTARTS = 3
+"""So often a rank is started anew without having saved anything in between."""
+LOOK_S = 0.5
+"""Seconds between two looks at who is silent."""
+AnswerT = TypeVar("AnswerT", bound=Report)
+
+
+class ReplicasLostError(JobError, ReplicaFaultError):
+    """All ranks are gone, and none can be started: no job is to blame, and each goes on from its last checkpoint."""
+
+
+class RankGroup:
+    """Ranks that hold replicas of the same backbone; what each of them tells comes out in order."""
+
+    def __init__(self, ranks: Ranks, number: int, *, silent_s: float = SILENT_S) -> None:
+        """Starts so many; `await_all` waits until they are loaded. One that is silent for `silent_s` is ended."""
+        self.last_end = ""
+        """How the last rank that ended did so."""
+        self.notes: tuple[str, ...] = ()
+        """What is worth telling of any of them."""
+        self._pool = ranks
+        self._silent_s = silent_s
+        self._looked_s = time.monotonic()
+        self._first: RankReady | None = None
+        """What the first that was loaded said; all others must be like it."""
+        self._ranks = {index: KnownRank(ranks.start(index)) for index in range(number)}
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __iter__(self) -> Iterator[KnownRank]:
+        return iter(self._ranks.values())
+
+    def __getitem__(self, index: int) -> KnownRank:
+        return self._ranks[index]
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, KnownRank) and self._ranks.get(rank.index) is rank
+
+    @property
+    def first(self) -> RankReady:
+        """What all that are loaded have in common."""
+        assert self._first is not None, "none is loaded yet"
+        return self._first
+
+    @property
+    def loaded(self) -> list[KnownRank]:
+        """Those that can be used."""
+        return [rank for rank in self if rank.ready is not None]
+
+    @property
+    def has_told_all(self) -> bool:
+        """Whether nothing that they have told is left to hear."""
+        return self._pool.inbox.empty()
+
+    def close(self) -> None:
+        """Ends all of them; what their jobs have not saved is lost."""
+        for rank in self:
+            if rank.ready is None:
+                # It has nothing to save, and would not hear that it is over before it is loaded.
+                self._pool.kill(rank.process)
+        self._pool.close()
+
+    def abandon(self) -> None:
+        """Ends all of them at once: nothing is to be saved."""
+        for rank in self:
+            self._pool.kill(rank.process)
+        self.close()
+
+    def await_all(self) -> None:
+        """Until all replicas are loaded; what keeps one from it is raised, unless it may go better another time.
+
+        For one that was lost meanwhile nobody waits while there are others: its machine may be gone for good.
+        """
+        while not self.loaded or any(rank.ready is None and not rank.num_restarts for rank in self):
+            told = self.next_report()
+            if told is None:
+                continue
+            rank, report = told
+            if isinstance(report, RankFailed):
+                raise report.error
+            if isinstance(report, RankEnded):
+                if report.is_accident and rank.failure is None and rank.num_restarts < MAX_RESTARTS:
+                    self.replace(rank, report.how, is_wanted=True)
+                    continue
+                raise JobError(f"{rank.failure or report.how}.", where=f"replica {rank.index}")
+
+    def send(self, rank: KnownRank, command: Command) -> None:
+        """Tells a rank something; one that is still being loaded is told all it has to know once it is ready."""
+        if rank.ready is not None:
+            rank.is_idle = False
+            rank.process.send(command)
+
+    def next_report(self) -> tuple[KnownRank, Report] | None:
+        """What a rank tells next, if it comes soon; whoever waits for something looks after the silent meanwhile.
+
+        One that has been replaced is not heard any more. After a `RankEnded`, the rank is there until it is replaced.
+        """
+        self._end_silent()
+        try:
+            process, report = self._pool.inbox.get(timeout=LOOK_S)
+        except queue.Empty:
+            return None
+        rank = self._ranks.get(process.index)
+        if rank is None or rank.process is not process:
+            return None
+        match report:
+            case RankReady():
+                return rank, self._note_ready(rank, report)
+            case RankIdle(num_obeyed):
+                rank.is_idle = num_obeyed == process.num_sent
+            case RankFailed(error):
+                rank.failure = f"failed: {str(error).rstrip('.')}"
+        return rank, report
+
+    def least_loaded(self, loads: Collection[int | None]) -> KnownRank | None:
+        """The loaded rank that comes least often among `loads`; None while none is loaded."""
+        if not self:
+            raise self.none_left()
+        counts = list(loads)
+        return min(self.loaded, key=lambda rank: (counts.count(rank.index), rank.index), default=None)
+
+    def give_up(self, rank: KnownRank, why: str) -> None:
+        """Ends a rank; `RankEnded` follows."""
+        rank.is_ending, rank.failure = True, why
+        self._pool.kill(rank.process)
+
+    def replace(self, rank: KnownRank, how: str, *, is_wanted: bool) -> None:
+        """Another process takes the place of one that is gone, if it `is_wanted` and has not died too often.
+
+        One that nobody has joined for long is waited for again only while others are there to train.
+        """
+        self.last_end = how
+        never_came = rank.is_ending and rank.process.connection is None
+        may_come = not never_came or bool(self.loaded)
+        if is_wanted and may_come and rank.num_restarts < MAX_RESTARTS:
+            self._ranks[rank.index] = KnownRank(self._pool.start(rank.index), num_restarts=rank.num_restarts + 1)
+        else:
+            del self._ranks[rank.index]
+
+    def none_left(self) -> ReplicasLostError:
+        """What ends a run whose ranks all end again and again."""
+        hint = "Every job goes on from its last checkpoint with --resume."
+        return ReplicasLostError(f"no replica is left: the last one {self.last_end}.", hint=hint)
+
+    def _note_ready(self, rank: KnownRank, ready: RankReady) -> Report:
+        """A rank is loaded; one that would give other bits than the others is ended."""
+        self._first = self._first or ready
+        difference = difference_between(self._first, ready, rank.index)
+        if difference is not None:
+            self.give_up(rank, f"failed: {str(difference).rstrip('.')}")
+            return RankFailed(difference)
+        rank.ready = ready
+        self.notes = tuple(dict.fromkeys([*self.notes, *ready.notes]))
+        return ready
+
+    def _end_silent(self) -> None:
+        """Ends ranks that have given no sign of life for long: stopped, hung, or on a machine that is."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        # After a long time without a look, it was this process that stood still, and nobody could be heard.
+        has_slept = now_s - self._looked_s > max(self._silent_s / 2, 3 * LOOK_S)
+        self._looked_s = now_s
+        for rank in self:
+            limit_s = self._silent_s if rank.process.connection is not None else JOIN_S
+            if has_slept:
+                rank.process.heard_s = now_s
+            elif now_s - rank.process.heard_s > limit_s and not rank.is_ending:
+                self.give_up(rank, f"gave no sign of life for {limit_s:g} s and was ended")
+
+
+def difference_between(first: RankReady, ready: RankReady, index: int) -> ConfigError | None:
+    """Why results would depend on which of two replicas trains a job."""
+    where = f"replica {index}"
+    if ready.weights != first.weights:
+        found = f"has other weights of {first.facts.base_model} than replica 0"
+        return ConfigError(f"{found}; all machines need the same files.", where=where)
+    here, there = first.facts.environment, ready.facts.environment
+    for name in here:
+        if here[name] != there.get(name):
+            found = f"has {name} {there.get(name)}, another one {here[name]}; results would differ in their last bits"
+            return ConfigError(f"{found}. Use devices that are alike.", where=where)
+    if ready.capacity != first.capacity:
+        found = f"has memory for a capacity of {ready.capacity:,} tokens, another one for {first.capacity:,}"
+        least = min(ready.capacity, first.capacity)
+        return ConfigError(f"{found}; results depend on it. Set capacity: {least}.", where=where)
+    return None

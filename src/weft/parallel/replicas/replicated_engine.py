@@ -1,0 +1,381 @@
+"""An engine over many ranks: it places jobs on replicas of the backbone, and tells what happens on all of them.
+
+Every rank trains the jobs it has exactly as one engine would, so who trains where changes no bit. A job moves by being
+saved at a step boundary in one place and gone on with from that checkpoint in another. A rank that dies takes nothing
+with it but the steps since the last checkpoints: its jobs go on elsewhere, and another process takes its place.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from weft.data.chat.chat_template import Tokenizer
+from weft.data.dataset import JobData
+from weft.engine.events import (
+    CheckpointSaved,
+    EvalDone,
+    Event,
+    JobCancelled,
+    JobEnded,
+    JobEvent,
+    JobFailed,
+    JobPreempted,
+    JobWaiting,
+    JobWarning,
+    MicrobatchDone,
+)
+from weft.engine.execute.protocol import ReplicaFacts
+from weft.engine.timeline import TimelineRecorder
+from weft.errors import ConfigError, StorageError
+from weft.job_state import JobState
+from weft.parallel.replicas.known_job import KnownJob
+from weft.parallel.replicas.known_rank import KnownRank, decide
+from weft.parallel.replicas.messages import (
+    CheckJob,
+    Command,
+    DirectoryOpened,
+    EventsTold,
+    JobChecked,
+    JobOrder,
+    JobRefused,
+    JobReleased,
+    OpenDirectory,
+    RankReady,
+    ReleaseJob,
+    Report,
+    StopJobs,
+    ToldEvent,
+    TrainJob,
+)
+from weft.parallel.replicas.rank_group import RankGroup
+from weft.parallel.replicas.rank_link import RankEnded
+from weft.parallel.replicas.rank_pool import RankProcess
+from weft.plan.types import Limits
+from weft.spec import JobSpec
+from weft.store.rank_dir import grant_permit, merge_timelines, revoke_permit
+from weft.store.run_dir import RunDirectory
+from weft.wall_clock import TimeSplit, WallClock
+
+AnswerT = TypeVar("AnswerT", bound=Report)
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """What all replicas have in common."""
+
+    facts: ReplicaFacts
+    tokenizer: Tokenizer
+
+
+class ReplicatedEngine:
+    """Trains any number of jobs on several replicas of one backbone."""
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        tokenizer: Tokenizer,
+        *,
+        clock: datetime.datetime | None = None,
+        wall: WallClock | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """Waits until all ranks are loaded. `clock`: what time it is for the chat templates of its jobs."""
+        self.timeline = TimelineRecorder(wall)
+        self.jobs: dict[str, KnownJob] = {}
+        self.clock = clock
+        self._weights = tenant_weights or {}
+        self._ranks = ranks
+        self._directory: RunDirectory | None = None
+        self._untold: deque[ToldEvent] = deque()
+        self._is_stale = True
+        """Something has changed that decides who trains where."""
+        self._is_stopping = False
+        self._num_jobs = 0
+        self._tokenizer = tokenizer
+        ranks.await_all()
+        self._close = weakref.finalize(self, ranks.close)
+        self.limits = Limits(ranks.first.capacity)
+        """What a microbatch may hold."""
+
+    @functools.cached_property
+    def executor(self) -> ReplicaInfo:
+        """What all replicas have in common."""
+        return ReplicaInfo(self._ranks.first.facts, self._tokenizer)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is worth telling of any replica."""
+        return self._ranks.notes
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks there are."""
+        return len(self._ranks)
+
+    @property
+    def layout(self) -> str:
+        """So many whole replicas, of which no two share a job."""
+        return f"replicas:{self.num_replicas}" if self.num_replicas > 1 else str(self.executor.facts.layout)
+
+    @property
+    def process_ids(self) -> dict[int, int]:
+        """The process of each rank, by the rank's number."""
+        known = {rank.index: rank.process for rank in self._ranks}
+        return {index: rank.process.pid for index, rank in known.items() if isinstance(rank, RankProcess)}
+
+    def close(self) -> None:
+        """Ends all ranks; what their jobs have not saved is lost."""
+        self._close()
+        for rank in self._ranks:
+            revoke_permit(rank.permit)
+
+    def submit(self, spec: JobSpec, data: JobData, *, base_dir: Path | str = ".") -> None:
+        """Adds a job; bad data or an adapter that does not fit raises here and changes nothing for the others."""
+        if spec.name in self.jobs:
+            raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
+        order = JobOrder(spec, Path(base_dir).absolute(), self.clock)
+        checked = self._ask_any(CheckJob(order), JobChecked)
+        if checked.error is not None:
+            raise checked.error
+        job = KnownJob.of(order, data, self._num_jobs)
+        job.num_parameters, job.num_bytes, job.notes = checked.num_parameters, checked.num_bytes, checked.notes
+        self._num_jobs += 1
+        self.jobs[spec.name] = job
+        self._is_stale = True
+
+    def keep_in(self, directory: RunDirectory) -> None:
+        """Jobs are written there, and go on from what is there; ranks write the files of their own jobs.
+
+        StorageError if a rank does not see the directory, such as one on a machine that does not share it.
+        """
+        self._directory = directory
+        self.timeline.wall.go_on_from(directory.read_time())
+        for rank in self._ranks.loaded:
+            self._open_directory(rank)
+            opened = self._await_report(rank, DirectoryOpened)
+            if opened is not None and opened.error is not None:
+                raise opened.error
+
+    def stop(self) -> None:
+        """Saves every job at its last step boundary; `events` then ends. No finished step is lost."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            for rank in self._ranks:
+                self._ranks.send(rank, StopJobs())
+
+    def finish_files(self) -> None:
+        """Nothing is left to wait for: a rank that is idle has written its files."""
+
+    def events(self) -> Iterator[Event]:
+        """Trains, and yields what happens on all ranks; ends when no job can go on."""
+        while True:
+            while self._untold:
+                yield from self._tell(self._untold.popleft())
+            if not self._is_stopping and self._ranks.has_told_all:
+                # Jobs that end together on many ranks lead to one placement, not to one each.
+                self._place()
+            if self._untold:
+                continue
+            if self._is_over():
+                break
+            self._hear_next()
+        self._is_stopping = False
+        try:
+            self._write_times()
+        except StorageError as error:
+            yield JobWarning((), f"timeline: {error}")
+
+    @property
+    def time_split(self) -> TimeSplit:
+        """Where the wall clock of the run went so far, over all its sessions."""
+        return self.timeline.wall.of_run()
+
+    def _tell(self, told: ToldEvent) -> Iterator[Event]:
+        """Tells something, unless it is of a job that its owner has forgotten."""
+        event = told.event
+        job = self.jobs.get(event.job) if isinstance(event, JobEvent) else None
+        if job is not None and told.view is not None:
+            job.show(told.view)
+        if job is not None or not isinstance(event, JobEvent):
+            yield event
+
+    def _say(self, event: Event) -> None:
+        """Something that no rank tells."""
+        self._untold.append(ToldEvent(event))
+
+    def _is_over(self) -> bool:
+        """Whether nothing is under way, and nothing can be."""
+        if any(rank.ready is not None and not rank.is_idle for rank in self._ranks):
+            return False
+        if self._is_stopping:
+            return True
+        states = {job.state for job in self.jobs.values()}
+        if JobState.QUEUED not in states:
+            return True
+        if not self._ranks:
+            raise self._ranks.none_left()
+        # Those that are held keep their places, and others may have to wait for these.
+        is_placed = not self._is_stale and len(self._ranks.loaded) == len(self._ranks)
+        return is_placed and JobState.RUNNING in states
+
+    def _place(self) -> None:
+        """Carries out what placement decides, once nobody is on the way from one rank to another."""
+        if not self._is_stale or any(job.is_leaving for job in self.jobs.values()):
+            return
+        if not self._ranks.loaded:
+            return
+        self._is_stale = False
+        decided = decide(list(self.jobs.values()), list(self._ranks), self._weights)
+        for move in decided.moves:
+            self._release(self.jobs[move.job])
+        for held in decided.admission.preempt:
+            job = self.jobs[held.job]
+            self._release(job)
+            self._say(JobPreempted(job.name, job.step, held.reason))
+        for name in decided.admission.start:
+            job = self.jobs[name]
+            job.rank = int(decided.replica_of[name])
+            self._ranks.send(self._ranks[job.rank], TrainJob(job.order, job.hold_step))
+        for held in decided.admission.wait:
+            job = self.jobs[held.job]
+            if not job.has_heard and not job.has_started:
+                job.has_heard = True
+                self._say(JobWaiting(job.name, job.step, held.reason))
+        for held in decided.admission.refuse:
+            job = self.jobs[held.job]
+            self._end(job, JobFailed(job.name, job.step, held.reason))
+
+    def _open_directory(self, rank: KnownRank) -> None:
+        """Lets a rank write into the run directory, until it is given up."""
+        assert self._directory is not None
+        path = self._directory.path.absolute()
+        rank.permit = grant_permit(path)
+        self._ranks.send(rank, OpenDirectory(path, self._directory.owner, rank.permit))
+
+    def _release(self, job: KnownJob) -> None:
+        if job.is_leaving:
+            return
+        assert job.rank is not None
+        job.is_leaving = True
+        self._ranks.send(self._ranks[job.rank], ReleaseJob(job.name))
+
+    def _end(self, job: KnownJob, event: JobEnded, *, can_retry: bool = False) -> None:
+        """Ends a job that no rank has."""
+        job.hear(event)
+        more = {"step": job.step, "num_steps": job.num_steps, **({"can_retry": True} if can_retry else {})}
+        try:
+            if self._directory is not None:
+                self._directory.write_status(job.name, job.state, reason=job.reason, **more)
+        except StorageError as error:
+            self._say(JobWarning((job.name,), f"its end could not be recorded: {error}"))
+        self._say(event)
+
+    def _ask_any(self, question: Command, kind: type[AnswerT]) -> AnswerT:
+        """What the rank with the fewest jobs answers; another one, if that is gone before it does."""
+        while True:
+            rank = self._least_loaded()
+            if rank is None:
+                self._hear_next()
+                continue
+            self._ranks.send(rank, question)
+            answer = self._await_report(rank, kind)
+            if answer is not None:
+                return answer
+
+    def _least_loaded(self) -> KnownRank | None:
+        """The rank with the fewest jobs; None while none is loaded."""
+        return self._ranks.least_loaded([job.rank for job in self.jobs.values() if not job.state.is_final])
+
+    def _await_report(self, rank: KnownRank, kind: type[AnswerT]) -> AnswerT | None:
+        """What a rank was asked for; None if it is gone before it has told that."""
+        while rank in self._ranks:
+            told = self._hear_next()
+            if told is not None and told[0] is rank and isinstance(told[1], kind):
+                return told[1]
+        return None
+
+    def _hear_next(self) -> tuple[KnownRank, Report] | None:
+        """Takes note of what a rank tells next, if it comes soon, and returns it."""
+        told = self._ranks.next_report()
+        if told is not None:
+            self._hear(*told)
+        return told
+
+    def _hear(self, rank: KnownRank, report: Report) -> None:
+        """Takes note of what a rank tells."""
+        match report:
+            case RankReady():
+                self._is_stale = True
+                if self._directory is not None:
+                    self._open_directory(rank)
+            case DirectoryOpened(error) if error is not None:
+                self._ranks.give_up(rank, str(error).rstrip("."))
+            case JobReleased(name, step):
+                self._lose(self.jobs[name], step)
+            case JobRefused(name, reason):
+                job = self.jobs[name]
+                self._end(job, JobFailed(name, job.step, reason), can_retry=True)
+                self._is_stale = True
+            case EventsTold(events):
+                for told in events:
+                    self._hear_event(rank, told)
+            case RankEnded(how):
+                self._replace(rank, rank.failure or how)
+
+    def _lose(self, job: KnownJob, step: int) -> None:
+        """A job is on no rank any more, and goes on from a step; one that was cancelled meanwhile ends here."""
+        job.lose_rank(step)
+        self._is_stale = True
+        if job.is_cancelled and not job.state.is_final:
+            self._end(job, JobCancelled(job.name, job.step))
+
+    def _hear_event(self, rank: KnownRank, told: ToldEvent) -> None:
+        event, now_s = told.event, time.perf_counter()
+        if isinstance(event, MicrobatchDone):
+            rank.learn(event)
+            # Whose tokens they are stays with the rank.
+            jobs = dict.fromkeys(event.jobs, event.tokens / len(event.jobs))
+            self.timeline.add("forward_backward", event.seconds, now_s, jobs=jobs)
+        elif isinstance(event, EvalDone):
+            self.timeline.add("eval", event.eval_runtime, now_s, jobs={event.job: 0})
+        job = self.jobs.get(event.job) if isinstance(event, JobEvent) else None
+        if job is not None and isinstance(event, JobWaiting | JobPreempted):
+            # There is less room than was predicted: somebody else may have some.
+            others = [other for other in self.jobs.values() if other.rank == rank.index and not other.state.is_final]
+            rank.max_jobs = max(1, len(others) - 1)
+            self._release(job)
+            return
+        if isinstance(event, CheckpointSaved):
+            rank.num_restarts = 0
+        if job is not None and isinstance(event, JobEvent):
+            job.hear(event, told.view)
+            # One that has ended, or waits for room on the disk, leaves its place to another.
+            self._is_stale |= job.state is not JobState.RUNNING
+        self._untold.append(told)
+
+    def _replace(self, rank: KnownRank, how: str) -> None:
+        """Starts another process for a rank that is gone; its jobs go on from their last checkpoints meanwhile."""
+        index = rank.index
+        # It may only seem to be gone, on a machine that cannot be reached: then it must not write any more.
+        revoke_permit(rank.permit)
+        lost = [job for job in self.jobs.values() if job.rank == index]
+        for job in lost:
+            self._lose(job, job.saved_step)
+        self._is_stale = True
+        names = tuple(job.name for job in lost if job.state is JobState.QUEUED)
+        follows = "its jobs go on from their last checkpoints" if names else "no job was on it"
+        self._say(JobWarning(names, f"replica {index} {how}; {follows}"))
+        self._ranks.replace(rank, how, is_wanted=not self._is_stopping)
+
+    def _write_times(self) -> None:
+        if self._directory is not None:
+            merge_timelines(self._directory.path, self._directory.timeline_path)
+            self._directory.write_time(self.time_split)

@@ -1,0 +1,381 @@
+"""One stage: a part of the backbone, with the share that every job's adapter has of it.
+
+A job without a module here, because of `layers_to_transform`, has no share: its samples pass the bare layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from weft.adapters.method import ModuleTensors
+from weft.adapters.side_by_side import SideBySide
+from weft.adapters.targets import leaf_names
+from weft.adapters.token_rows import INPUT_ROWS
+from weft.engine.execute.evaluate import ScoreRequest
+from weft.engine.execute.local import LocalExecutor, replica_facts, told_of_device
+from weft.engine.execute.microbatch import ExecutedJob, place_segment
+from weft.engine.execute.optimizers.optimizer import Optimizer
+from weft.engine.execute.optimizers.rate_pattern import refuse_idle_rates
+from weft.engine.execute.optimizers.registry import OPTIMIZER_KINDS
+from weft.engine.execute.protocol import NewJob, ReplicaFacts, ReplicaMemory
+from weft.engine.execute.references import Asker
+from weft.engine.execute.weights import JobWeights
+from weft.errors import ConfigError
+from weft.kernels.device import CPU, Stream, current_stream, has_streams, is_cpu, on_stream
+from weft.methods import method_of
+from weft.model.backbone import Backbone
+from weft.model.packed import PackedBatch, pack_samples
+from weft.model.stage_runner import stage_runner
+from weft.parallel.stages.gradient import JobShare
+from weft.parallel.stages.refusals import refuse_method, refuse_undivided
+from weft.parallel.stages.stage_references import StageReferences
+from weft.parallel.stages.stage_start import PassHeard, StageStart
+from weft.parallel.stages.state_parts import without_twins
+from weft.parallel.stages.transport import Channel, Transport
+from weft.plan.program import Program
+from weft.plan.types import Microbatch
+from weft.spec import AdapterSpec
+from weft.store.row_files import ROWS
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a stage is among all of them: those of the first replica come first, in their order."""
+
+    replica: int
+    index: int
+    """Among the stages of its replica."""
+    num_stages: int
+    """Of its replica."""
+    device: int
+    """Among all stages of all replicas."""
+
+
+UNPAIRED = 4
+"""Programs without pairs, one behind the other, from which on it is worth to capture graphs."""
+
+
+def stage_places(replica_sizes: Sequence[int]) -> list[StagePlace]:
+    """The places of all stages of replicas with so many each."""
+    pairs = [(replica, index, size) for replica, size in enumerate(replica_sizes) for index in range(size)]
+    return [StagePlace(*pair, device) for device, pair in enumerate(pairs)]
+
+
+class Stage:
+    """A part of a backbone, and its share of the jobs."""
+
+    def __init__(self, place: StagePlace, backbone: Backbone, transport: Transport) -> None:
+        self.index, self.num_stages, self.device = place.index, place.num_stages, place.device
+        self.replica = place.replica
+        self.backbone = backbone
+        self.transport = transport
+        self.runner = stage_runner(backbone)
+        self.side_by_side: SideBySide | None = None
+        """What runs the passes of a pair, where devices share every layer; without it one follows the other."""
+        self._num_unpaired = UNPAIRED
+        """Programs since the last one with pairs."""
+        # Of one GPU, autograd goes back through one graph at a time.
+        if backbone.devices is not None and (is_cpu(backbone.device) or backbone.path.name == "fused"):
+            self.side_by_side = SideBySide(backbone.devices, backbone.routing, backbone.device)
+        self._stream: Stream | None = None
+        if has_streams(backbone.device):
+            self._stream = Stream(backbone.device)
+            # The weights may still be on their way.
+            self._stream.wait_stream(current_stream(backbone.device))
+        self.local = LocalExecutor(backbone)
+        self._given: dict[str, NewJob] = {}
+        self.references = StageReferences(backbone)
+        self.shares: dict[str, Mapping[int, Sequence[JobShare]]] = {}
+        """What every stage holds of a job, by the replicas that have it."""
+        self._kept: dict[str, dict[int, Callable[[], dict[str, torch.Tensor]]]] = {}
+        """Copies of jobs' tensors as they were at a step, by step."""
+        self._starts: dict[str, StageStart] = {}
+        """Jobs whose data is being looked at for their start."""
+
+    def at_work(self) -> AbstractContextManager[object]:
+        """In this context launches go to the stage's own stream; all that it does on a GPU is launched in there."""
+        return nullcontext() if self._stream is None else on_stream(self._stream)
+
+    def expect(self, program: Program) -> None:
+        """Hears of the next program: while there are pairs, passes run without graphs, and so do a few behind them.
+
+        Some programs in between are planned at once and have none, and graphs take long to be captured.
+        """
+        devices = self.backbone.devices
+        if self.side_by_side is None or devices is None:
+            return
+        self._num_unpaired = 0 if program.pairs else self._num_unpaired + 1
+        if program.pairs and not devices.runs_pairs:
+            # Graphs would keep memory that is not counted twice.
+            self.backbone.path.forget()
+        devices.runs_pairs = self._num_unpaired < UNPAIRED
+
+    @property
+    def is_first(self) -> bool:
+        """Whether samples enter here."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether losses are found here."""
+        return self.index + 1 == self.num_stages
+
+    def facts(self) -> ReplicaFacts:
+        """What does not change about it."""
+        return replica_facts(self.backbone)
+
+    def row_tile(self, capacity: int) -> int:
+        """Rows that every frozen product is computed in."""
+        return self.local.row_tile(capacity)
+
+    def check_adapter(self, adapter: AdapterSpec) -> None:
+        """ConfigError if an adapter does not fit the backbone."""
+        self.local.check_adapter(adapter)
+
+    def activation_bytes(self, capacity: int, adapters: Sequence[AdapterSpec]) -> int:
+        """What a microbatch may hold here between forward and backward."""
+        return self.local.activation_bytes(capacity, adapters)
+
+    def memory(self) -> ReplicaMemory | None:
+        """What its GPU holds; None on a CPU."""
+        return self.local.memory()
+
+    def release_memory(self) -> None:
+        """Gives back what failed work held."""
+        self.local.release_memory()
+
+    def weights_of(self, job: str) -> JobWeights | None:
+        """The tensors of a job's share, if it has one."""
+        return self.local.jobs[job].weights if job in self.local.jobs else None
+
+    def optimizer_kind(self, job: str) -> type[Optimizer]:
+        """What a job steps with, whether it has a share here or not."""
+        return OPTIMIZER_KINDS[self._given[job].spec.optim]
+
+    def add(self, job: NewJob) -> JobShare:
+        """Makes a job's share; ConfigError if the job does not fit a backbone in parts."""
+        spec, method = job.spec, method_of(job.spec.adapter)
+        refuse_method(spec.adapter, self.backbone, "adapter.method")
+        if self.backbone.devices is not None:
+            refuse_undivided(spec)
+        targets = self.backbone.targets(spec.adapter)
+        refuse_idle_rates(spec.learning_rate_pattern, targets)
+        names = tuple(leaf_names(targets, self.backbone.paths_for(method)) or targets)
+        own = [path for path in targets if path in self.backbone.shapes_for(method)]
+        self._given[spec.name] = job
+        num_compared, compared = self.references.add(job)
+        if not own:
+            self._refuse_parts(job)
+            return JobShare({}, (), (), names, {}, num_compared=num_compared, compared=compared)
+        head = job.batches.data.head if self.is_last else None
+        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.sums)
+        if job.start is not None:
+            self.local.check_rows(job)
+            adapter.load(self._own_start(job.start, [*own, *adapter.parts], targets), job.start_name)
+        self.local.jobs[spec.name] = ExecutedJob(job, JobWeights(spec, adapter), self.references.of(spec.name))
+        sizes = {name: params.numel() for name, params in adapter.flat().items()}
+        free = adapter.free_sums() if spec.sums == "free" else {}
+        summed = {group: words.sizes for group, words in free.items()}
+        groups = tuple(adapter.groups)
+        twins = () if self.is_first else tuple({INPUT_ROWS} & adapter.groups.keys())
+        return JobShare(sizes, groups, tuple(own), names, adapter.shared, summed, num_compared, compared, twins)
+
+    def _refuse_parts(self, job: NewJob) -> None:
+        """ConfigError if a job without a module here has something else here."""
+        what = "head is on the last" if self.is_last and job.batches.data.head is not None else ""
+        if self.backbone.embeddings.shapes_here(job.spec.adapter):
+            what = f"rows of tokens are on the {'first' if self.is_first else 'last'}"
+        if what:
+            found = f"its {what} stage, where its adapter has no module; use fewer stages."
+            raise ConfigError(found, where="adapter.layers_to_transform")
+
+    def _own_start(
+        self, start: Mapping[str, ModuleTensors], own: Sequence[str], targets: Sequence[str]
+    ) -> dict[str, ModuleTensors]:
+        """What of an adapter file concerns this stage; what concerns none is left for the last to refuse."""
+        elsewhere = {*targets, *ROWS} - {*own} if self.is_last else start.keys() - {*own}
+        return {path: tensors for path, tensors in start.items() if path not in elsewhere}
+
+    def know_shares(self, job: str, shares: Mapping[int, Sequence[JobShare]]) -> None:
+        """Learns what the other stages hold of a job, by replica."""
+        self.shares[job] = shares
+
+    def own_shares(self, job: str) -> Sequence[JobShare]:
+        """What the stages of this replica hold of a job, in their order."""
+        return self.shares[job][self.replica]
+
+    def remove(self, job: str) -> None:
+        """Forgets a job whether it has a slot or not."""
+        self.unseat(job)
+        self.drop(job)
+
+    def drop(self, job: str) -> None:
+        """Forgets a job, if it is known."""
+        self._given.pop(job, None)
+        self.references.drop(job)
+        self.shares.pop(job, None)
+        self._kept.pop(job, None)
+        self.local.jobs.pop(job, None)
+
+    def hear_pass(self, job: str, entering_TD: torch.Tensor | None) -> PassHeard | None:
+        """Runs the next of a job's first samples for its start; None if there are no more, or if others have the job.
+
+        Where devices share the frozen weights, they all come by nevertheless.
+        """
+        found, ring = None, self.backbone.ring
+        with told_of_device():
+            if job in self._given:
+                weights = self.weights_of(job)
+                adapter = None if weights is None else weights.adapter
+                if job not in self._starts:
+                    self._starts[job] = StageStart(self.backbone, self._given[job], adapter)
+                found = self._starts[job].hear(entering_TD)
+            if found is None and ring is not None:
+                ring.go_empty(back=False)
+        return found
+
+    def end_passes(self, job: str, is_given: bool) -> None:
+        """Lets a job begin with what has been heard, or forgets it."""
+        start = self._starts.pop(job, None)
+        if start is not None and is_given:
+            start.give()
+
+    def seat(self, job: str) -> None:
+        """Takes a slot for a job's share, and one for what it compares with."""
+        reference = self.references.of(job)
+        if job in self.local.jobs:
+            self.local.seat(job)
+        elif reference is not None:
+            with told_of_device():
+                reference.take_slot()
+
+    def unseat(self, job: str) -> None:
+        """Frees a job's slots."""
+        reference = self.references.of(job)
+        self.references.leave(job)
+        if job in self.local.jobs:
+            self.local.unseat(job)
+        elif reference is not None:
+            reference.free_slot()
+
+    def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Gives a job's share the state that `tensors` once brought."""
+        self._kept.pop(job, None)
+        if job in self.local.jobs:
+            self.local.restore(job, tensors)
+
+    def rewind(self, job: str) -> None:
+        """Forgets the gradients of a job's current global batch."""
+        if job in self.local.jobs:
+            self.local.rewind(job)
+
+    def keep_best(self, job: str) -> None:
+        """Keeps a copy of a job's weights as the best so far."""
+        if job in self.local.jobs:
+            self.local.keep_best(job)
+
+    def use_best(self, job: str) -> None:
+        """Puts the copy that was kept into the adapter, if there is one."""
+        if job in self.local.jobs:
+            self.local.use_best(job)
+
+    def keep(self, job: str, step: int, oldest: int) -> None:
+        """Keeps a copy of a job's tensors, now of this step, and drops those of steps before `oldest`."""
+        weights = self.weights_of(job)
+        if weights is not None:
+            kept = {known: copy for known, copy in self._kept.get(job, {}).items() if known >= oldest}
+            self._kept[job] = {**kept, step: weights.snapshot(moments=True)}
+
+    def tensors(self, job: str, step: int | None = None) -> dict[str, torch.Tensor]:
+        """All tensors of a job's share by name, on the CPU: as they are, or of a step of which a copy is kept.
+
+        Those that the first stage has as well are left out.
+        """
+        weights = self.weights_of(job)
+        if weights is None:
+            return {}
+        return without_twins(self._copy(job, weights, step, moments=True), self.own_shares(job)[self.index])
+
+    def modules(self, job: str, best: bool, step: int | None = None) -> dict[str, ModuleTensors]:
+        """The adapter's tensors of a job's share by module path, as files hold them."""
+        weights = self.weights_of(job)
+        return {} if weights is None else weights.modules(self._copy(job, weights, step, moments=False), best=best)
+
+    def _copy(self, job: str, weights: JobWeights, step: int | None, *, moments: bool) -> dict[str, torch.Tensor]:
+        kept = self._kept.get(job, {})
+        if step in kept:
+            return kept[step]()
+        assert step is None or all(other < step for other in kept), "the job is ahead of what is wanted of it"
+        return weights.snapshot(moments=moments)()
+
+    def named(self, job: str) -> tuple[AdapterSpec, Mapping[str, str]]:
+        """A job's adapter in the words of the model, and the paths of the modules that it may have rows of."""
+        embeddings = self.backbone.embeddings
+        return embeddings.named(self._given[job].spec.adapter), embeddings.paths
+
+    def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
+        """The same as they are now."""
+        return self.local.adapter_of(job) if job in self.local.jobs else {}
+
+    def packed(self, microbatch: Microbatch, row_tile: int) -> PackedBatch:
+        """One buffer with every segment's sample; it is the same on all stages but for the slots."""
+        placed = []
+        for segment in microbatch.segments:
+            weights = self.weights_of(segment.job)
+            slot = None if weights is None else weights.slot
+            reference = self.references.of(segment.job)
+            placed.append(place_segment(self._given[segment.job], slot, segment, reference, row_tile))
+        return pack_samples(placed, row_tile, self.backbone.device)
+
+    def border(self, num_rows: int) -> tuple[int, int]:
+        """The shape of what crosses a border."""
+        return num_rows, int(self.backbone.model.config.get_text_config().hidden_size)
+
+    def receive_activation(self, batch: PackedBatch) -> Generator[None, None, torch.Tensor]:
+        """Waits for what the stage before has made of a microbatch; it yields where that must have its turn first."""
+        shape, dtype = self.border(batch.num_rows), self.backbone.dtype
+        while (tensor := self.transport.receive(shape, dtype, self.device - 1, Channel.ACTIVATION)) is None:
+            yield
+        return tensor
+
+    def asker(self, job: str) -> Asker | None:
+        """A job, where it compares."""
+        reference, weights = self.references.of(job), self.weights_of(job)
+        if reference is None:
+            return None
+        slot = None if weights is None else weights.slot
+        # Of a job that is spread, other replicas run samples too.
+        return Asker(reference, slot, self._given[job].batches, looks_ahead=len(self.shares[job]) == 1)
+
+    def slot_of(self, job: str) -> AbstractContextManager[int | None]:
+        """The slot of a job's share, or one for the moment; None where it has no share."""
+        return self.local.slot_of(job) if job in self.local.jobs else nullcontext()
+
+    def leading_rows(self, job: str) -> int:
+        """Rows in front of each sample that a job's adapter fills, whether it has a share here or not."""
+        return self._given[job].spec.adapter.num_leading_rows
+
+    @contextmanager
+    def evaluated(self, job: str) -> Iterator[ScoreRequest]:
+        """A job's evaluation, while it and what it compares with have slots, as far as they have modules here."""
+        data, reference = self._given[job].eval_data, self.references.of(job)
+        assert data is not None, "only jobs with evaluation data are asked for"
+        is_passing = reference is not None and not reference.has_place
+        if reference is not None and is_passing:
+            reference.take_slot()
+        try:
+            with self.slot_of(job) as slot:
+                yield ScoreRequest(slot, data, reference)
+        finally:
+            if reference is not None and is_passing:
+                reference.free_slot()
+
+    def forget(self) -> None:
+        """Lets go of what is under way."""
+        self.runner.forget()
+        if self.backbone.ring is not None:
+            self.backbone.ring.forget()

@@ -1,0 +1,252 @@
+"""Seconds from shapes and a hardware table: where planning starts before anything has been measured.
+
+Of one layer over T rows in samples of n tokens, forward (F) and backward (B):
+    products   2·weights·T FLOP each way, at the rate products reach inside a step; never less than reading the weights
+    attention  4·width·Σ n(n+1)/2 FLOP forward, 2.5 times that backward (it makes the scores again)
+    passes     norms, rotation, gated activation: bytes read and written
+    adapters   bytes of shrink, expand and their gradients over every row, 12·rank·(in + out) FLOP per token in all, and
+               each job's gradients read and written once per microbatch
+    fixed      launches
+plus two all-reduces per layer and pass for tensor parallelism, the head on the last stage, and whatever `recompute`
+runs again. The shares below were chosen on an H200 (benchmarks/h200.json), which the result meets within 10 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.plan.cost.hardware import Hardware
+from weft.plan.cost.memory import MemoryModel
+from weft.plan.cost.rows import estimated_row_tile
+from weft.plan.cost.shape import ALL_LINEAR, ModelShape
+
+PRODUCT_IN_STEP = 0.92
+"""What a layer's products reach of the rate of one large square product."""
+ATTENTION_SHARE = 0.55
+"""The same for attention over samples of some hundred tokens."""
+ATTENTION_BACKWARD = 2.5
+RANK_SHARE = 0.5
+"""The same for products with one side a rank."""
+KERNELS_PER_LAYER = 14
+"""Launches of one layer and pass."""
+OPTIMIZER_BYTES = 42
+"""Moved per parameter and step: gradient twice, master and moments read and written, the 16-bit copy, zeroing."""
+OPTIMIZER_S = 5e-5
+USUAL_RANKS = (16,)
+"""Of the adapters in a microbatch, where they come and go."""
+
+
+@dataclass(frozen=True)
+class BackboneSetup:
+    """A backbone and how it trains: all cost models are made from it."""
+
+    shape: ModelShape
+    ranks: tuple[int, ...] = USUAL_RANKS
+    """Of the adapters in a microbatch."""
+    quantize: str = "none"
+    recompute: str = "none"
+
+    def cost(
+        self,
+        hardware: Hardware,
+        num_stages: int = 1,
+        tensor_parallel: int = 1,
+        *,
+        capacity: int | None = None,
+        row_tile: int = 1,
+        targets: str | tuple[str, ...] = ALL_LINEAR,
+        split: tuple[int, ...] | None = None,
+    ) -> AnalyticCost:
+        """The cost model of a replica on devices of this kind.
+
+        `capacity`: tokens of a full microbatch, from which the row tile is estimated; otherwise `row_tile` counts.
+        """
+        if capacity is not None:
+            row_tile = estimated_row_tile(hardware.name, capacity, self.shape.hidden)
+        return AnalyticCost(
+            self.shape,
+            hardware,
+            num_stages,
+            tensor_parallel,
+            self.quantize,
+            self.recompute,
+            rank=max(self.ranks),
+            num_jobs=len(self.ranks),
+            targets=targets,
+            row_tile=row_tile,
+            split=split,
+        )
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Where the time of one layer goes, one way."""
+
+    products: float
+    attention: float
+    passes: float
+    adapters: float
+    reduces: float
+    """Of the results that devices have parts of; nothing else is sent within a layer."""
+    launches: float
+
+    @property
+    def total(self) -> float:
+        """One after another."""
+        return self.products + self.attention + self.passes + self.adapters + self.reduces + self.launches
+
+
+@dataclass(frozen=True)
+class AnalyticCost:
+    """A `CostModel` for replicas <tensor_parallel, num_stages> of one backbone on one kind of device."""
+
+    shape: ModelShape
+    hardware: Hardware
+    num_stages: int = 1
+    tensor_parallel: int = 1
+    quantize: str = "none"
+    recompute: str = "none"
+    rank: int = 16
+    """Of the adapters in a microbatch; 0: none."""
+    num_jobs: int = 1
+    """Adapters in a microbatch."""
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    row_tile: int = 1
+    """Rows are computed in whole tiles."""
+    split: tuple[int, ...] | None = None
+    """Layers of every stage; None: as equal as can be."""
+
+    def __post_init__(self) -> None:
+        self.shape.chosen(self.targets)
+        assert self.memory.num_stages == self.num_stages
+
+    @property
+    def memory(self) -> MemoryModel:
+        """The bytes that go with it."""
+        return MemoryModel(
+            self.shape,
+            self.quantize,
+            self.recompute,
+            self.hardware.activation_bytes,
+            num_stages=self.num_stages,
+            tensor_parallel=self.tensor_parallel,
+            split=self.split,
+        )
+
+    def rows(self, lengths: Sequence[int]) -> int:
+        """Rows a microbatch is computed in."""
+        return -(-sum(lengths) // self.row_tile) * self.row_tile
+
+    def forward_s(self, lengths: Sequence[int], stage: int) -> float:
+        """One microbatch forward through one stage; an empty one takes no time."""
+        if not lengths:
+            return 0.0
+        layers = self.memory.layers(stage)
+        head = self._head_s(lengths) if stage == self.num_stages - 1 else 0.0
+        return layers * self.layer(lengths, is_forward=True).total + head
+
+    def backward_s(self, lengths: Sequence[int], stage: int) -> float:
+        """The same, backward."""
+        if not lengths:
+            return 0.0
+        layer = self.layer(lengths, is_forward=False).total
+        if self.recompute == "full":
+            layer += self.layer(lengths, is_forward=True).total
+        elif self.recompute == "mlp":
+            share = 2 * self.shape.ffn * self.shape.hidden / self.shape.layer_weights
+            layer += share * self._products_s(lengths, is_forward=True)
+        head = self._head_s(lengths) if stage == self.num_stages - 1 else 0.0
+        return self.memory.layers(stage) * layer + head
+
+    def transfer_s(self, num_tokens: int) -> float:
+        """Activations, or their gradients, of so many tokens from one stage to the next in the same machine."""
+        return num_tokens * self.shape.hidden * self.hardware.activation_bytes / self.hardware.link_rate
+
+    def step_s(self, stage: int) -> float:
+        """One job's optimizer step on one stage."""
+        if not self.rank:
+            return 0.0
+        parameters = self.memory.adapter_bytes(self.rank, self.targets, stage) / self.memory.adapter_bytes_each
+        return OPTIMIZER_S + parameters * OPTIMIZER_BYTES / self.hardware.memory_rate
+
+    def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
+        """What a stage keeps of a microbatch between its forward and its backward."""
+        return self.memory.kept_bytes(self.rows(lengths), self.rank or 1, stage)
+
+    def layer(self, lengths: Sequence[int], *, is_forward: bool) -> LayerSeconds:
+        """One microbatch through one layer, with nothing computed again."""
+        ratio = 1 if is_forward else 2
+        return LayerSeconds(
+            self._products_s(lengths, is_forward=is_forward),
+            self._attention_s(lengths) * (1 if is_forward else ATTENTION_BACKWARD),
+            self._passes_s(lengths) * ratio,
+            self._adapters_s(lengths, is_forward=is_forward),
+            self._reduces_s(lengths),
+            self._launches_s * ratio,
+        )
+
+    def _products_s(self, lengths: Sequence[int], *, is_forward: bool) -> float:
+        device, weights = self.hardware, self.shape.layer_weights / self.tensor_parallel
+        in_fp8 = self.quantize == "fp8" and device.fp8_flop is not None and (is_forward or self.memory.fp8_copies == 2)
+        rate = PRODUCT_IN_STEP * (device.fp8_flop if in_fp8 and device.fp8_flop else device.product_flop)
+        stored = weights * self.memory.weight_bytes_each
+        makes_dense = self.quantize != "none" and not in_fp8
+        dense = (stored + weights * device.activation_bytes) / device.memory_rate if makes_dense else 0.0
+        return dense + max(2 * weights * self.rows(lengths) / rate, stored / device.memory_rate)
+
+    def _attention_s(self, lengths: Sequence[int]) -> float:
+        rate = self.hardware.product_flop * ATTENTION_SHARE * self.tensor_parallel
+        return self.shape.attention_flop(lengths) / rate
+
+    def _passes_s(self, lengths: Sequence[int]) -> float:
+        shape = self.shape
+        wide = 3 * shape.qkv_width + shape.attention_width + 3 * shape.ffn
+        # Two more norms on the way back read what they normed and write its gradient.
+        narrow = (10 if shape.form.norms_results else 8) * shape.hidden
+        return self._moved_s(self.rows(lengths) * (narrow + wide / self.tensor_parallel))
+
+    def _adapters_s(self, lengths: Sequence[int], *, is_forward: bool) -> float:
+        if not self.rank:
+            return 0.0
+        numbers = self._adapter_numbers(is_forward=is_forward)
+        names = self.shape.chosen(self.targets)
+        each = sum(sum(self.shape.linears[name]) for name in names)
+        rate = self.hardware.product_flop * RANK_SHARE * self.tensor_parallel
+        arithmetic = (4 if is_forward else 8) * self.rank * each * sum(lengths) / rate
+        jobs = min(self.num_jobs, len(lengths))
+        weights = jobs * self.rank * each * (2 if is_forward else 10) / self.hardware.memory_rate
+        return self._moved_s(self.rows(lengths) * numbers / self.tensor_parallel) + arithmetic + weights
+
+    def _adapter_numbers(self, *, is_forward: bool) -> int:
+        """Numbers per row that go through memory for the adapters' sake.
+
+        Forward: read x, add to y. Backward: read dy twice and x once, add to dx. The widest (gate and up forward, the
+        input of down backward) are counted as added inside their products.
+        """
+        chosen, linears = self.shape.chosen(self.targets), self.shape.linears
+        _, _, gates, down = self.shape.sites
+        adapted = [site for site in self.shape.sites if set(site) & set(chosen)]
+        read = {site: linears[site[0]][1] for site in adapted}
+        made = {site: sum(linears[name][0] for name in site) for site in adapted}
+        if is_forward:
+            return sum(read.values()) + 2 * sum(size for site, size in made.items() if site != gates)
+        added = sum(size for site, size in read.items() if site != down)
+        return 2 * sum(made.values()) + sum(read.values()) + 2 * added
+
+    def _reduces_s(self, lengths: Sequence[int]) -> float:
+        parts = self.tensor_parallel
+        numbers = 2 * self.rows(lengths) * self.shape.hidden * 2 * (parts - 1) / parts
+        return numbers * self.hardware.activation_bytes / self.hardware.link_rate
+
+    def _head_s(self, lengths: Sequence[int]) -> float:
+        rate = PRODUCT_IN_STEP * self.hardware.product_flop * self.tensor_parallel
+        logits = 1.5 * self._moved_s(self.rows(lengths) * self.shape.vocabulary / self.tensor_parallel)
+        return 2 * self.shape.head_weights * self.rows(lengths) / rate + logits
+
+    @property
+    def _launches_s(self) -> float:
+        return KERNELS_PER_LAYER * self.hardware.launch_s
+
+    def _moved_s(self, numbers: float) -> float:
+        return numbers * self.hardware.activation_bytes / self.hardware.memory_rate

@@ -1,0 +1,336 @@
+"""What a run will do, before it runs: its next global batches planned, simulated, and drawn out to its end.
+
+One stage is planned by the engine's own planner, and so are several that a run is to have; other pipelines by the
+fastest one found (`simulate/choose.py`) that fits the stages' memory, if any does, which may reorder samples. Time
+comes from the cost model, memory from the memory model, or both from a profile; what follows the planned global batches
+is taken to go on at the same rate, and evaluations come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.memory import MOMENT_BYTES
+from weft.plan.cost.profiled import ProfiledCost
+from weft.plan.cost.types import CostModel
+from weft.plan.layout import stage_names
+from weft.plan.pack.types import RoundLimits
+from weft.plan.pipeline.build import Schedule
+from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.program import Planner, Program
+from weft.plan.simulate.choose import FastestPipeline, PairChoice, best_pipeline
+from weft.plan.simulate.interpret import simulate, simulate_turns
+from weft.plan.simulate.timeline import Timeline
+from weft.plan.types import JobQueue, Limits, Microbatch
+
+ALL = 10**9
+ROW_TILE = 64
+"""What the largest capacity is rounded down to."""
+
+
+@dataclass(frozen=True)
+class JobOutline:
+    """A job as a forecast needs it."""
+
+    queue: JobQueue
+    """Its next global batches."""
+    num_steps: int
+    num_tokens: int
+    """Of the whole job."""
+    cost_rank: int
+    """What its adapter costs, in the unit of the cost models."""
+    rank: int | None = None
+    """Of its adapter, if its method has one."""
+    forward_tokens: int = 0
+    """Run forward alone: by all of its evaluations together, and by its reference."""
+    state_bytes: float = MOMENT_BYTES
+    """Kept of each trainable parameter besides its weight and gradient; AdamW's moments if nothing else is said."""
+    num_own_rows: int = 0
+    """Rows of the embedding and the output head that it trains of its own."""
+    is_free: bool = False
+    """Its sums do not depend on any order, so that replicas may share its samples."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan and what it is expected to do."""
+
+    jobs: tuple[JobOutline, ...]
+    groups: tuple[tuple[str, ...], ...]
+    """Jobs that share microbatches, directly or through others."""
+    device: str
+    num_stages: int
+    stage_layers: tuple[int, ...]
+    """Layers of the model on each stage."""
+    capacity: int
+    schedule: str
+    program: Program
+    timeline: Timeline
+    """Of the planned part, simulated."""
+    eval_s: float
+    """Of all evaluations of the whole run, and of what its references are asked."""
+    stage_bytes: tuple[int, ...]
+    """Memory of each stage at its fullest."""
+    device_bytes: int
+    largest_capacity: int
+    """The largest microbatch that fits in the device's memory, by the memory model; 0: none does."""
+    keeps_order: bool
+    """True if every job's samples run in its own order: then its bits do not depend on the plan."""
+    own_rows_bytes: int = 0
+    """Of the memory, what rows of the embedding and the output head take that jobs train of their own."""
+    tensor_parallel: int = 1
+    """Devices that share every layer of a stage."""
+    pairs: PairChoice | None = None
+    """Whether microbatches run side by side on these; None: that was no question."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of all stages."""
+        return self.num_stages * self.tensor_parallel
+
+    @property
+    def num_microbatches(self) -> int:
+        """Planned ones; those that only keep devices in step are none."""
+        return sum(bool(m.segments) for m in self.program.microbatches)
+
+    @property
+    def planned_tokens(self) -> int:
+        """Of the planned part."""
+        return sum(m.num_tokens for m in self.program.microbatches)
+
+    @property
+    def total_tokens(self) -> int:
+        """Of all jobs from their first step to their last."""
+        return sum(job.num_tokens for job in self.jobs)
+
+    @property
+    def num_rounds(self) -> int:
+        """Planned global batches of the job that has most."""
+        return max(len(job.queue.batches) for job in self.jobs)
+
+    @property
+    def fewest_microbatches(self) -> int:
+        """Lower bound: what the tokens need, and a job's global batches, each of which waits for the step before."""
+        return max(self.num_rounds, -(-self.planned_tokens // self.capacity))
+
+    @property
+    def fill(self) -> float:
+        """Of the microbatches' capacity."""
+        return self.planned_tokens / (self.num_microbatches * self.capacity)
+
+    @property
+    def stage_names(self) -> list[str]:
+        """What the stages are called."""
+        sizes = self.program.replica_sizes or (self.num_stages,)
+        return stage_names(sizes, self.program.shards)
+
+    @property
+    def planned_s(self) -> float:
+        """Of the planned part."""
+        return self.timeline.makespan_s
+
+    @property
+    def round_s(self) -> float:
+        """From one optimizer step of the longest job to its next, on average."""
+        return self.planned_s / self.num_rounds
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle part of all stages' time."""
+        return self.timeline.bubble_ratio()
+
+    @property
+    def total_s(self) -> float:
+        """Of the whole run, trained at the planned part's rate, with its evaluations and references."""
+        return self.planned_s * self.total_tokens / self.planned_tokens + self.eval_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the planned part."""
+        return self.planned_tokens / self.planned_s if self.planned_s else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Every stage has room."""
+        return max(self.stage_bytes) <= self.device_bytes
+
+    def group_of(self, job: str) -> int:
+        """The number of a job's group, from 1."""
+        return next(number for number, names in enumerate(self.groups, start=1) if job in names)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values: the figures, the program, and when each of its parts would run."""
+        hidden = ("jobs", "program", "timeline", "pairs")
+        figures = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
+        derived = (
+            *("num_microbatches", "fewest_microbatches", "fill", "planned_tokens", "num_rounds", "total_tokens"),
+            *("num_devices", "planned_s", "round_s", "bubble_ratio", "total_s", "tokens_per_s", "fits"),
+        )
+        jobs = [
+            {
+                "name": job.queue.job,
+                "group": self.group_of(job.queue.job),
+                "num_steps": job.num_steps,
+                "num_tokens": job.num_tokens,
+                "rank": job.rank,
+            }
+            for job in self.jobs
+        ]
+        return {
+            "jobs": jobs,
+            **figures,
+            **{name: getattr(self, name) for name in derived},
+            "pairs": None if self.pairs is None else asdict(self.pairs),
+            "program": self.program.to_json(),
+            "timeline": [asdict(span) for span in self.timeline.spans],
+        }
+
+
+def forecast(
+    jobs: Sequence[JobOutline],
+    capacity: int,
+    cost: AnalyticCost,
+    planner: Planner,
+    measured: ProfiledCost | None = None,
+) -> Forecast:
+    """The forecast of a run on `cost.num_stages` stages, by the planner of such a run or else by the best pipeline.
+
+    Time comes from `measured` where it is given, and so does the memory of one stage; otherwise both come from `cost`.
+    """
+    queues, ranks = [job.queue for job in jobs], [job.cost_rank for job in jobs]
+    times, pairs = measured or cost, None
+    if isinstance(planner, FastestPipeline) and planner.pairs is not None:
+        choice = planner.choose(queues, Limits(capacity, max_microbatches=ALL))
+        program, pairs = choice.program, choice.pairs
+        timeline = simulate(program, times, pairs=planner.pairs)
+        microbatches: Sequence[Microbatch] = [m for m in program.microbatches if m.segments]
+        schedule, keeps_order = "one stage" if cost.num_stages == 1 else str(Schedule.EAGER), True
+        num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
+    elif cost.num_stages == 1:
+        program = planner(queues, Limits(capacity, max_microbatches=ALL))
+        timeline = simulate_turns(program, times)
+        microbatches = program.microbatches
+        schedule, keeps_order, num_held = "one stage", True, [1]
+    elif isinstance(planner, FastestPipeline | PipelinePlanner):
+        own = [replace(job.queue, home=None if job.is_free else 0) for job in jobs]
+        program = planner(own, Limits(capacity, max_microbatches=ALL))
+        timeline = simulate(program, times)
+        microbatches = [m for m in program.microbatches if m.segments]
+        schedule, keeps_order = str(Schedule.EAGER), not all(job.is_free for job in jobs)
+        num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
+    else:
+        free = _free_bytes(cost, capacity, jobs)
+        best = best_pipeline(queues, RoundLimits(capacity, cost.num_stages), times, memory_bytes=free)
+        program, timeline, schedule = best.program, best.timeline, str(best.schedule)
+        microbatches = [m for m in best.rounds.stream if m.segments]
+        keeps_order = best.rounds.keeps_order
+        num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
+    return Forecast(
+        jobs=tuple(jobs),
+        groups=groups_of([queue.job for queue in queues], microbatches),
+        device=cost.hardware.name,
+        num_stages=cost.num_stages,
+        stage_layers=tuple(cost.memory.layers(stage) for stage in range(cost.num_stages)),
+        capacity=capacity,
+        schedule=schedule,
+        program=program,
+        timeline=timeline,
+        eval_s=sum(forward_s(job, capacity, times, cost.num_stages) for job in jobs),
+        stage_bytes=_stage_bytes(jobs, microbatches, cost, measured, num_held),
+        device_bytes=cost.hardware.memory_bytes,
+        largest_capacity=min(
+            cost.memory.most_rows(
+                cost.hardware.memory_bytes - unusual_bytes(jobs, cost, stage), ranks, ROW_TILE, stage, held
+            )
+            for stage, held in enumerate(num_held)
+        ),
+        keeps_order=keeps_order,
+        own_rows_bytes=sum(own_rows_bytes(job, cost) for job in jobs),
+        tensor_parallel=cost.tensor_parallel,
+        pairs=pairs,
+    )
+
+
+def forward_s(job: JobOutline, capacity: int, times: CostModel, num_stages: int) -> float:
+    """What of a job runs forward alone, in full microbatches of samples as long as those trained on, one behind the
+    other on all stages."""
+    lengths = [length for batch in job.queue.batches for length in batch.lengths]
+    mean = max(1, sum(lengths) // len(lengths))
+    full = [mean] * (capacity // mean)
+    slowest = max(times.forward_s(full, stage) for stage in range(num_stages))
+    return job.forward_tokens / sum(full) * slowest
+
+
+def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) -> int:
+    """What the jobs keep on a stage beyond linears' adapters with AdamW's moments, which the memory model counts; below
+    zero for less."""
+    memory = cost.memory
+    numbers = [memory.adapter_bytes(job.cost_rank, stage=stage) / memory.adapter_bytes_each for job in jobs]
+    found = ((job.state_bytes - MOMENT_BYTES) * num for job, num in zip(jobs, numbers, strict=True))
+    return math.ceil(sum(found)) + sum(own_rows_bytes(job, cost) for job in jobs)
+
+
+def own_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
+    """What a job's own rows of the embedding and the output head take, with gradients and moments."""
+    each = cost.memory.adapter_bytes_each - MOMENT_BYTES + job.state_bytes
+    return math.ceil(job.num_own_rows * cost.shape.hidden * each)
+
+
+def _free_bytes(cost: AnalyticCost, capacity: int, jobs: Sequence[JobOutline]) -> list[int] | None:
+    """What each stage has for microbatches in flight; None if a stage has no room for one: then nothing fits."""
+    rows, memory, ranks = cost.rows([capacity]), cost.memory, [job.cost_rank for job in jobs]
+    taken = [memory.total_bytes(rows, ranks, stage=stage, num_held=0) for stage in range(cost.num_stages)]
+    free = [cost.hardware.memory_bytes - size - unusual_bytes(jobs, cost, s) for s, size in enumerate(taken)]
+    needed = (cost.held_bytes([capacity], stage) for stage in range(cost.num_stages))
+    return free if all(a >= b for a, b in zip(free, needed, strict=True)) else None
+
+
+def _stage_bytes(
+    jobs: Sequence[JobOutline],
+    microbatches: Sequence[Microbatch],
+    cost: AnalyticCost,
+    measured: ProfiledCost | None,
+    num_held: Sequence[int],
+) -> tuple[int, ...]:
+    """Most that every stage takes, backbone and all."""
+    rank = {job.queue.job: job.cost_rank for job in jobs}
+    ranks = list(rank.values())
+    if measured is not None and cost.num_stages == 1:
+        most = max(measured.total_bytes(_by_job(m, rank), ranks) for m in microbatches)
+        return (most + unusual_bytes(jobs, cost, 0),)
+    rows = max(cost.rows([s.length for s in m.segments]) for m in microbatches)
+    return tuple(
+        cost.memory.total_bytes(rows, ranks, stage=stage, num_held=held) + unusual_bytes(jobs, cost, stage)
+        for stage, held in enumerate(num_held)
+    )
+
+
+def _by_job(microbatch: Microbatch, rank: dict[str, int]) -> list[tuple[int, list[int]]]:
+    lengths: dict[str, list[int]] = {}
+    for segment in microbatch.segments:
+        lengths.setdefault(segment.job, []).append(segment.length)
+    return [(rank[job], own) for job, own in lengths.items()]
+
+
+def most_held(timeline: Timeline, stage: int) -> int:
+    """Most microbatches that a stage has between forward and backward."""
+    held = most = 0
+    for span in timeline.spans:
+        if span.stage == stage and span.name in ("forward", "backward"):
+            held += 1 if span.name == "forward" else -1
+            most = max(most, held)
+    return max(most, 1)
+
+
+def groups_of(jobs: Sequence[str], microbatches: Sequence[Microbatch]) -> tuple[tuple[str, ...], ...]:
+    """Jobs that are in a microbatch together are in a group together."""
+    group = {job: {job} for job in jobs}
+    for microbatch in microbatches:
+        members = {s.job for s in microbatch.segments}
+        joined = set().union(*(group[job] for job in members))
+        group |= dict.fromkeys(joined, joined)
+    return tuple(dict.fromkeys(tuple(job for job in jobs if job in group[own]) for own in jobs))

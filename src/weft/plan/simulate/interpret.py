@@ -1,0 +1,288 @@
+"""Executes programs with a cost model instead of tensors.
+
+A stage runs its list from the first to the last instruction. With overlap a stage has three lanes, as mLoRA's three
+streams: it computes, sends (one transfer after the other, while it computes on) and receives. Without, sending and
+receiving each keep the stage itself busy. Empty microbatches cost nothing. Measuring a gradient takes no time, but the
+judge waits until all have measured theirs, and the others step when it has. Devices in step begin a pass together. Both
+passes of a pair begin together and end together. With several slices per stage the cost model is asked for virtual
+stages. Replicas have a cost model each; what they add to each other's gradients is taken to cost nothing.
+O(instructions).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import PlanError
+from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.types import CostModel
+from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
+from weft.plan.simulate.timeline import BESIDE, COMPUTE, RECEIVE, RECEIVE_GRADIENT, SEND, MemoryPoint, Span, Timeline
+from weft.plan.simulate.two_streams import PairTimes
+from weft.plan.types import Microbatch
+
+Parcel = tuple[int, int, bool]
+"""What travels: microbatch, virtual stage it is for, and whether it is a gradient."""
+
+
+@dataclass
+class _StageRun:
+    """Where one stage is."""
+
+    rest: deque[Instruction]
+    own: range
+    """The stages of its replica."""
+    cost: CostModel
+    free_at: float = 0.0
+    send_free_at: float = 0.0
+    held: int = 0
+    num_passes: int = 0
+    """Forward and backward, so far."""
+    spans: list[Span] = field(default_factory=list)
+    memory: list[MemoryPoint] = field(default_factory=list)
+
+
+def simulate(
+    program: Program,
+    cost: CostModel | Sequence[CostModel],
+    *,
+    overlap: bool = True,
+    adapters: AdapterTimes | None = None,
+    pairs: PairTimes | None = None,
+) -> Timeline:
+    """The predicted timeline of any program; a PlanError if its stages wait for each other for ever.
+
+    `cost`: of all replicas, or of each. `adapters`: what those of a microbatch's jobs add to what it says of each pass.
+    `pairs`: what two passes side by side take; None: as long as one after another.
+    """
+    costs = cost if isinstance(cost, Sequence) else [cost] * len(program.replicas)
+    run = _Run(program, costs, overlap, adapters, pairs)
+    waiting = deque(stage for stage, instructions in enumerate(program.stages) if instructions)
+    idle = 0
+    while waiting and idle < len(waiting):
+        stage = waiting.popleft()
+        progressed = run.advance(stage)
+        idle = 0 if progressed else idle + 1
+        if run.stages[stage].rest:
+            waiting.append(stage)
+    if waiting:
+        stage = min(waiting)
+        raise PlanError(f"stage {stage} waits for ever at {run.stages[stage].rest[0]}; no stage sends it.")
+    spans = sorted(itertools.chain.from_iterable(s.spans for s in run.stages), key=lambda s: (s.start_s, s.stage))
+    memory = tuple(point for s in run.stages for point in s.memory)
+    return Timeline(tuple(spans), program.num_stages, memory)
+
+
+class _Run:
+    def __init__(
+        self,
+        program: Program,
+        costs: Sequence[CostModel],
+        overlap: bool,
+        adapters: AdapterTimes | None,
+        pairs: PairTimes | None,
+    ) -> None:
+        self.program, self.overlap, self.pairs = program, overlap, pairs
+        self.beside = dict(program.pairs)
+        owners = [(own, cost) for own, cost in zip(program.replicas, costs, strict=True) for _ in own]
+        self.stages = [
+            _StageRun(deque(instructions), *owner) for instructions, owner in zip(program.stages, owners, strict=True)
+        ]
+        self.measuring = program.measuring
+        self.added_s = [adapters.microbatch_s(m.job_tokens) if adapters else 0.0 for m in program.microbatches]
+        self.lengths = [[s.length for s in m.segments] for m in program.microbatches]
+        self.notes = [describe(m) for m in program.microbatches]
+        self.arrivals: dict[Parcel, float] = {}
+        self.measured: dict[Measure, list[float]] = {}
+        """When each stage but the judge had measured its part."""
+        self.verdicts: dict[Measure, float] = {}
+        """When the judge had all parts."""
+        self.ring_of = {stage: ring for ring in program.rings for stage in ring}
+        """Who runs in step with each stage that does."""
+        self.rounds: dict[tuple[int, int], dict[int, float]] = {}
+        """By the first of those who run in step and a number: when each of them was ready for its n-th pass."""
+
+    def advance(self, place: int) -> bool:
+        """Runs a stage until it must wait; tells whether it got anywhere."""
+        stage, progressed = self.stages[place], False
+        while stage.rest:
+            instruction = stage.rest[0]
+            if not self._may_run(stage, place, instruction):
+                break
+            stage.rest.popleft()
+            progressed = True
+            if isinstance(instruction, Forward | Backward):
+                visits = [instruction]
+                if (other := self.beside.get(instruction.microbatch)) is not None:
+                    stage.rest.popleft()
+                    visits.append(type(instruction)(other, instruction.chunk))
+                self._compute(stage, place, *visits)
+            elif isinstance(instruction, Send):
+                self._send(stage, place, instruction)
+            elif isinstance(instruction, Step):
+                args = {"jobs": {instruction.job: 0}, "step": instruction.step}
+                self._take(stage, place, "step", stage.cost.step_s(place - stage.own.start), args)
+        return progressed
+
+    def _may_run(self, stage: _StageRun, place: int, instruction: Instruction) -> bool:
+        """Waits for what an instruction needs of other stages; False if that has not happened yet."""
+        match instruction:
+            case Receive():
+                return self._receive(stage, place, instruction)
+            case Measure():
+                return self._measure(stage, place, instruction)
+            case Forward() | Backward() if place in self.ring_of:
+                return self._meet(stage, place)
+            case Step(job, step) if Measure(job, step) in self.measuring:
+                verdict = self.verdicts.get(Measure(job, step))
+                stage.free_at = max(stage.free_at, verdict or 0.0)
+                return verdict is not None
+        return True
+
+    def _meet(self, stage: _StageRun, place: int) -> bool:
+        """Devices that share weights begin their next pass when all do."""
+        ring = self.ring_of[place]
+        ready = self.rounds.setdefault((ring[0], stage.num_passes), {})
+        ready[place] = stage.free_at
+        if len(ready) < len(ring):
+            return False
+        stage.free_at = max(ready.values())
+        return True
+
+    def _measure(self, stage: _StageRun, place: int, measure: Measure) -> bool:
+        parts = self.measured.setdefault(measure, [])
+        measuring = self.measuring[measure]
+        if place != measuring[0]:
+            parts.append(stage.free_at)
+            return True
+        if len(parts) < len(measuring) - 1:
+            return False
+        stage.free_at = self.verdicts[measure] = max([stage.free_at, *parts])
+        return True
+
+    def _compute(self, stage: _StageRun, place: int, *visits: Forward | Backward) -> None:
+        """A pass, or both of a pair."""
+        virtual = _virtual(stage, place, visits[0].chunk)
+        is_forward = isinstance(visits[0], Forward)
+        stage.num_passes += len(visits)
+        numbers = [visit.microbatch for visit in visits if self.lengths[visit.microbatch]]
+        if not numbers:
+            return
+        pass_s = stage.cost.forward_s if is_forward else stage.cost.backward_s
+        added_s = sum(self.added_s[k] for k in numbers) / self.program.num_chunks
+        seconds = sum(pass_s(self.lengths[k], virtual) for k in numbers) + added_s
+        if self.pairs is not None and len(numbers) == 2:
+            first, second = (self.lengths[k] for k in numbers)
+            seconds *= self.pairs.share(first, second, virtual, is_forward=is_forward)
+        held = sum(stage.cost.held_bytes(self.lengths[k], virtual) for k in numbers)
+        if is_forward:
+            stage.held += held
+            stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
+        start_s = stage.free_at
+        for k, lane in zip(numbers, (COMPUTE, BESIDE), strict=False):
+            args = {"microbatch": k, "chunk": visits[0].chunk, **self.notes[k]}
+            if len(numbers) == 2:
+                args["beside"] = sum(numbers) - k
+            stage.free_at = start_s
+            self._take(stage, place, "forward" if is_forward else "backward", seconds, args, lane)
+        if not is_forward:
+            stage.held -= held
+            stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
+
+    def _take(
+        self, stage: _StageRun, place: int, name: str, seconds: float, args: Mapping[str, Any], lane: str = COMPUTE
+    ) -> None:
+        stage.spans.append(
+            Span(name=name, start_s=stage.free_at, duration_s=seconds, args=args, stage=place, lane=lane)
+        )
+        stage.free_at += seconds
+
+    def _send(self, stage: _StageRun, place: int, send: Send) -> None:
+        source = _virtual(stage, place, send.chunk)
+        parcel = (send.microbatch, source - 1 if send.is_gradient else source + 1, send.is_gradient)
+        seconds = self._transfer_s(stage, send.microbatch)
+        start = max(stage.free_at, stage.send_free_at)
+        stage.send_free_at = self.arrivals[parcel] = start + seconds
+        if not self.overlap:
+            stage.free_at = start + seconds
+        if seconds:
+            args = {"microbatch": send.microbatch, "to": send.to_stage}
+            stage.spans.append(Span(name="send", start_s=start, duration_s=seconds, args=args, stage=place, lane=SEND))
+            # The two streams towards a stage come from different neighbours, so each has a lane of its own.
+            lane = RECEIVE_GRADIENT if send.is_gradient else RECEIVE
+            args = {"microbatch": send.microbatch, "from": place}
+            if self.overlap:
+                self.stages[send.to_stage].spans.append(
+                    Span(name="receive", start_s=start, duration_s=seconds, args=args, stage=send.to_stage, lane=lane)
+                )
+
+    def _receive(self, stage: _StageRun, place: int, receive: Receive) -> bool:
+        parcel = (receive.microbatch, _virtual(stage, place, receive.chunk), receive.is_gradient)
+        if parcel not in self.arrivals:
+            return False
+        stage.free_at = max(stage.free_at, self.arrivals[parcel])
+        seconds = self._transfer_s(stage, receive.microbatch)
+        if not self.overlap and seconds:
+            lane = RECEIVE_GRADIENT if receive.is_gradient else RECEIVE
+            args = {"microbatch": receive.microbatch, "from": receive.from_stage}
+            stage.spans.append(
+                Span(name="receive", start_s=stage.free_at, duration_s=seconds, args=args, stage=place, lane=lane)
+            )
+            stage.free_at += seconds
+        return True
+
+    def _transfer_s(self, stage: _StageRun, microbatch: int) -> float:
+        lengths = self.lengths[microbatch]
+        return stage.cost.transfer_s(sum(lengths)) if lengths else 0.0
+
+
+def _virtual(stage: _StageRun, place: int, chunk: int) -> int:
+    """The number of a slice among those of its replica."""
+    return chunk * len(stage.own) + place - stage.own.start
+
+
+def simulate_turns(program: Program, cost: CostModel) -> Timeline:
+    """The predicted timeline of one device's program: the spans that the engine would record."""
+    spans: list[Span] = []
+    memory: list[MemoryPoint] = []
+    now = 0.0
+    for turn in program.turns:
+        lengths = [s.length for s in turn.microbatch.segments]
+        if lengths:
+            seconds = cost.forward_s(lengths, 0) + cost.backward_s(lengths, 0)
+            spans.append(
+                Span(
+                    name="forward_backward",
+                    start_s=now,
+                    duration_s=seconds,
+                    args=describe(turn.microbatch),
+                    stage=0,
+                    lane=COMPUTE,
+                )
+            )
+            memory.append(MemoryPoint(0, now, cost.held_bytes(lengths, 0)))
+            now = spans[-1].end_s
+            memory.append(MemoryPoint(0, now, 0))
+        if turn.steps:
+            jobs = {step.job: 0 for step in turn.steps}
+            spans.append(
+                Span(
+                    name="step",
+                    start_s=now,
+                    duration_s=len(turn.steps) * cost.step_s(0),
+                    args={"jobs": jobs},
+                    stage=0,
+                    lane=COMPUTE,
+                )
+            )
+            now = spans[-1].end_s
+    return Timeline(tuple(spans), 1, tuple(memory))
+
+
+def describe(microbatch: Microbatch) -> dict[str, Any]:
+    """Tokens of a microbatch, and of each job in it, under the names that the engine records."""
+    return {"tokens": microbatch.num_tokens, "jobs": microbatch.job_tokens}

@@ -1,0 +1,111 @@
+"""The forecast of a run over several replicas, or over devices that share weights, by the planner that trains it.
+
+Jobs are at home on one replica, those with free sums on all; what each stage does when, comes from the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.gather import ShardCost
+from weft.plan.homes import choose_homes
+from weft.plan.layout import copies
+from weft.plan.program import Forward, Program
+from weft.plan.simulate.choose_spread import FastestSpread
+from weft.plan.simulate.forecast import (
+    ALL,
+    ROW_TILE,
+    Forecast,
+    JobOutline,
+    forward_s,
+    groups_of,
+    most_held,
+    unusual_bytes,
+)
+from weft.plan.simulate.interpret import simulate
+from weft.plan.simulate.timeline import Timeline
+from weft.plan.spread.planner import HomeLoad, SpreadPlanner
+from weft.plan.types import Limits
+
+
+def forecast_replicas(
+    jobs: Sequence[JobOutline],
+    capacity: int,
+    costs: Sequence[AnalyticCost],
+    *,
+    shards: Sequence[int] = (),
+    planner: str = "auto",
+) -> Forecast:
+    """The forecast of a run on replicas that cost so much each.
+
+    `planner`: the one that the run names. `shards`: how many replicas share each copy of the frozen weights; costs are
+    those of devices with all weights of their own.
+    """
+    sizes = tuple(cost.num_stages for cost in costs)
+    times = [
+        ShardCost(costs[place], len(own)) if len(own) > 1 else costs[place]
+        for own in copies(len(costs), shards)
+        for place in own
+    ]
+    spread = SpreadPlanner(sizes, tuple(times), shards=tuple(shards))
+    at_home = sorted((job for job in jobs if not job.is_free), key=lambda job: job.queue.job)
+    loads = {job.queue.job: HomeLoad(job.num_tokens / job.num_steps, _longest(job)) for job in at_home}
+    homes = choose_homes(spread.home_seconds(loads, capacity))
+    queues = [replace(job.queue, home=homes.get(job.queue.job)) for job in jobs]
+    chosen = FastestSpread(spread, costs[0].row_tile) if max(sizes) > 1 and planner != "greedy" else spread
+    program = chosen(queues, Limits(capacity, max_microbatches=ALL))
+    timeline = simulate(program, times)
+    microbatches = [m for m in program.microbatches if m.segments]
+    needs = _stage_needs(jobs, homes, program, timeline, costs, times)
+    return Forecast(
+        jobs=tuple(jobs),
+        groups=groups_of([queue.job for queue in queues], microbatches),
+        device=costs[0].hardware.name,
+        num_stages=program.num_stages,
+        stage_layers=tuple(cost.memory.layers(stage) for cost in costs for stage in range(cost.num_stages)),
+        capacity=capacity,
+        schedule=f"{len(sizes)} shards in step" if len(shards) == 1 else f"{len(shards) or len(sizes)} replicas",
+        program=program,
+        timeline=timeline,
+        # A job is evaluated where it is at home, one that all have on the first.
+        eval_s=max(
+            sum(forward_s(job, capacity, times[place], size) for job in jobs if homes.get(job.queue.job, 0) == place)
+            for place, size in enumerate(sizes)
+        ),
+        stage_bytes=tuple(num_bytes for num_bytes, _ in needs),
+        device_bytes=costs[0].hardware.memory_bytes,
+        largest_capacity=min(most for _, most in needs),
+        keeps_order=not any(job.is_free for job in jobs),
+        tensor_parallel=costs[0].tensor_parallel,
+    )
+
+
+def _longest(job: JobOutline) -> int:
+    """Tokens of the longest of its samples that are planned."""
+    return max(length for batch in job.queue.batches for length in batch.lengths)
+
+
+def _stage_needs(
+    jobs: Sequence[JobOutline],
+    homes: Mapping[str, int],
+    program: Program,
+    timeline: Timeline,
+    costs: Sequence[AnalyticCost],
+    times: Sequence[AnalyticCost | ShardCost],
+) -> list[tuple[int, int]]:
+    """Of every stage: the most that it takes, and the largest microbatch that it has room for."""
+    found = []
+    for replica, stages in enumerate(program.replicas):
+        cost, memory = costs[replica], times[replica].memory
+        there = [job for job in jobs if homes.get(job.queue.job, replica) == replica]
+        ranks = [job.cost_rank for job in there]
+        run = [program.microbatches[i.microbatch] for i in program.stages[stages.start] if isinstance(i, Forward)]
+        rows = max((cost.rows([s.length for s in m.segments]) for m in run), default=0)
+        for stage, place in enumerate(stages):
+            held, more = most_held(timeline, place), unusual_bytes(there, cost, stage)
+            needed = memory.total_bytes(rows, ranks, stage=stage, num_held=held) + more
+            room = cost.hardware.memory_bytes - more
+            found.append((needed, memory.most_rows(room, ranks, ROW_TILE, stage, held)))
+    return found

@@ -1,0 +1,167 @@
+"""One engine that trains the trials of a search, each a job that stands still after an evaluation until it is asked on.
+
+So a trial that is stopped because of an evaluation has taken no step beyond it, and one that nobody asks about any more
+takes none either. Calls come from many threads; everything that touches the engine happens in its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.engine.events import EvalDone, Event, JobEnded, JobEvent, JobFailed, JobSucceeded, StepDone
+from weft.errors import JobError
+from weft.parallel.ray.rank_actor import take_over
+from weft.spec.load_sweep import trial_job
+from weft.spec.sweep import SweepSpec
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+
+NEWS_S = 5.0
+"""Longest that a call for news waits."""
+
+
+@dataclass(frozen=True)
+class TrialNews:
+    """What a trial has to tell: an evaluation, or its end."""
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    is_ended: bool = False
+    error: str | None = None
+    """Why it failed, if it did."""
+
+
+@dataclass
+class TunedTrial:
+    """A trial on the backbone."""
+
+    num_steps: int
+    eval_steps: int
+    """Steps from one evaluation to the next."""
+    last: Mapping[str, Any] = field(default_factory=dict)
+    """What its last step measured, if that is to be told with its end."""
+    loss: float | None = None
+    """Of its last step."""
+    news: queue.SimpleQueue[TrialNews] = field(default_factory=queue.SimpleQueue)
+
+
+class TrialServer:
+    """Trains trials; each call but `news` and `wait_until_loaded` is obeyed between two events of the engine."""
+
+    def __init__(self, spec: SweepSpec, out: Path, base_dir: Path, variables: Mapping[str, str | None]) -> None:
+        """`spec` says what all trials have in common; results go to `out`, and paths are relative to `base_dir`."""
+        take_over(variables)
+        self._spec, self._out, self._base_dir = spec, out, base_dir
+        self._trials: dict[str, TunedTrial] = {}
+        self._requests: queue.SimpleQueue[tuple[Callable[[Engine], None], Future[None]]] = queue.SimpleQueue()
+        self._loaded: Future[None] = Future()
+        self._is_over = False
+        threading.Thread(target=self._train, name="weft-trials", daemon=True).start()
+
+    def wait_until_loaded(self) -> None:
+        """Returns once trials can come; raises what is in the way of that."""
+        self._loaded.result()
+
+    def submit(self, name: str, params: Mapping[str, Any]) -> None:
+        """Begins a trial, or raises what is wrong with its settings; one that is there already goes on."""
+        self._ask(lambda engine: self._begin(engine, name, params))
+
+    def go_on(self, name: str) -> None:
+        """Lets a trial train up to its next evaluation."""
+        self._ask(lambda engine: self._release(engine, name))
+
+    def news(self, name: str) -> TrialNews | None:
+        """The next thing that a trial has to tell; None if it does not come soon."""
+        try:
+            return self._trials[name].news.get(timeout=NEWS_S)
+        except queue.Empty:
+            return None
+
+    def cancel(self, name: str) -> None:
+        """Takes a trial off, unless it has ended."""
+        self._ask(lambda engine: engine.cancel(name) if not engine.jobs[name].state.is_final else None)
+
+    def close(self) -> None:
+        """Saves what trains; no trial goes on."""
+
+        def end(engine: Engine) -> None:
+            self._is_over = True
+            engine.stop()
+
+        self._ask(end)
+
+    def _ask(self, act: Callable[[Engine], None]) -> None:
+        done: Future[None] = Future()
+        self._requests.put((act, done))
+        done.result()
+
+    def _train(self) -> None:
+        try:
+            from weft.engine.train import load_engine
+
+            job = trial_job(self._spec, "trial", {})
+            _, engine, _ = load_engine(self._spec, [job])
+            engine.keep_in(self._out)
+        except BaseException as error:
+            self._loaded.set_exception(error)
+            return
+        self._loaded.set_result(None)
+        while not self._is_over:
+            self._obey(engine)
+            for event in engine.events():
+                self._hear(event)
+                while not self._requests.empty():
+                    self._obey(engine)
+        engine.finish_files()
+
+    def _obey(self, engine: Engine) -> None:
+        act, done = self._requests.get()
+        try:
+            act(engine)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def _begin(self, engine: Engine, name: str, params: Mapping[str, Any]) -> None:
+        if name in self._trials:
+            if engine.jobs[name].state.is_final:
+                raise JobError("has ended; schedulers that pause and restore trials cannot be used.", where=name)
+            return
+        job = trial_job(self._spec, name, params)
+        engine.submit(job, base_dir=self._base_dir)
+        num_steps = engine.jobs[name].num_steps
+        self._trials[name] = TunedTrial(num_steps, job.eval_steps or num_steps)
+        engine.hold(name, 0)
+
+    def _release(self, engine: Engine, name: str) -> None:
+        live = engine.jobs[name]
+        each = self._trials[name].eval_steps
+        engine.hold(name, (live.step // each + 1) * each)
+
+    def _hear(self, event: Event) -> None:
+        trial = self._trials.get(event.job) if isinstance(event, JobEvent) else None
+        if trial is None:
+            return
+        if isinstance(event, StepDone):
+            trial.loss = event.loss
+        elif isinstance(event, EvalDone):
+            measured: dict[str, Any] = {
+                "eval_loss": event.eval_loss,
+                "eval_mean_token_accuracy": event.eval_mean_token_accuracy,
+            }
+            measured |= {**event.metrics, "loss": trial.loss, "step": event.step}
+            if event.step < trial.num_steps:
+                trial.news.put(TrialNews(measured))
+            else:
+                trial.last = measured
+        elif isinstance(event, JobEnded):
+            found = {**trial.last, **({"adapter": event.adapter_dir} if isinstance(event, JobSucceeded) else {})}
+            error = str(event.reason) if isinstance(event, JobFailed) else None
+            trial.news.put(TrialNews(found, is_ended=True, error=error))

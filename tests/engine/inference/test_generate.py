@@ -1,0 +1,169 @@
+"""Several adapters decode in one batch what each would decode alone, merged into its own model."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import attending_eagerly, job_spec, random_backbone, random_data, random_model, train
+
+from weft.adapters.adapter import Adapter
+from weft.engine.engine import Engine
+from weft.engine.events import Event, StepDone
+from weft.engine.inference.generate import BATCH, Decoding, Request, end_tokens, generate
+from weft.spec import AdapterSpec
+
+PROMPTS = ([5, 9, 14], [33], [7, 8, 9, 10, 11, 12, 13, 14, 15], [40, 41])
+GREEDY = Decoding(max_new_tokens=14)
+
+
+def adapted(name: str) -> tuple[Any, list[Adapter], list[int | None]]:
+    """A backbone with two adapters of some effect, and the slots of the prompts; one has none."""
+    backbone = random_backbone(name)
+    backbone.model.generation_config.eos_token_id = None
+    specs = [AdapterSpec(r=r, lora_alpha=2 * r, lora_dropout=0.5, init_lora_weights=False) for r in (2, 3)]
+    adapters = [backbone.new_adapter(spec, seed) for seed, spec in enumerate(specs)]
+    first, second = (backbone.attach(adapter) for adapter in adapters)
+    return backbone, adapters, [first, None, second, first]
+
+
+@torch.no_grad()
+def merged(name: str, adapter: Adapter | None) -> Any:
+    """A plain model with the adapter in its weights."""
+    model = copy.deepcopy(random_model(name))
+    model.generation_config.eos_token_id = None
+    for path, weights in adapter.modules.items() if adapter else ():
+        model.get_submodule(path).weight += weights.scale * weights.b_OR @ weights.a_RD
+    return model
+
+
+def with_transformers(model: Any, prompt: list[int], number: int) -> list[int]:
+    with attending_eagerly(model):
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=number, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt_neox"])
+def test_generate_when_adapters_share_a_batch_then_each_writes_what_transformers_writes_with_it_merged(name):
+    backbone, adapters, slots = adapted(name)
+    requests = [Request(prompt, slot) for prompt, slot in zip(PROMPTS, slots, strict=True)]
+    written = generate(backbone, requests, GREEDY)
+    owners = [adapters[0], None, adapters[1], adapters[0]]
+    for prompt, owner, tokens in zip(PROMPTS, owners, written, strict=True):
+        assert tokens == with_transformers(merged(name, owner), prompt, 14)
+    assert written[0] != generate(backbone, [Request(PROMPTS[0])], GREEDY)[0], "the adapter has no effect"
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    made = random_backbone("llama")
+    made.model.generation_config.eos_token_id = None
+    return made
+
+
+def test_generate_when_more_than_one_batch_then_all_are_answered_in_order(backbone):
+    prompts = [[3 + i % 50, 4 + i % 7] for i in range(BATCH + 9)]
+    together = generate(backbone, [Request(p) for p in prompts], Decoding(max_new_tokens=2))
+    assert together == [generate(backbone, [Request(p)], Decoding(max_new_tokens=2))[0] for p in prompts]
+
+
+def test_generate_when_an_end_token_comes_then_stops_before_it(backbone):
+    free = generate(backbone, [Request(PROMPTS[0]), Request(PROMPTS[2])], GREEDY)
+    end = free[0][4]
+    stopper = SimpleNamespace(eos_token_id=end)
+    original, backbone.tokenizer = backbone.tokenizer, stopper
+    try:
+        assert end_tokens(backbone) == {end}
+        stopped = generate(backbone, [Request(PROMPTS[0]), Request(PROMPTS[2])], GREEDY)
+    finally:
+        backbone.tokenizer = original
+    cut = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in free]
+    assert stopped == cut
+    assert len(stopped[0]) < 14
+
+
+def test_end_tokens_when_the_generation_config_lists_several_then_all_end(backbone):
+    backbone.model.generation_config.eos_token_id = [7, 9]
+    try:
+        assert end_tokens(backbone) == {7, 9}
+    finally:
+        backbone.model.generation_config.eos_token_id = None
+
+
+def test_generate_when_the_positions_run_out_then_stops(backbone):
+    prompt = [5] * (backbone.max_positions - 3)
+    (written,) = generate(backbone, [Request(prompt)], Decoding(max_new_tokens=50))
+    assert len(prompt) + len(written) == backbone.max_positions
+
+
+def test_generate_when_tokens_come_then_each_is_told_at_once(backbone):
+    heard: list[tuple[int, int]] = []
+    requests = [Request(PROMPTS[0]), Request(PROMPTS[1])]
+    written = generate(backbone, requests, GREEDY, on_token=lambda which, token: heard.append((which, token)))
+    assert [token for which, token in heard if which == 0] == written[0]
+    assert [which for which, _ in heard[:4]] == [0, 1, 0, 1]
+
+
+def test_sampling_when_the_seed_is_the_same_then_so_is_the_text(backbone):
+    requests = [Request(PROMPTS[0], seed=i) for i in range(4)]
+    warm = Decoding(max_new_tokens=8, temperature=1.0, seed=5)
+    first = generate(backbone, requests, warm)
+    assert first == generate(backbone, requests, warm)
+    assert len({tuple(tokens) for tokens in first}) > 1, "requests draw independently"
+    assert first != generate(backbone, requests, Decoding(max_new_tokens=8, temperature=1.0, seed=99))
+
+
+def test_sampling_when_the_others_change_then_a_request_keeps_its_draws(backbone):
+    warm = Decoding(max_new_tokens=8, temperature=1.0, seed=5)
+    mine = Request(PROMPTS[0], seed=3)
+    (alone,) = generate(backbone, [mine], warm)
+    assert generate(backbone, [Request(PROMPTS[1], seed=3), Request(PROMPTS[2]), mine], warm)[2] == alone
+
+
+def next_probabilities(backbone, prompt: list[int], temperature: float) -> torch.Tensor:
+    with attending_eagerly(random_model("llama")) as model, torch.no_grad():
+        return torch.softmax(model(torch.tensor([prompt])).logits[0, -1] / temperature, 0)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.7)])
+def test_sampling_when_drawn_often_then_follows_the_probabilities(backbone, temperature, top_p):
+    number = 12 * BATCH
+    requests = [Request(PROMPTS[0], seed=i) for i in range(number)]
+    decoding = Decoding(max_new_tokens=1, temperature=temperature, top_p=top_p)
+    drawn = torch.tensor([t for (t,) in generate(backbone, requests, decoding)])
+    expected = next_probabilities(backbone, PROMPTS[0], temperature)
+    ordered, tokens = expected.sort(descending=True)
+    kept = tokens[ordered.cumsum(0) - ordered < top_p]
+    assert set(drawn.tolist()) <= set(kept.tolist())
+    allowed = torch.zeros_like(expected)
+    allowed[kept] = expected[kept] / expected[kept].sum()
+    error = (allowed * (1 - allowed) / number).sqrt()
+    share = torch.bincount(drawn, minlength=len(expected)) / number
+    assert ((share - allowed).abs() <= 5 * error + 1e-3).all()
+
+
+def test_sampling_when_top_p_is_tiny_then_greedy(backbone):
+    narrow = Decoding(max_new_tokens=8, temperature=1.0, top_p=1e-6)
+    assert generate(backbone, [Request(PROMPTS[0])], narrow) == generate(
+        backbone, [Request(PROMPTS[0])], Decoding(max_new_tokens=8)
+    )
+
+
+def test_generate_when_called_between_training_events_then_training_keeps_its_bits(backbone):
+    job = job_spec("a", adapter={"lora_dropout": 0.2}, max_steps=4), random_data(0)
+    undisturbed = train(backbone, [job])["a"]
+
+    def decode(engine: Engine, event: Event) -> None:
+        if isinstance(event, StepDone):
+            generate(
+                backbone, [Request(PROMPTS[0], engine.executor.jobs["a"].weights.slot), Request(PROMPTS[1])], GREEDY
+            )
+
+    disturbed = train(backbone, [job], on_event=decode)["a"]
+    assert disturbed.losses == undisturbed.losses
+    assert all(b.equal(undisturbed.adapter[path][1]) for path, (_, b) in disturbed.adapter.items())

@@ -1,0 +1,237 @@
+"""Another process compiles: what is asked of it, what it is waited for, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.kernels.device import GpuKind
+from weft.kernels.lora.tables import FREE
+from weft.model.ahead import compile_ahead
+from weft.model.ahead.compile_ahead import CompileAhead, read_config, start
+from weft.model.ahead.request import KernelRequest
+from weft.spec import AdapterSpec, BackboneSpec
+
+H200 = GpuKind("NVIDIA H200", (9, 0), 132, 2**37)
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 64,
+}
+REQUEST = KernelRequest(
+    config=CONFIG,
+    dtype="bfloat16",
+    quantize="none",
+    recompute="none",
+    tensor=1,
+    ranks=(8, 32),
+    drops=False,
+    others=(("outputs", "qkv"),),
+    copies=(("lora", 8), ("lora", 32)),
+    num_jobs=2,
+    lanes=(2,),
+    gpu=H200,
+)
+SAYS_READY = "print('ready', flush=True); sys.stdin.read()"
+IS_SILENT = "sys.stdin.read()"
+ENDS = ""
+FINISHES = "open(sys.argv[-1], 'w')"
+
+
+def use_program(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
+    """Puts a program in the place of the one that compiles; it has read what it is asked."""
+    code = f"import sys; sys.stdin.readline(); {lines}"
+    monkeypatch.setattr(compile_ahead, "PROGRAM", (sys.executable, "-S", "-c", code))
+
+
+@pytest.mark.parametrize("lines", [SAYS_READY, ENDS])
+def test_wait_when_the_process_is_ready_or_has_ended_then_goes_on(monkeypatch, tmp_path, lines):
+    """Nobody waits for kernels that are there, or that will not come."""
+    use_program(monkeypatch, lines)
+    with contextlib.closing(CompileAhead(REQUEST, tmp_path / "marker")) as ahead:
+        assert ahead.wait()
+        assert ahead.is_ready
+
+
+def test_wait_when_the_process_takes_too_long_then_goes_on_without_it(monkeypatch, tmp_path):
+    """A compiler that hangs holds no run up for ever."""
+    use_program(monkeypatch, IS_SILENT)
+    with contextlib.closing(CompileAhead(REQUEST, tmp_path / "marker")) as ahead:
+        assert not ahead.is_ready
+        assert not ahead.wait(0.01)
+
+
+def test_close_when_the_process_is_at_work_then_it_ends(monkeypatch, tmp_path):
+    """Nothing is left behind."""
+    use_program(monkeypatch, IS_SILENT)
+    ahead = CompileAhead(REQUEST, tmp_path / "marker")
+    ahead.close()
+    assert ahead._process.returncode is not None
+    assert ahead.is_ready
+
+
+def asked(
+    monkeypatch: pytest.MonkeyPatch, spec: BackboneSpec, *adapters: AdapterSpec, have_free: bool = False
+) -> KernelRequest | None:
+    """What would be asked for on a machine with a GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(compile_ahead, "choose_device", lambda spec: torch.device("cuda"))
+    monkeypatch.setattr(compile_ahead, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(compile_ahead, "gpu_kind", lambda device: H200)
+    return compile_ahead._request(spec, adapters, len(adapters), have_free=have_free)
+
+
+def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(monkeypatch):
+    """What is compiled follows from the adapters: their widest ranks, and whether any drops."""
+    adapters = [AdapterSpec(r=8), AdapterSpec(r=32, lora_dropout=0.1), AdapterSpec(r=8, rank_pattern={"q_proj": 100})]
+    request = asked(monkeypatch, BackboneSpec("tiny", quantize="fp8"), *adapters, AdapterSpec(method="ia3"))
+    assert request is not None
+    assert (request.ranks, request.drops, request.num_jobs) == ((8, 32, 100), True, 4)
+    assert request.others == (("inputs", "down"), ("outputs", "qkv"))
+    assert (request.dtype, request.quantize, request.gpu) == ("bfloat16", "fp8", H200)
+    assert request.config["model_type"] == "llama"
+    assert KernelRequest.from_json(request.to_json()) == request
+    free = asked(monkeypatch, BackboneSpec("tiny"), AdapterSpec(r=8), have_free=True)
+    assert free is not None and free.others == (FREE,)
+
+
+@pytest.mark.parametrize(
+    ("spec", "adapter"),
+    [
+        (BackboneSpec("tiny", kernels="reference"), AdapterSpec()),
+        (BackboneSpec("tiny", dtype="float32"), AdapterSpec()),
+        (BackboneSpec("tiny"), AdapterSpec(method="dora", lora_dropout=0.1)),
+        (BackboneSpec("no/such-model-anywhere"), AdapterSpec()),
+        (BackboneSpec("./no-such-directory"), AdapterSpec()),
+    ],
+)
+def test_request_when_no_kernel_is_launched_or_known_then_is_none(monkeypatch, spec, adapter):
+    """Where the fused path does not run, or nobody knows the model yet, nothing is compiled."""
+    assert asked(monkeypatch, spec, adapter) is None
+
+
+def test_start_when_there_is_no_gpu_then_does_nothing():
+    assert start(BackboneSpec("tiny", device="cpu"), [AdapterSpec()], 1) is None
+
+
+def test_start_when_everything_was_compiled_before_then_does_nothing(monkeypatch, tmp_path):
+    """The second run starts no process; one with other needs does."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    use_program(monkeypatch, FINISHES)
+    requests = [REQUEST, REQUEST, replace(REQUEST, ranks=(8, 128))]
+    monkeypatch.setattr(compile_ahead, "_request", lambda *_, **__: requests.pop(0))
+    spec = BackboneSpec("tiny")
+    first = start(spec, [], 1)
+    assert first is not None and first._process.wait() == 0
+    assert start(spec, [], 1) is None
+    other = start(spec, [], 1)
+    assert other is not None
+    for ahead in (first, other):
+        ahead.close()
+
+
+def test_read_config_when_a_directory_has_one_then_gives_it_without_transformers(tmp_path):
+    assert read_config("tiny")["model_type"] == "llama"  # type: ignore[index]
+    assert read_config("no/such-model-anywhere") is None
+
+
+def run_here(mode: str, folder: Path) -> subprocess.Popen[bytes]:
+    """This file as a program, without Triton's interpreter, with its input open."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", __file__, str(folder / "marker"), mode],
+        env=env | {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_DEFAULT_FP_FUSION": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(REQUEST.to_json().encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+@pytest.mark.slow
+def test_child_when_it_is_asked_then_leaves_binaries_where_a_launch_looks_for_them(tmp_path):
+    """A process that launches the same kernel later compiles nothing."""
+    with run_here("compile", tmp_path) as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+    assert process.returncode == 0
+    assert said == b"ready\n"
+    assert (tmp_path / "marker").exists()
+    made = sorted(path.name for path in tmp_path.rglob("*.cubin"))
+    assert made == ["_norms_kernel.cubin", "_squares_kernel.cubin"]
+    with run_here("launch", tmp_path) as process:
+        process.communicate()
+    assert process.returncode == 0
+    assert sorted(path.name for path in tmp_path.rglob("*.cubin")) == made
+
+
+@pytest.mark.slow
+def test_child_when_whoever_asked_is_gone_then_ends_with_its_workers(tmp_path):
+    """A run that is killed leaves no compiler at work."""
+    with run_here("hang", tmp_path) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert int(process.stdout.readline()) != process.pid
+        process.stdin.close()
+        assert process.wait(60) is not None
+        # The worker holds its end of the pipe as long as it lives.
+        assert process.stdout.read() == b""
+
+
+def main(mode: str) -> None:
+    """Compiles two kernels as the child does, launches them, or hangs in the first."""
+    import time
+
+    from weft.model.ahead import child
+
+    rehearse = child.rehearse
+
+    def two(request: KernelRequest):
+        names = {"_squares_kernel", "_norms_kernel"}
+        first, _ = rehearse(request)
+        found = [launch for launch in first if launch.kernel.__name__ in names]
+        return found[:1], found[1:]
+
+    def hang(launch: object) -> None:
+        os.write(1, f"{os.getpid()}\n".encode())
+        time.sleep(600)
+
+    child.rehearse = two
+    if mode == "hang":
+        child.compile_launch = hang
+    if mode != "launch":
+        child.main()
+        return
+    launch_two()
+
+
+def launch_two() -> None:
+    """Launches the optimizer's kernels as a step does, up to where a GPU would be asked."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from weft.kernels.device import rehearsed
+    from weft.kernels.recorded import RehearsalDriver
+    from weft.model.ahead.rehearsal import _step_jobs
+
+    driver.set_active(RehearsalDriver(H200))
+    JITFunction.__getitem__ = lambda self, grid: (
+        lambda *args, **kw: self.run(*args, grid=grid, warmup=True, **kw) if self.__name__ != "_update_kernel" else None
+    )
+    with rehearsed(H200):
+        _step_jobs(3, 2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[2])

@@ -1,0 +1,168 @@
+"""Ranks that somebody else starts join a controller over the network, if they hold its key and there is a place."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.parallel.replicas import rank_listener
+from weft.parallel.replicas.joined_ranks import JoinedRanks
+from weft.parallel.replicas.messages import EndRank, RankAlive, RankFailed, RankJoined, RankOrder, RefuseRank, SetUp
+from weft.parallel.replicas.rank_link import RankEnded
+from weft.parallel.replicas.rank_listener import connect
+from weft.spec import AdapterSpec, BackboneSpec
+from weft.store.run_record import library_versions
+
+ORDER = RankOrder(BackboneSpec(base_model="tiny"), 96, 96, "auto", (AdapterSpec(),))
+PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture
+def address() -> tuple[str, int]:
+    return "127.0.0.1", free_port()
+
+
+@pytest.fixture
+def ranks(address: tuple[str, int]) -> Iterator[JoinedRanks]:
+    opened = JoinedRanks(ORDER, address, "key")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def join(address: tuple[str, int]) -> Callable[..., Any]:
+    """Joins as a rank; returns its connection and what it was told first."""
+
+    def joined(key: str = "key", **versions: str) -> tuple[Any, Any]:
+        connection = connect(address, key)
+        connection.send(RankJoined("far", 7, {**library_versions(), **versions}))
+        return connection, connection.recv()
+
+    return joined
+
+
+def test_rank_when_it_joins_then_it_is_told_its_place_and_heard_until_it_is_gone(ranks, join):
+    handle = ranks.start(0)
+    connection, told = join()
+    assert told == SetUp(0, ORDER)
+    connection.send(RankAlive())
+    assert ranks.inbox.get(timeout=20) == (handle, RankAlive())
+    connection.close()
+    assert ranks.inbox.get(timeout=20) == (handle, RankEnded("on far has gone", is_accident=True))
+
+
+def test_rank_when_there_is_no_place_then_it_is_told_so_and_takes_the_next_that_is_free(ranks, join):
+    ranks.start(0)
+    first, _ = join()
+    _, told = join()
+    assert isinstance(told, RefuseRank) and "the run has all its ranks" in str(told.error)
+    first.close()
+    ranks.inbox.get(timeout=20)
+    ranks.start(0)
+    assert join()[1] == SetUp(0, ORDER)
+
+
+def test_rank_when_its_versions_differ_then_both_sides_hear_which(ranks, join):
+    handle = ranks.start(0)
+    _, told = join(torch="1.0")
+    says = r"rank 0: on far has torch 1\.0, the controller .*; results would differ in their last bits"
+    assert isinstance(told, RefuseRank) and re.search(says, str(told.error))
+    rank, report = ranks.inbox.get(timeout=20)
+    assert rank is handle and isinstance(report, RankFailed) and str(report.error) == str(told.error)
+
+
+def test_stranger_when_it_has_no_key_then_it_takes_no_place_and_others_still_join(ranks, address, join):
+    """Nor does one that connects and says nothing keep anybody out."""
+    ranks.start(0)
+    with socket.create_connection(address) as silent:
+        with pytest.raises(AuthenticationError):
+            join("another key")
+        assert join()[1] == SetUp(0, ORDER)
+        assert silent.fileno() > 0
+
+
+def test_stranger_when_it_says_nothing_for_long_then_it_is_hung_up_on(ranks, address, monkeypatch):
+    monkeypatch.setattr(rank_listener, "HANDSHAKE_S", 0.0)
+    with socket.create_connection(address) as silent:
+        silent.settimeout(20)
+        while silent.recv(4096):
+            pass
+
+
+def test_rank_when_the_controller_gives_it_up_then_its_connection_ends(ranks, join):
+    handle = ranks.start(0)
+    connection, _ = join()
+    while handle.connection is None:
+        os.sched_yield()
+    ranks.kill(handle)
+    with pytest.raises((EOFError, ConnectionError)):
+        connection.recv()
+    assert ranks.inbox.get(timeout=20) == (handle, RankEnded("on far has gone", is_accident=True))
+
+
+def test_rank_when_nobody_joins_then_giving_it_up_says_so(ranks):
+    handle = ranks.start(0)
+    ranks.kill(handle)
+    assert ranks.inbox.get(timeout=20) == (handle, RankEnded("was joined by nobody"))
+
+
+def test_close_when_ranks_have_joined_then_they_are_told_that_it_is_over(ranks, join, monkeypatch):
+    monkeypatch.setattr("weft.parallel.replicas.joined_ranks.END_S", 0.0)
+    handle = ranks.start(0)
+    connection, _ = join()
+    while handle.connection is None:
+        os.sched_yield()
+    ranks.close()
+    assert connection.recv() == EndRank()
+
+
+def recipe(mark: str) -> str:
+    """A recipe of the page for users."""
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    (found,) = [block for block in blocks if mark in block]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mark", "program", "stand_in"),
+    [
+        ("ssh ", "ssh", 'shift; exec bash -c "$*"'),
+        ("SBATCH", "srun", 'for i in $(seq "$SLURM_NTASKS"); do "$@" & done; wait'),
+    ],
+)
+def test_recipe_when_followed_then_ranks_join_and_every_job_is_trained(tmp_path, mark, program, stand_in):
+    """ssh and srun are stand-ins that start processes here; all else is as the page says."""
+    text = recipe(mark).replace("7070", str(free_port())).replace("jobs.yaml", "jobs.yaml defaults.max_steps=2")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / program).write_text(f"#!/bin/bash\n{stand_in}\n")
+    (tools / program).chmod(stat.S_IRWXU)
+    (tools / "hostname").write_text("#!/bin/bash\necho localhost\n")
+    (tools / "hostname").chmod(stat.S_IRWXU)
+    (tools / "weft").write_text(f'#!/bin/bash\nexec {sys.executable} -m weft "$@"\n')
+    (tools / "weft").chmod(stat.S_IRWXU)
+    variables = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_NTASKS": "2", "OMP_NUM_THREADS": "1"}
+    script = f"set -e\nweft init\n{text}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "replicas  2, on the machines where they were started" in done.stdout
+    assert len(list(tmp_path.glob("runs/*/*/adapter/adapter_model.safetensors"))) == 2
