@@ -1,4 +1,4 @@
-"""What the page about clusters tells people to write and to deploy works as written."""
+"""What the page about Ray tells people to write and to deploy works as written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 from weft.cli.main import VERBS, main
 from weft.parallel.ray.connect import need_ray
 
-PAGE = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "ray.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -82,7 +82,7 @@ def test_python_of_the_page_when_run_then_trains_on_the_programs_own_cluster(
     jobs = Path("jobs.yaml")
     jobs.write_text(jobs.read_text().replace("max_steps: 60", "max_steps: 4"))
     within, tuned = blocks("python")
-    exec(compile(within, "clusters.md", "exec"), {})
+    exec(compile(within, "ray.md", "exec"), {})
     assert "'shout': <JobState.SUCCEEDED" in capsys.readouterr().out
     assert need_ray().is_initialized(), "the program goes on using Ray"
     exec(compile(tuned.replace('"max_steps": 40, "eval_steps": 10', '"max_steps": 8, "eval_steps": 4'), "", "exec"), {})
