@@ -183,6 +183,18 @@ def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
     assert refusal("shards:1", "gpipe") == "--schedule: is for several stages, and shards:1 is one; leave it out."
 
 
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [("spread:2", 2), ("stages:1+stages:2", 2), ("shards:2+stages:1", 2), ("stages:2", None), ("shards:2", None)],
+)
+def test_replicas_when_no_job_is_shared_then_each_has_an_engine_of_its_own(layout, number):
+    backbone = RunSpec(base_model="tiny", device="cpu", jobs=JOBS).backbone
+    places = LayoutOptions(layout).places(backbone, JOBS)
+    assert (None if places is None else places.number) == number
+    shared = (*JOBS, JobSpec("shared", ("data.jsonl",), sums="free"))
+    assert LayoutOptions(layout).places(backbone, shared) is None
+
+
 def test_layout_when_it_fits_then_says_how_to_go_on_with_it():
     options = LayoutOptions("stages:2", "lorapp")
     options.check(RunSpec(base_model="tiny", device="cpu", jobs=JOBS), ())

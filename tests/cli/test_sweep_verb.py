@@ -198,7 +198,11 @@ def test_sweep_when_its_layout_is_chosen_then_the_bytes_are_those_of_one_device(
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     one, two = (weft("sweep", "sweep.yaml", *more) for more in ([], ["--layout", "auto", "--out", "two"]))
     assert (one.code, two.code) == (0, 0), two.err
-    assert "layout    spread:2: " in two.out and "(chosen, predicted)" in two.out and "2 replicas" in two.out
+    assert (
+        "layout    spread:2: " in two.out
+        and "(chosen, predicted)" in two.out
+        and "replicas  2, each in a process" in two.out
+    )
     boards = [json.loads(Path(place, "leaderboard.json").read_text())["trials"] for place in ("out", "two")]
     assert [(t["name"], t["value"]) for t in boards[0]] == [(t["name"], t["value"]) for t in boards[1]]
     for trial in boards[0]:

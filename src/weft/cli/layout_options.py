@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,10 +14,11 @@ from weft.plan.layout import Layout as ReplicaLayouts
 from weft.plan.pipeline.build import Schedule
 
 if TYPE_CHECKING:
+    from weft.parallel.replicas.places import ReplicaPlaces
     from weft.parallel.stages.load_stages import StageLayout
     from weft.plan.cost.hardware import Hardware
     from weft.plan.homes import PlannedReplicas
-    from weft.spec import RunSpec
+    from weft.spec import BackboneSpec, JobSpec, RunSpec
 
 _KINDS = (
     "Divide the layers of one backbone into N stages, each in its own process; or tensor:N: every layer over N "
@@ -71,6 +72,31 @@ class LayoutOptions:
         if self.is_auto:
             raise ConfigError("auto is for weft train, sweep and plan; say a layout, such as stages:2.", where=WHERE)
         return parse_layout(self.layout, where=WHERE, or_auto=self.may_be_auto)
+
+    def places(self, backbone: BackboneSpec, jobs: Iterable[JobSpec]) -> ReplicaPlaces | None:
+        """Where its replicas are, each with jobs of its own; None where one engine trains on all there are.
+
+        That is so for a single replica, and where replicas share a job: one whose sums are free. `planned` may have
+        some hold only a part of the jobs, which one engine knows.
+        """
+        parts = self.chosen.apart
+        if len(parts) == 1 or self.planned is not None or any(job.sums == "free" for job in jobs):
+            return None
+        from weft.parallel.replicas.places import layout_places
+        from weft.parallel.stages.stage_devices import find_gpus
+
+        gpus = find_gpus(backbone, self.chosen.num_devices, self.devices)
+        numbers = self.devices.split(",") if self.devices is not None else [str(k) for k, _ in enumerate(gpus)]
+        divided: list[StageLayout | None] = []
+        seen: list[str | None] = []
+        first = 0
+        for part in parts:
+            devices = ",".join(numbers[first : first + part.num_devices]) or None
+            stages = LayoutOptions(str(part), devices=devices).stages
+            divided.append(stages)
+            seen.append(gpus[first] if gpus and stages is None else None)
+            first += part.num_devices
+        return layout_places(divided, seen)
 
     @staticmethod
     def stages_in(spec: RunSpec) -> Callable[[ReplicaLayouts], StageLayout | None]:

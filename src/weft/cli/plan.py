@@ -151,7 +151,9 @@ def _forecast_layout(
 
     sizes, tensor = ((1,), 1) if layout is None else (layout.replica_sizes, layout.tensor)
     costs = [_balanced(replace(cost, num_stages=n, tensor_parallel=tensor), None, capacity)[0] for n in sizes]
-    in_pairs = layout is not None and tensor > 1 and why_no_pairs(spec, layout, cost.hardware) is None
+    in_pairs = (
+        layout is not None and tensor > 1 and why_no_pairs(spec.backbone, spec.planner, layout, cost.hardware) is None
+    )
     if layout is None or (sizes == (1,) and not in_pairs):
         return forecast(jobs, capacity, costs[0], planner_named(spec.planner))
     if len(sizes) == 1:

@@ -119,7 +119,7 @@ def sweep(
             return
         if dry_run:
             options.check(spec.backbone)
-        places = None if dry_run else _places(spec, options)
+        places = None if dry_run else _places(spec, options, layouts)
         place = _place(out or run_place(spec.output_dir))
         order = Order(spec, sweep_file, place, resume=resume, dry_run=dry_run, places=places, layout=layouts)
         raise typer.Exit(_sweep(order, output_console()))
@@ -196,15 +196,16 @@ def _check_layout(spec: SweepSpec, layout: LayoutOptions, replica_flags: Sequenc
         check_trials(spec, lambda job: check_job(spec.backbone, job, stages))
 
 
-def _places(spec: SweepSpec, options: ReplicaOptions) -> ReplicaPlaces | None:
-    """Where the replicas are; None where this process is enough. ConfigError for what cannot be."""
+def _places(spec: SweepSpec, options: ReplicaOptions, layout: LayoutOptions) -> ReplicaPlaces | None:
+    """Where the replicas are; None where one engine is enough. ConfigError for what cannot be."""
+    needs_one = spec.early_stop.rule == "halving" and (spec.max_tokens is not None or spec.max_seconds is not None)
     places = options.places(spec.backbone)
-    if places is None:
-        return None
-    if spec.early_stop.rule == "halving" and (spec.max_tokens is not None or spec.max_seconds is not None):
+    if places is not None and needs_one:
         found = "halving with a budget of tokens or time runs on one replica only"
         raise ConfigError(f"{found}; use asha, or no --replicas.", where="early_stop")
-    return places
+    if needs_one or layout.chosen.is_one_device:
+        return places
+    return places or layout.places(spec.backbone, probe_jobs(spec))
 
 
 def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSweepEngine:
@@ -214,7 +215,7 @@ def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSwe
     from weft.parallel.replicas.places import rank_order
 
     places, stages = order.places, order.layout.stages
-    if stages is not None and not order.dry_run:
+    if places is None and stages is not None and not order.dry_run:
         return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
     if places is None:
         return load_engine
@@ -245,7 +246,8 @@ def _sweep(order: Order, console: Console) -> int:
             clocks.append(clocks[-1].again())
             return _sweep_again(folder, order, console, clocks[-1])
 
-        code = attempt(False) if order.layout.stages is None else through_losses(attempt, tell)
+        is_staged = order.places is None and order.layout.stages is not None
+        code = through_losses(attempt, tell) if is_staged else attempt(False)
     if code is None:
         raise _StoppedError
     return code

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -31,6 +31,7 @@ from weft.wording import counted, size
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
+    from weft.parallel.replicas.places import ReplicaPlaces
     from weft.parallel.replicas.rank_group import RankGroup
     from weft.plan.choose_layout import LayoutOption
     from weft.plan.replan import Forecaster
@@ -131,7 +132,7 @@ def train_order(order: Order, place: Path | RunUrl, *, resume: bool) -> NoReturn
     console = output_console()
     with trained_in(place, resume=resume, tell=lambda text: _note(console, text)) as directory:
         wall = WallClock(process_start_s())
-        is_staged = order.layout.stages is not None or order.forecast is not None
+        is_staged = order.places is None and (order.layout.stages is not None or order.forecast is not None)
         train_all = _train_through if is_staged else _train
         code = train_all(order, directory, console, resume=resume, place=place, wall=wall)
     raise typer.Exit(code)
@@ -162,6 +163,13 @@ class Order:
     said: Said
     forecast: Forecaster | None = None
     """What the layout is chosen anew by when jobs come and go; None: it stays."""
+
+    @cached_property
+    def places(self) -> ReplicaPlaces | None:
+        """Where its replicas are, if each has an engine of its own."""
+        if self.forecast is not None:
+            return None
+        return self.replicas.places(self.spec.backbone) or self.layout.places(self.spec.backbone, self.spec.jobs)
 
     def locate(self, setting: str) -> str:
         """Where a setting was written, for mistakes that show only later."""
@@ -269,7 +277,7 @@ def _prepare(
     spec, clock = order.spec, clock or datetime.datetime.now()
     # Opening them touches nothing, and nobody should wait for the model to hear that one is not installed.
     open_trackers(spec.report_to, Path(), "")
-    places = order.replicas.places(spec.backbone)
+    places = order.places
     with loading(console), ExitStack() as undo, ExitStack() as end:
         # Others work while this process imports what it needs itself.
         jobs = [job for job in spec.jobs if job.name not in finished]
@@ -324,16 +332,17 @@ def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> 
         stages_in = LayoutOptions.stages_in(order.spec)
         follow = FollowedLayout(order.layout.chosen, order.forecast, stages_in, order.layout.planned)
         return lambda spec, jobs, wall: load_following(spec, jobs, follow, wall)
+    if ranks is not None:
+        from weft.parallel.replicas.load import load_replicated
+
+        notes = order.layout.notes(order.spec)
+        return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall, notes=notes)
     stages = order.layout.stages
-    if stages is not None:
-        from weft.parallel.load_staged import load_staged
-
-        return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
-    if ranks is None:
+    if stages is None:
         return load_engine
-    from weft.parallel.replicas.load import load_replicated
+    from weft.parallel.load_staged import load_staged
 
-    return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall)
+    return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
 
 
 def _show_plan(

@@ -84,7 +84,7 @@ class RunEngine(Protocol):
 
     @property
     def layout(self) -> str:
-        """How it lies over devices, as `--layout` says it; `replicas:N` where each replica has an engine of its own."""
+        """How it lies over devices, as `--layout` says it."""
         ...
 
     @property

@@ -33,7 +33,7 @@ from weft.plan.replan import Forecaster
 from weft.plan.simulate.choose import pipeline_planner
 from weft.plan.simulate.choose_spread import FastestSpread
 from weft.plan.spread.planner import SpreadPlanner
-from weft.spec import JobSpec, RunSpec
+from weft.spec import BackboneSpec, JobSpec, RunSpec
 from weft.wall_clock import Activity, WallClock
 
 RunT = TypeVar("RunT", bound=RunSpec)
@@ -60,7 +60,7 @@ def load_staged(
     """
     wall = wall or WallClock()
     executor = load_stages(spec.backbone, layout, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
-    planner = _stage_planner(spec, layout, _row_tile(spec, jobs, executor))
+    planner = stage_planner(spec.backbone, spec.planner, layout, _row_tile(spec, jobs, executor))
     engine = _engine(spec, jobs, executor, planner, wall)
     notes = (*layout_notes(spec, layout), *pair_notes(spec, layout), *((COMPILING,) if executor.is_compiling else ()))
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
@@ -82,7 +82,7 @@ def load_following(
         stages = layout.stages_of(wanted)
         if stages is None:
             return planner_named(spec.planner)
-        return _stage_planner(spec, dataclasses.replace(stages, planned=planned), row_tile)
+        return stage_planner(spec.backbone, spec.planner, dataclasses.replace(stages, planned=planned), row_tile)
 
     executor = MovableExecutor(open_in(layout.first))
     row_tile = _row_tile(spec, jobs, executor)
@@ -135,7 +135,7 @@ def layout_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None 
 
 def pair_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> tuple[str, ...]:
     """Why devices that share every layer run no two microbatches side by side; nothing where that is decided later."""
-    alone = why_no_pairs(spec, layout, elsewhere) if layout.tensor > 1 else None
+    alone = why_no_pairs(spec.backbone, spec.planner, layout, elsewhere) if layout.tensor > 1 else None
     return () if alone is None else (f"every microbatch runs alone: {alone}",)
 
 
@@ -149,13 +149,14 @@ def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
     return ("each replica packs its jobs together: groups are not tried while jobs with free sums are spread over all",)
 
 
-def _stage_planner(spec: RunSpec, layout: StageLayout, row_tile: int) -> Planner:
+def stage_planner(backbone: BackboneSpec, name: str, layout: StageLayout, row_tile: int) -> Planner:
+    """The planner of a run whose `planner` is this name, for replicas that are divided."""
     sizes = layout.replica_sizes
     if layout.schedule is not None:
         return PipelinePlanner(layout.schedule, *sizes)
-    costs = {size: stage_cost(spec.backbone, size, row_tile, layout.tensor) for size in sizes}
+    costs = {size: stage_cost(backbone, size, row_tile, layout.tensor) for size in sizes}
     if len(sizes) == 1:
-        in_pairs = layout.tensor > 1 and why_no_pairs(spec, layout) is None
-        return pipeline_planner(spec.planner, costs[sizes[0]], in_pairs=in_pairs)
+        in_pairs = layout.tensor > 1 and why_no_pairs(backbone, name, layout) is None
+        return pipeline_planner(name, costs[sizes[0]], in_pairs=in_pairs)
     planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned, layout.shards)
-    return planner if max(sizes) == 1 or spec.planner == "greedy" else FastestSpread(planner, row_tile)
+    return planner if max(sizes) == 1 or name == "greedy" else FastestSpread(planner, row_tile)

@@ -67,6 +67,11 @@ class Layout:
         return self.num_devices == 1
 
     @property
+    def apart(self) -> tuple[Layout, ...]:
+        """Each replica as a layout of its own."""
+        return tuple(Layout((replica,)) for replica in self.replicas)
+
+    @property
     def replica_sizes(self) -> tuple[int, ...]:
         """Stages of all that run microbatches of their own: of each replica, or of each of its shards."""
         return tuple(replica.stages for replica in self.replicas for _ in range(replica.shards))

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,12 @@ def rank_timeline(path: Path, rank: int) -> Path:
     return path / f".timeline-{rank}.json"
 
 
-def merge_timelines(path: Path, merged: Path) -> None:
-    """Makes one timeline of those of all ranks, each a process of its own in it."""
+def merge_timelines(path: Path, merged: Path, first_bands: Mapping[int, int]) -> None:
+    """Makes one timeline of those of all ranks; `first_bands`: the number of each rank's first band in it."""
     events: list[Any] = []
     for part in sorted(path.glob(".timeline-*.json")):
         rank = int(part.stem.rpartition("-")[2])
         found = json.loads(part.read_bytes())["traceEvents"]
-        events += [{**event, "pid": rank + 1} for event in found]
+        events += [{**event, "pid": event["pid"] + first_bands.get(rank, rank)} for event in found]
         part.unlink()
     write_file(merged, trace_json(events))

@@ -27,8 +27,8 @@ class RunRecord:
     """Which way through the model it takes: `reference` or `fused`."""
     capacity: Capacity | None = None
     layouts: tuple[str, ...] = ()
-    """Those it was trained in, in their order, as `--layout` says them; stages:1 is one device, and replicas:N are N
-    replicas with an engine each."""
+    """Those it was trained in, in their order, as `--layout` says them; stages:1 is one device. Earlier versions
+    wrote replicas:N for N replicas with an engine each."""
     jobs: tuple[str, ...] = ()
     """The jobs of a jobs file; empty where jobs come and go."""
     started_at: str | None = None

@@ -144,6 +144,23 @@ def test_controller_when_it_and_its_ranks_are_killed_then_a_resumed_run_ends_wit
         assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "alone")).read_bytes()
 
 
+def test_replicas_when_a_stage_of_one_is_killed_then_its_jobs_go_on_and_all_bytes_are_those_of_one_device(
+    data, tmp_path
+):
+    """Unlike replicas, each with jobs of its own; the one that lost a stage is started again as a whole."""
+    (tmp_path / "jobs.yaml").write_text(JOBS.replace("upper.jsonl", str(data / "upper.jsonl")))
+    assert Controller(tmp_path, "alone").finish()[0] == 0
+    run = Controller(tmp_path, "out", "--layout", "stages:1+stages:2")
+    assert run.read_until("replicas  2, each in a process of its own") and run.read_until("step ")
+    (stages,) = [found for rank in run.rank_pids if (found := child_processes(rank, ["weft-stage"]))]
+    os.kill(stages[1], signal.SIGKILL)
+    code, said = run.finish()
+    assert code == 0 and "replica 1 failed: stage 1: was ended by signal 9" in said, said
+    for path in sorted((tmp_path / "alone").glob("*/adapter/adapter_model.safetensors")):
+        assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "alone")).read_bytes()
+    assert '"stages:1+stages:2"' in (tmp_path / "out/run.json").read_text()
+
+
 def test_controller_when_it_is_asked_to_stop_then_saves_and_says_how_to_go_on(data, tmp_path):
     (tmp_path / "jobs.yaml").write_text(JOBS.replace("upper.jsonl", str(data / "upper.jsonl")))
     run = Controller(tmp_path, "out", "--replicas", "2")

@@ -112,9 +112,8 @@ def test_run_when_over_any_number_of_ranks_then_leaves_the_files_of_one_engine(
         started = [event.job for event in events if isinstance(event, JobStarted)]
         assert "urgent" in started[:2], "the higher priority comes first"
     assert (tmp_path / "out" / "timeline.json").exists() and not list((tmp_path / "out").glob(".timeline-*"))
-    assert RunDirectory.record_of(tmp_path / "out").layouts == (
-        "stages:1" if num_ranks == 1 else f"replicas:{num_ranks}",
-    )
+    layout = "stages:1" if num_ranks == 1 else f"spread:{num_ranks}"
+    assert RunDirectory.record_of(tmp_path / "out").layouts == (layout,)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -76,10 +76,19 @@ def decide(jobs: Sequence[KnownJob], ranks: Sequence[KnownRank], weights: Mappin
         for job in jobs
         if job.wants_rank
     ]
-    are_alike = len({str(rank.facts.environment.get("device")) for rank in ranks if rank.ready is not None}) == 1
     served: dict[str, int] = {}
     for job in jobs:
         served[job.spec.tenant] = served.get(job.spec.tenant, 0) + job.num_tokens
     shares = {tenant: Share(weights.get(tenant, 1.0), tokens) for tenant, tokens in served.items()}
-    speeds = [1.0 if are_alike or not rank.seconds else rank.num_tokens / rank.seconds / pace for rank in ranks]
+    speeds = _speeds(ranks, pace)
     return place(candidates, [rank.replica(speed) for rank, speed in zip(ranks, speeds, strict=True)], shares)
+
+
+def _speeds(ranks: Sequence[KnownRank], pace: float) -> list[float]:
+    """How fast each rank is, on average 1: as predicted where replicas are unlike, measured where devices are."""
+    ready = [rank.ready for rank in ranks if rank.ready is not None]
+    if len({own.facts.layout for own in ready}) > 1:
+        mean = sum(own.speed for own in ready) / len(ready)
+        return [1.0 if rank.ready is None else rank.ready.speed / mean for rank in ranks]
+    are_alike = len({str(own.facts.environment.get("device")) for own in ready}) == 1
+    return [1.0 if are_alike or not rank.seconds else rank.num_tokens / rank.seconds / pace for rank in ranks]

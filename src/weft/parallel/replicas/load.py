@@ -18,13 +18,19 @@ EngineT = TypeVar("EngineT", bound=ReplicatedEngine)
 
 
 def load_replicated(
-    spec: RunT, ranks: RankGroup, *, clock: datetime.datetime, wall: WallClock | None = None
+    spec: RunT,
+    ranks: RankGroup,
+    *,
+    clock: datetime.datetime,
+    wall: WallClock | None = None,
+    notes: tuple[str, ...] = (),
 ) -> tuple[RunT, ReplicatedEngine, tuple[str, ...]]:
-    """An engine over ranks with a run's settings and without jobs, and what is worth telling.
+    """An engine over ranks with a run's settings and without jobs, and what is worth telling; `notes`: besides.
 
     The run comes back with a number where its capacity is `auto`, so that all that follows agrees on it.
     """
-    return _load(ReplicatedEngine, spec, ranks, clock, wall)
+    spec, engine, told = _load(ReplicatedEngine, spec, ranks, clock, wall)
+    return spec, engine, (*notes, *told)
 
 
 def load_steered(

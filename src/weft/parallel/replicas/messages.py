@@ -8,7 +8,7 @@ this brings no torch, so that ranks can be started first and import theirs meanw
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from weft.store.owner import Owner
 
 if TYPE_CHECKING:
     from weft.engine.execute.protocol import ReplicaFacts
+    from weft.parallel.stages.load_stages import StageLayout
 
 ALIVE_S = 1.0
 """Seconds from one sign of life of a rank to the next."""
@@ -42,10 +43,14 @@ class RankOrder:
     planner: str
     adapters: tuple[AdapterSpec, ...]
     """Of the jobs to come."""
+    have_free: bool = False
+    """Whether the sums of some of them are free."""
     max_jobs: int | None = None
     """Most that train here at a time."""
     memory_limit: float | str | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    layouts: Sequence[StageLayout | None] = ()
+    """How the replica of each rank is divided, by the rank's number; None, or none at all: it is on one device."""
     is_steered: bool = False
     """Whoever hears of an evaluation may decide something before its job goes on: the rank stands still until then."""
 
@@ -193,8 +198,10 @@ class RankReady(Report):
     capacity: int
     budget: Budget
     """What jobs may take here together."""
-    weights: str
-    """A digest of some of the frozen weights."""
+    weights: str | None
+    """A digest of some of the frozen weights; None where no process of the rank has all of them."""
+    speed: float = 1.0
+    """Predicted tokens a second, where replicas are divided in different ways; compared with other ranks' alone."""
     notes: tuple[str, ...] = ()
 
 

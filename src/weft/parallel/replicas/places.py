@@ -6,7 +6,8 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
 from weft.gpu_choice import VISIBLE, choose_gpus, number_or_auto, visible_gpus
@@ -17,6 +18,9 @@ from weft.parallel.replicas.rank_link import Ranks
 from weft.parallel.replicas.rank_listener import KEY_VARIABLE, address_of
 from weft.parallel.replicas.rank_pool import RankPool
 from weft.spec import BackboneSpec, JobSpec, RunSpec
+
+if TYPE_CHECKING:
+    from weft.parallel.stages.load_stages import StageLayout
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,12 @@ def own_places(replicas: str | None, devices: str | None, backbone: BackboneSpec
     if len(variables) == 1 and devices is None:
         return None
     return ReplicaPlaces(len(variables), lambda order: RankPool(order, variables))
+
+
+def layout_places(divided: Sequence[StageLayout | None], gpus: Sequence[str | None]) -> ReplicaPlaces:
+    """On this machine, each divided as it says; `gpus`: the one that the process of a whole replica sees."""
+    variables = [{} if gpu is None else {VISIBLE: gpu} for gpu in gpus]
+    return ReplicaPlaces(len(divided), lambda order: RankPool(replace(order, layouts=divided), variables))
 
 
 def joined_places(listen: str, replicas: str | None) -> ReplicaPlaces:
@@ -94,6 +104,7 @@ def rank_order(spec: RunSpec, jobs: Sequence[JobSpec], *, is_steered: bool = Fal
         longest=max(job.max_length for job in jobs),
         planner=spec.planner,
         adapters=tuple(job.adapter for job in jobs),
+        have_free=any(job.sums == "free" for job in jobs),
         max_jobs=spec.max_jobs,
         memory_limit=spec.memory_limit,
         is_steered=is_steered,

@@ -14,12 +14,14 @@ from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobEnded, JobEvent, JobPaused, MicrobatchDone, StepDone
-from weft.engine.execute.memory import ExpectedJobs, load_within
-from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemoryError
+from weft.engine.execute.local import executor_on
+from weft.engine.execute.memory import COMPILING, ExpectedJobs, load_within
+from weft.engine.execute.protocol import Executor, ReplicaFaultError, ReplicaMemoryError
 from weft.errors import StorageError, WeftError
 from weft.job_state import JobState, Reason
 from weft.keeping import keeping_all
 from weft.model.weight_sample import weight_sample
+from weft.parallel.load_staged import stage_planner
 from weft.parallel.replicas.controller_link import ControllerLink, RankConnection
 from weft.parallel.replicas.messages import (
     TELL_S,
@@ -55,7 +57,11 @@ from weft.parallel.replicas.messages import (
     TrainJob,
 )
 from weft.parallel.replicas.questions import answer_to
+from weft.parallel.stages.load_stages import StageLayout, load_stages, stage_cost
+from weft.plan.cost.rows import choose_capacity
+from weft.plan.layout import Layout
 from weft.plan.pack import planner_named
+from weft.plan.program import Planner
 from weft.spec import AdapterSpec
 from weft.store.rank_dir import RankDirectory
 from weft.store.run_record import library_versions
@@ -95,13 +101,13 @@ class Rank:
         self._link = link
         self._index = index
         self._directory: RankDirectory | None = None
-        expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters))
-        backbone, notes = load_within(order.backbone, order.memory_limit, expected)
+        layout = order.layouts[index] if order.layouts else None
+        executor, weights, notes = _open_replica(order, layout)
         self.engine = Engine(
-            backbone,
+            executor,
             capacity=order.capacity,
             longest=order.longest,
-            planner=planner_named(order.planner),
+            planner=_planner(order, layout, executor),
             max_jobs=order.max_jobs,
             tenant_weights=order.tenant_weights,
         )
@@ -118,7 +124,8 @@ class Rank:
         self._num_obeyed = 0
         budget = self.engine.budget(order.adapters)
         facts, capacity = self.engine.executor.facts, self.engine.limits.capacity
-        link.tell(RankReady(facts, capacity, budget, weight_sample(backbone.model), notes))
+        speed = _speed(order, facts.layout, self.engine.row_tile, capacity)
+        link.tell(RankReady(facts, capacity, budget, weights, speed, notes))
 
     def serve(self) -> None:
         """Trains and obeys until told that it is over."""
@@ -147,8 +154,9 @@ class Rank:
                 return
 
     def close(self) -> None:
-        """Lets go of the run directory, with all files written."""
+        """Lets go of the run directory, with all files written, and of the replica."""
         self.engine.finish_files()
+        self.engine.close()
         if self._directory is not None:
             self._directory.close()
 
@@ -283,3 +291,33 @@ class Rank:
     def _data(self, order: JobOrder) -> JobData:
         tokenizer = self.engine.executor.tokenizer
         return load_job_data(order.spec, tokenizer, order.base_dir, clock=order.clock)
+
+
+def _open_replica(order: RankOrder, layout: StageLayout | None) -> tuple[Executor, str | None, tuple[str, ...]]:
+    """A rank's replica, or replicas; a digest of its weights if it has all of them, and what is worth telling."""
+    expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters), order.have_free)
+    if layout is None:
+        backbone, notes = load_within(order.backbone, order.memory_limit, expected)
+        return executor_on(backbone), weight_sample(backbone.model), notes
+    staged = load_stages(order.backbone, layout, order.memory_limit, expected)
+    return staged, None, (COMPILING,) if staged.is_compiling else ()
+
+
+def _planner(order: RankOrder, layout: StageLayout | None, executor: Executor) -> Planner:
+    if layout is None:
+        return planner_named(order.planner)
+    capacity = choose_capacity(order.capacity, executor.facts.device_kind, order.longest)
+    return stage_planner(order.backbone, order.planner, layout, executor.row_tile(capacity))
+
+
+def _speed(order: RankOrder, layout: Layout, row_tile: int, capacity: int) -> float:
+    """Tokens that a rank is predicted to train in a second; 1 where all are alike."""
+    if len({str(own) for own in order.layouts}) < 2:
+        return 1.0
+    found = 0.0
+    for replica in layout.replicas:
+        cost = stage_cost(order.backbone, replica.stages, row_tile, replica.tensor)
+        stages = range(replica.stages)
+        slowest = max(cost.forward_s([capacity], s) + cost.backward_s([capacity], s) for s in stages)
+        found += replica.shards * capacity / slowest
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections.abc import Collection, Iterator
@@ -12,6 +13,7 @@ from weft.errors import ConfigError, JobError
 from weft.parallel.replicas.known_rank import KnownRank
 from weft.parallel.replicas.messages import Command, RankFailed, RankIdle, RankReady, Report
 from weft.parallel.replicas.rank_link import RankEnded, Ranks
+from weft.plan.layout import Layout
 
 SILENT_S = 30.0
 """A rank that gives no sign of life for so long is ended and replaced."""
@@ -42,6 +44,8 @@ class RankGroup:
         self._looked_s = time.monotonic()
         self._first: RankReady | None = None
         """What the first that was loaded said; all others must be like it."""
+        self._layouts: dict[int, Layout] = {}
+        """What each rank that was loaded said of its replica, or replicas."""
         self._ranks = {index: KnownRank(ranks.start(index)) for index in range(number)}
 
     def __len__(self) -> int:
@@ -61,6 +65,18 @@ class RankGroup:
         """What all that are loaded have in common."""
         assert self._first is not None, "none is loaded yet"
         return self._first
+
+    @property
+    def layout(self) -> Layout:
+        """That of all ranks together."""
+        return Layout(tuple(replica for _, own in sorted(self._layouts.items()) for replica in own.replicas))
+
+    @property
+    def first_bands(self) -> dict[int, int]:
+        """In a timeline of all ranks, the number of each rank's first band."""
+        sizes = [(index, len(own.stage_names)) for index, own in sorted(self._layouts.items())]
+        ends = itertools.accumulate(size for _, size in sizes)
+        return {index: end - size for (index, size), end in zip(sizes, ends, strict=True)}
 
     @property
     def loaded(self) -> list[KnownRank]:
@@ -169,7 +185,7 @@ class RankGroup:
         if difference is not None:
             self.give_up(rank, f"failed: {str(difference).rstrip('.')}")
             return RankFailed(difference)
-        rank.ready = ready
+        rank.ready, self._layouts[rank.index] = ready, ready.facts.layout
         self.notes = tuple(dict.fromkeys([*self.notes, *ready.notes]))
         return ready
 
@@ -192,7 +208,7 @@ class RankGroup:
 def difference_between(first: RankReady, ready: RankReady, index: int) -> ConfigError | None:
     """Why results would depend on which of two replicas trains a job."""
     where = f"replica {index}"
-    if ready.weights != first.weights:
+    if None not in (ready.weights, first.weights) and ready.weights != first.weights:
         found = f"has other weights of {first.facts.base_model} than replica 0"
         return ConfigError(f"{found}; all machines need the same files.", where=where)
     here, there = first.facts.environment, ready.facts.environment

@@ -122,8 +122,8 @@ class ReplicatedEngine:
 
     @property
     def layout(self) -> str:
-        """So many whole replicas, of which no two share a job."""
-        return f"replicas:{self.num_replicas}" if self.num_replicas > 1 else str(self.executor.facts.layout)
+        """All replicas, of which no two share a job unless one rank has both."""
+        return str(self._ranks.layout)
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -377,5 +377,5 @@ class ReplicatedEngine:
 
     def _write_times(self) -> None:
         if self._directory is not None:
-            merge_timelines(self._directory.path, self._directory.timeline_path)
+            merge_timelines(self._directory.path, self._directory.timeline_path, self._ranks.first_bands)
             self._directory.write_time(self.time_split)

@@ -92,19 +92,21 @@ def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int =
     return setup.cost(hardware, num_stages, tensor, row_tile=row_tile, split=split)
 
 
-def why_no_pairs(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> str | None:
+def why_no_pairs(
+    backbone: BackboneSpec, planner: str, layout: StageLayout, elsewhere: Hardware | None = None
+) -> str | None:
     """Why no two microbatches of devices that share every layer run side by side; None if they may.
 
-    `elsewhere`: as in `check_layout`.
+    `planner`: that of the run, by its name; `elsewhere`: as in `check_layout`.
     """
     if len(layout.replica_sizes) > 1:
         return "pairs are for one replica."
     if layout.schedule is not None:
         return "the schedule that was asked for knows no pairs."
-    if spec.planner == "greedy":
+    if planner == "greedy":
         return "the greedy planner knows no pairs."
-    is_plain = spec.backbone.kernels == "reference" or spec.backbone.dtype == "float32"
-    if is_plain and not _is_on_cpu(spec.backbone, elsewhere):
+    is_plain = backbone.kernels == "reference" or backbone.dtype == "float32"
+    if is_plain and not _is_on_cpu(backbone, elsewhere):
         # Of one GPU, autograd goes back through one graph at a time.
         return "on GPUs pairs are for the fused kernels."
     return None
