@@ -27,7 +27,7 @@ _KINDS = (
     "shards:2,stages:2: those of every stage"
 )
 Layout = Annotated[str | None, typer.Option(metavar="stages:N", help=f"{_KINDS}; or auto: what is predicted fastest.")]
-SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED)
+SCHEDULES = tuple(Schedule)
 PipelineSchedule = Annotated[
     str | None,
     typer.Option("--schedule", metavar="NAME", help=f"With --layout: auto (default), {', '.join(SCHEDULES)}."),

@@ -3,9 +3,7 @@
 Stage s runs its instructions from the first to the last; a Receive waits for the matching Send of the neighbour. One
 device is one stage, which runs a microbatch forward, at once backward, and then the steps that are due: a `Turn`. A
 job's step needs the norm of its whole gradient, which lies on all stages of a pipeline: each stage measures its part
-(`Measure`), the first one judges, and each steps just before the job's next forward, when the verdict is there. With
-`num_chunks` above 1 every stage holds several slices of the model (interleaving): slice c of stage s is the virtual
-stage c · num_stages + s.
+(`Measure`), the first one judges, and each steps just before the job's next forward, when the verdict is there.
 
 A program may be for several whole replicas (`replica_sizes`): their stages follow one another, a microbatch is run by
 one of them, and a job whose sums are free has samples on several. Whoever had some measures, the first of these judges
@@ -28,37 +26,33 @@ from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One microbatch forward through one slice of the model."""
+    """One microbatch forward through a stage's layers."""
 
     microbatch: int
-    """Place in the program's `microbatches`."""
-    chunk: int = 0
+    """Index into the program's `microbatches`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The same, backward; every job in it gains gradients for its adapters on this slice."""
+    """The same, backward; every job in it gains gradients for its adapters on this stage."""
 
     microbatch: int
-    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hands the result of a Forward to the next virtual stage, or of a Backward to the one before."""
+    """Hands the result of a Forward to the next stage, or of a Backward to the one before."""
 
     microbatch: int
-    chunk: int
     is_gradient: bool
     to_stage: int
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Waits for what a neighbour sends for this microbatch and slice."""
+    """Waits for what a neighbour sends for this microbatch."""
 
     microbatch: int
-    chunk: int
     is_gradient: bool
     from_stage: int
 
@@ -115,7 +109,6 @@ class Program:
     microbatches: tuple[Microbatch, ...]
     """An empty one is a bubble that a pipeline's schedule needs to keep its distances (a no-op)."""
     stages: tuple[tuple[Instruction, ...], ...]
-    num_chunks: int = 1
     replica_sizes: tuple[int, ...] = ()
     """Stages of each replica, whose lists follow one another; empty: one replica has them all."""
     shards: tuple[int, ...] = ()
@@ -175,7 +168,7 @@ class Program:
                 if not found:
                     found.append((Microbatch(()), []))
                 found[-1][1].append(i)
-            elif isinstance(i, Forward) and next(instructions, None) == Backward(i.microbatch, i.chunk):
+            elif isinstance(i, Forward) and next(instructions, None) == Backward(i.microbatch):
                 found.append((self.microbatches[i.microbatch], []))
             else:
                 raise PlanError(f"{i} is not a forward with its backward right behind it; one device runs only those.")
@@ -187,7 +180,6 @@ class Program:
         A segment is [job, step, index, length]; an instruction is its kind and its fields in order.
         """
         return {
-            "num_chunks": self.num_chunks,
             "replica_sizes": list(self.replica_sizes),
             "shards": list(self.shards),
             "pairs": [list(pair) for pair in self.pairs],
@@ -201,17 +193,24 @@ class Program:
         try:
             return cls(
                 tuple(Microbatch(tuple(_built(Segment, own) for own in segments)) for segments in tree["microbatches"]),
-                tuple(tuple(_built(_KINDS[kind], own) for kind, *own in stage) for stage in tree["stages"]),
-                int(tree["num_chunks"]),
+                tuple(tuple(_built_instruction(*own) for own in stage) for stage in tree["stages"]),
                 tuple(int(size) for size in tree.get("replica_sizes", ())),
                 tuple(int(number) for number in tree.get("shards", ())),
                 tuple((int(first), int(second)) for first, second in tree.get("pairs", ())),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
-                f"this is not a program ({type(error).__name__}: {error}); it needs num_chunks, microbatches and "
-                "stages as `weft plan --json` writes them."
+                f"this is not a program ({type(error).__name__}: {error}); it needs microbatches and stages "
+                "as `weft plan --json` writes them."
             ) from None
+
+
+def _built_instruction(name: str, *values: Any) -> Instruction:
+    """An instruction from its kind and fields; programs of weft 0.1 have a 0 after the microbatch that says nothing."""
+    kind = _KINDS[name]
+    if kind in (Forward, Backward, Send, Receive) and len(values) == len(fields(kind)) + 1 and values[1] == 0:
+        values = (values[0], *values[2:])
+    return _built(kind, values)
 
 
 def _built(kind: type[_Built], values: Sequence[Any]) -> _Built:

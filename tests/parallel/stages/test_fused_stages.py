@@ -17,7 +17,7 @@ from weft.model.path import Memory
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 
-SCHEDULES = [schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED]
+SCHEDULES = list(Schedule)
 
 
 def fused_stages(name: str, sizes: tuple[int, ...], schedule: Schedule, **options: Any) -> Engine:

@@ -39,7 +39,7 @@ from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.timeline import COMPUTE, Timeline
 from weft.plan.types import JobQueue, Limits
 
-SCHEDULES = [schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED]
+SCHEDULES = list(Schedule)
 
 
 def staged(name: str, sizes: tuple[int, ...], schedule: Schedule = Schedule.MULTI_ADAPTER, **options: Any) -> Engine:

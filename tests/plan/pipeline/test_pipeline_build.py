@@ -44,25 +44,24 @@ def order(program_stage: tuple[object, ...]) -> str:
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), num_stages=st.integers(1, 5), num_chunks=st.integers(1, 3))
+@given(data=st.data(), num_stages=st.integers(1, 5))
 def test_build_of_any_stream_passes_the_validator_and_runs(
-    schedule: Schedule, data: st.DataObject, num_stages: int, num_chunks: int
+    schedule: Schedule, data: st.DataObject, num_stages: int
 ) -> None:
     """No sample is lost, no program is refused, and none blocks."""
     stream = data.draw(streams(schedule))
-    chunks = num_chunks if schedule is Schedule.INTERLEAVED else 1
-    program = build(schedule, stream, num_stages, num_chunks=chunks, cost=COST)
+    program = build(schedule, stream, num_stages, cost=COST)
     assert violations(program) == []
     assert sorted(str(m) for m in program.microbatches if m.segments) == sorted(map(str, stream))
     timeline = simulate(program, COST)
-    assert program == build(schedule, stream, num_stages, num_chunks=chunks, cost=COST)
+    assert program == build(schedule, stream, num_stages, cost=COST)
     assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
     work = sum(timeline.busy_s(stage) for stage in range(num_stages))
     transfers = sum(span.duration_s for span in timeline.spans if span.name == "send")
     assert timeline.makespan_s <= work + transfers + 1e-6
 
 
-@pytest.mark.parametrize("schedule", [s for s in Schedule if s is not Schedule.INTERLEAVED])
+@pytest.mark.parametrize("schedule", list(Schedule))
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), num_stages=st.integers(1, 4))
 def test_build_under_any_sufficient_memory_stays_within_it(
@@ -97,20 +96,6 @@ def test_gpipe_flushes_between_jobs_that_do_not_wait_for_each_other() -> None:
     """A classic schedule knows nothing of other jobs."""
     program = build(Schedule.GPIPE, equal(2, 1, 2), 2)
     assert [order(stage) for stage in program.stages] == ["F0 F1 B0 B1 F2 F3 B2 B3"] * 2
-
-
-def test_interleaved_warms_up_with_two_for_each_later_stage_and_all_but_one_slice() -> None:
-    """2 (S - s - 1) + (V - 1) S slice-forwards, and one more before the first backward."""
-    program = build(Schedule.INTERLEAVED, equal(1, 1, 9), 3, num_chunks=2)
-    visits = [order(stage).split() for stage in program.stages]
-    assert [len(list(itertools.takewhile(lambda v: v[0] == "F", own))) for own in visits] == [8, 6, 4]
-
-
-def test_interleaved_with_microbatches_that_are_no_multiple_of_the_stages_is_complete() -> None:
-    """Five microbatches over two stages of two slices."""
-    program = build(Schedule.INTERLEAVED, equal(1, 1, 5), 2, num_chunks=2)
-    assert violations(program) == []
-    assert all(sum(isinstance(i, Forward) for i in stage) == 10 for stage in program.stages)
 
 
 def test_multi_adapter_stream_that_breaks_the_lemma_gets_noops() -> None:
@@ -171,15 +156,13 @@ BACKWARDS = [Microbatch((Segment("a", 1, 0, 8),)), SAMPLE]
 @pytest.mark.parametrize(
     ("schedule", "stream", "options", "said"),
     [
-        (Schedule.GPIPE, [SAMPLE], {"num_stages": 0}, "0 stages of 1 slices make no pipeline"),
-        (Schedule.GPIPE, [SAMPLE], {"num_stages": 2, "num_chunks": 2}, "use interleaved"),
+        (Schedule.GPIPE, [SAMPLE], {"num_stages": 0}, "0 stages make no pipeline"),
         (Schedule.EAGER, [], {"num_stages": 2}, "no sample"),
         (Schedule.EAGER, [Microbatch(())], {"num_stages": 2}, "no sample"),
         (Schedule.EAGER, [SAMPLE], {"num_stages": 2, "memory_bytes": [8]}, "for 1 stages of 2"),
         (Schedule.EAGER, [SAMPLE], {"num_stages": 2, "memory_bytes": [8, 0]}, "stage 1 has 0 bytes"),
         (Schedule.EAGER, [SAMPLE], {"num_stages": 2, "memory_bytes": [8, 7]}, "stage 1: microbatch 0 keeps 8 bytes"),
         (Schedule.ONE_F_ONE_B, [SAMPLE], {"num_stages": 2, "memory_bytes": [7, 8]}, "stage 0: microbatch 0 keeps 8"),
-        (Schedule.INTERLEAVED, [SAMPLE], {"num_stages": 2, "num_chunks": 2, "memory_bytes": [8, 8]}, "16 bytes"),
         (Schedule.LORAPP, [MIXED], {"num_stages": 2}, "2 global batches"),
         (Schedule.ONE_F_ONE_B, BACKWARDS, {"num_stages": 2}, "step 1 of a has samples in microbatch 0"),
         (Schedule.EAGER, [TWO_STEPS], {"num_stages": 2}, "step 1 of a has samples in microbatch 0"),

@@ -24,8 +24,7 @@ COST = LinearCost(send_s=0.1)
 def programs(draw: st.DrawFn, min_stages: int = 1) -> Program:
     """A valid program of any schedule."""
     schedule = draw(st.sampled_from(list(Schedule)))
-    chunks = draw(st.integers(1, 2)) if schedule is Schedule.INTERLEAVED else 1
-    return build(schedule, draw(streams(schedule)), draw(st.integers(min_stages, 4)), num_chunks=chunks)
+    return build(schedule, draw(streams(schedule)), draw(st.integers(min_stages, 4)))
 
 
 def places(program: Program, *kinds: type) -> list[Place]:
@@ -96,14 +95,13 @@ def test_transfer_with_another_partner_is_refused(program: Program, data: st.Dat
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
-def test_instruction_for_another_microbatch_or_slice_is_refused(program: Program, data: st.DataObject) -> None:
+def test_instruction_for_another_microbatch_is_refused(program: Program, data: st.DataObject) -> None:
     """Whether that exists or not."""
     place = data.draw(st.sampled_from(places(program, Forward, Backward, Send, Receive)))
     instruction = at(program, place)
     assert not isinstance(instruction, Step)
-    field, size = data.draw(st.sampled_from([("microbatch", len(program.microbatches)), ("chunk", program.num_chunks)]))
-    value = data.draw(st.integers(-1, size).filter(lambda v: v != getattr(instruction, field)))
-    assert violations(replaced(program, place, dataclasses.replace(instruction, **{field: value})))
+    other = data.draw(st.integers(-1, len(program.microbatches)).filter(lambda k: k != instruction.microbatch))
+    assert violations(replaced(program, place, dataclasses.replace(instruction, microbatch=other)))
 
 
 @settings(max_examples=80, deadline=None)
@@ -149,7 +147,7 @@ def test_compute_before_its_input_and_send_before_its_result_are_refused(program
     transfer = program.stages[stage][i]
     assert isinstance(transfer, Send | Receive)
     kind = Backward if transfer.is_gradient else Forward
-    compute = program.stages[stage].index(kind(transfer.microbatch, transfer.chunk))
+    compute = program.stages[stage].index(kind(transfer.microbatch))
     assert violations(moved(program, (stage, i), compute))
 
 
@@ -160,7 +158,7 @@ def test_backward_before_its_forward_is_refused(program: Program, data: st.DataO
     stage, i = data.draw(st.sampled_from(places(program, Backward)))
     backward = program.stages[stage][i]
     assert isinstance(backward, Backward)
-    forward = program.stages[stage].index(Forward(backward.microbatch, backward.chunk))
+    forward = program.stages[stage].index(Forward(backward.microbatch))
     assert violations(moved(program, (stage, i), forward))
 
 
@@ -178,17 +176,16 @@ def test_any_two_instructions_exchanged_either_change_nothing_that_matters_or_ar
     if violations(exchanged):
         return
     spans = simulate(exchanged, LinearCost(fixed_s=1.0, optimizer_s=1.0)).spans
-    when = {(s.name, s.stage, s.args["microbatch"], s.args["chunk"]): s for s in spans if s.name != "step"}
+    when = {(s.name, s.stage, s.args["microbatch"]): s for s in spans if s.name != "step"}
     steps = {(s.stage, *s.args["jobs"], s.args["step"]): s for s in spans if s.name == "step"}
-    for (name, place, k, chunk), span in when.items():
-        virtual = chunk * program.num_stages + place + (-1 if name == "forward" else 1)
-        source = when.get((name, virtual % program.num_stages, k, virtual // program.num_stages))
-        assert source is None or virtual < 0 or source.end_s <= span.start_s
+    for (name, place, k), span in when.items():
+        source = when.get((name, place + (-1 if name == "forward" else 1), k))
+        assert source is None or source.end_s <= span.start_s
         for segment in program.microbatches[k].segments:
             own_step = steps[place, segment.job, segment.step]
             before = steps.get((place, segment.job, segment.step - 1))
             assert span.end_s <= own_step.start_s and (before is None or before.end_s <= span.start_s)
-        assert name == "forward" or when["forward", place, k, chunk].end_s <= span.start_s
+        assert name == "forward" or when["forward", place, k].end_s <= span.start_s
 
 
 def test_stages_that_wait_for_each_other_are_refused() -> None:
@@ -205,7 +202,7 @@ def test_transfers_received_in_another_order_than_sent_are_refused() -> None:
     """A channel delivers in order, so a swap would hand over the wrong activations."""
     program = build(Schedule.GPIPE, [Microbatch((Segment("a", 0, i, 1),)) for i in range(2)], 2)
     own = list(program.stages[1])
-    first, second = (own.index(Receive(k, 0, False, 0)) for k in range(2))
+    first, second = (own.index(Receive(k, False, 0)) for k in range(2))
     own.insert(first, own.pop(second))
     assert violations(edited(program, 1, own)) == [
         "stage 1 receives activations in another order than stage 0 sends them"
@@ -222,7 +219,7 @@ def test_sample_in_two_microbatches_is_refused() -> None:
 def test_memory_one_byte_below_the_peak_is_refused(schedule: Schedule) -> None:
     """At the peak it passes."""
     stream = [Microbatch((Segment("a", 0, i, i + 1),)) for i in range(5)]
-    program = build(schedule, stream, 3, num_chunks=2 if schedule is Schedule.INTERLEAVED else 1)
+    program = build(schedule, stream, 3)
     peaks = peak_bytes(program, COST)
     assert violations(program, cost=COST, memory_bytes=peaks) == []
     for stage in range(3):
@@ -237,21 +234,10 @@ def test_transfer_that_nobody_needs_is_refused(program: Program, data: st.DataOb
     """Beside all the right ones, at the end of a stage's list."""
     stage = data.draw(st.integers(0, program.num_stages - 1))
     kind, other = data.draw(st.sampled_from([Send, Receive])), data.draw(st.integers(0, program.num_stages - 1))
-    extra = kind(0, data.draw(st.integers(0, program.num_chunks - 1)), data.draw(st.booleans()), other)
+    extra = kind(0, data.draw(st.booleans()), other)
     assume(extra not in program.stages[stage])
     found = violations(edited(program, stage, [*program.stages[stage], extra]))
     assert len(found) == 1 and "has nothing to" in found[0]
-
-
-@pytest.mark.parametrize("kind", [Forward, Backward])
-def test_slices_of_one_stage_out_of_order_are_refused(kind: type[Forward] | type[Backward]) -> None:
-    """Where no transfer orders them: forward from slice 0 to 1, backward from 1 to 0."""
-    program = build(Schedule.INTERLEAVED, [Microbatch((Segment("a", 0, 0, 1),))], 1, num_chunks=2)
-    own = list(program.stages[0])
-    first, second = own.index(kind(0, 0)), own.index(kind(0, 1))
-    own[first], own[second] = own[second], own[first]
-    found = violations(edited(program, 0, own))
-    assert len(found) == 1 and "comes before" in found[0]
 
 
 def test_step_of_a_global_batch_that_is_not_there_is_refused() -> None:

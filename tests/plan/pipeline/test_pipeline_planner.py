@@ -12,7 +12,7 @@ from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Step
 from weft.plan.types import Batch, JobQueue, Limits
 
-SCHEDULES = [schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED]
+SCHEDULES = list(Schedule)
 
 
 @st.composite

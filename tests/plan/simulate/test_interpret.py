@@ -64,15 +64,6 @@ def test_gpipe_bubble_equals_the_formula(num_stages: int, num: int, ratio: float
         assert timeline.bubble_ratio() == pytest.approx(formula)
 
 
-@pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 2), (4, 2), (4, 3)])
-def test_interleaving_divides_the_bubble_by_the_slices(num_stages: int, num_chunks: int) -> None:
-    """(D - 1)/(V N + D - 1)."""
-    num = 2 * num_stages
-    program = build(Schedule.INTERLEAVED, equal(1, 1, num), num_stages, num_chunks=num_chunks)
-    formula = (num_stages - 1) / (num_chunks * num + num_stages - 1)
-    assert simulate(program, LinearCost()).bubble_ratio() == pytest.approx(formula)
-
-
 @pytest.mark.parametrize("backward_s", [1.0, 2.0])
 @pytest.mark.parametrize("transfer_s", [0.0, 0.5, 1.0, 4.0])
 def test_step_latency_with_overlap_equals_the_formula(backward_s: float, transfer_s: float) -> None:
@@ -126,7 +117,7 @@ def test_memory_over_time_reaches_the_peak_of_the_program_and_returns_to_nothing
 def test_program_that_blocks_is_named_instead_of_run_for_ever() -> None:
     """A receive that nobody serves."""
     (microbatch,) = equal(1, 1)
-    program = Program((microbatch,), ((Forward(0), Backward(0)), (Receive(0, 0, False, 0), Forward(0))))
+    program = Program((microbatch,), ((Forward(0), Backward(0)), (Receive(0, False, 0), Forward(0))))
     with pytest.raises(PlanError, match=r"stage 1 waits for ever at Receive\(microbatch=0"):
         simulate(program, LinearCost())
 

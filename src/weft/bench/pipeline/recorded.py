@@ -30,7 +30,7 @@ from weft.plan.simulate.timeline import COMPUTE, Span
 from weft.plan.types import JobQueue, Limits
 from weft.spec import BackboneSpec, RunSpec, run_from_mapping
 
-SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.INTERLEAVED)
+SCHEDULES = tuple(Schedule)
 STAGES = (2, 4)
 CAPACITY = 1024
 TEXTS = {"short": (60, 120), "mixed": (60, 400), "long": (250, 500)}

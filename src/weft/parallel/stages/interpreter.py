@@ -153,7 +153,7 @@ class StageProgram:
         if not isinstance(first, Forward | Backward) or self._stage.side_by_side is None:
             return [first]
         other = self._of_microbatch(first.microbatch).pairs.get(first.microbatch)
-        return [first] if other is None else [first, type(first)(other, first.chunk)]
+        return [first] if other is None else [first, type(first)(other)]
 
     def _program_of(self, instruction: Instruction) -> _Begun:
         if isinstance(instruction, Measure | Step):
@@ -342,7 +342,7 @@ class StageProgram:
         run()
         begun = self._of_microbatch(k)
         rows = self._batch(k).num_rows if num_rows is None else num_rows
-        args: dict[str, Any] = {"microbatch": k - begun.work.first, "chunk": 0, "rows": rows}
+        args: dict[str, Any] = {"microbatch": k - begun.work.first, "rows": rows}
         if beside is not None:
             args["beside"] = beside - begun.work.first
         elif devices is not None and not is_gpu(self._stage.backbone.device):

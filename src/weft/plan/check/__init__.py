@@ -1,8 +1,8 @@
 """Validates any program, whoever made it; written without looking at any planner.
 
-Checked on every stage: each microbatch forward and backward exactly once per slice, forward first; exactly the
-transfers that the slices before and after need, in time; a global batch's step exactly once, after its last backward
-and before the job's next forward; with several stages, its measure between the two; memory never above the limit.
+Checked on every stage: each microbatch forward and backward exactly once, forward first; exactly the transfers that the
+stages before and after need, in time; a global batch's step exactly once, after its last backward and before the job's
+next forward; with several stages, its measure between the two; memory never above the limit.
 Between stages: what a neighbour sends is received in the same order, and a run of all lists together comes to its end;
 those that are in step run their passes together, in the same directions.
 Of a pair: two microbatches without a common job, whose forwards, and whose backwards, nothing comes between.

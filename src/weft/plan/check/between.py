@@ -8,20 +8,19 @@ from collections.abc import Iterator, Sequence
 from weft.plan.program import Backward, Forward, Measure, Program, Receive, Send, Step
 
 Transfer = tuple[int, int, bool]
-"""What travels: microbatch, virtual stage it is for, whether it is a gradient."""
+"""What travels: microbatch, stage it is for, whether it is a gradient."""
 
 
 def crossings(program: Program) -> Iterator[str]:
     """Neighbours that would take each other's transfers for one another: channels deliver in order."""
-    owners = [own for own in program.replicas for _ in own]
-    sent: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
-    awaited: dict[tuple[int, int, bool], list[Transfer]] = defaultdict(list)
+    sent: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
+    awaited: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
     for stage, instructions in enumerate(program.stages):
         for i in instructions:
             if isinstance(i, Send):
-                sent[stage, i.to_stage, i.is_gradient].append(_parcel(owners, stage, i))
+                sent[stage, i.to_stage, i.is_gradient].append(i.microbatch)
             elif isinstance(i, Receive):
-                awaited[i.from_stage, stage, i.is_gradient].append(_parcel(owners, stage, i))
+                awaited[i.from_stage, stage, i.is_gradient].append(i.microbatch)
     for source, target, is_gradient in sorted({*sent, *awaited}):
         channel = (source, target, is_gradient)
         if sent[channel] != awaited[channel]:
@@ -31,7 +30,6 @@ def crossings(program: Program) -> Iterator[str]:
 
 def stuck(program: Program) -> Iterator[str]:
     """Stages that wait for each other for ever when all lists run side by side."""
-    owners = [own for own in program.replicas for _ in own]
     places = [0] * program.num_stages
     arrived: set[Transfer] = set()
     measured: Counter[Measure] = Counter()
@@ -43,7 +41,7 @@ def stuck(program: Program) -> Iterator[str]:
         for stage, instructions in enumerate(program.stages):
             while places[stage] < len(instructions):
                 i = instructions[places[stage]]
-                if isinstance(i, Receive) and _parcel(owners, stage, i) not in arrived:
+                if isinstance(i, Receive) and (i.microbatch, stage, i.is_gradient) not in arrived:
                     break
                 if isinstance(i, Forward | Backward) and stage in in_step:
                     break
@@ -52,7 +50,7 @@ def stuck(program: Program) -> Iterator[str]:
                 if isinstance(i, Step) and measured[of := Measure(i.job, i.step)] < len(measuring.get(of, ())):
                     break
                 if isinstance(i, Send):
-                    arrived.add(_parcel(owners, stage, i))
+                    arrived.add((i.microbatch, i.to_stage, i.is_gradient))
                 measured.update([i] if isinstance(i, Measure) else [])
                 places[stage] += 1
                 moved = True
@@ -73,11 +71,3 @@ def _may_pass(program: Program, ring: Sequence[int], places: Sequence[int]) -> b
         own, place = program.stages[stage], places[stage]
         at.add(type(own[place]) if place < len(own) else None)
     return at in ({Forward}, {Backward})
-
-
-def _parcel(owners: Sequence[range], stage: int, i: Send | Receive) -> Transfer:
-    own = owners[stage]
-    virtual = i.chunk * len(own) + stage - own.start
-    if isinstance(i, Send):
-        virtual += -1 if i.is_gradient else 1
-    return i.microbatch, virtual, i.is_gradient

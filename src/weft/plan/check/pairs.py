@@ -30,9 +30,9 @@ def not_side_by_side(program: Program) -> Iterator[str]:
             if not isinstance(i, Forward | Backward):
                 continue
             if i.microbatch in beside:
-                wanted, neighbour = type(i)(beside[i.microbatch], i.chunk), instructions[place + 1 : place + 2]
+                wanted, neighbour = type(i)(beside[i.microbatch]), instructions[place + 1 : place + 2]
             elif i.microbatch in seconds:
-                wanted, neighbour = type(i)(seconds[i.microbatch], i.chunk), instructions[max(place - 1, 0) : place]
+                wanted, neighbour = type(i)(seconds[i.microbatch]), instructions[max(place - 1, 0) : place]
             else:
                 continue
             if neighbour != (wanted,):

@@ -11,13 +11,13 @@ from weft.plan.types import JobQueue, Limits
 
 
 def unknown_microbatches(program: Program) -> Iterator[str]:
-    """Microbatches and slices that are not there."""
+    """Instructions for microbatches that are not there."""
     for stage, instructions in enumerate(program.stages):
         for place, i in enumerate(instructions):
             if isinstance(i, Measure | Step):
                 continue
-            if not 0 <= i.microbatch < len(program.microbatches) or not 0 <= i.chunk < program.num_chunks:
-                yield f"stage {stage}, instruction {place}: {i} names a microbatch or slice that is not there"
+            if not 0 <= i.microbatch < len(program.microbatches):
+                yield f"stage {stage}, instruction {place}: {i} names a microbatch that is not there"
 
 
 def overfull(program: Program, limits: Limits | None) -> Iterator[str]:

@@ -15,14 +15,12 @@ class StageWalk:
     ) -> None:
         self.program, self.stage, self.batches, self.cost, self.limit = program, stage, batches, cost, limit
         self.replica = next(place for place, own in enumerate(program.replicas) if stage in own)
-        own = program.replicas[self.replica]
-        self.first, self.num_stages = own.start, len(own)
-        counts = {batch: count[self.replica] for batch, count in batches.num_backwards.items()}
-        self.left = {batch: count * program.num_chunks for batch, count in counts.items()}
+        self.own = program.replicas[self.replica]
+        self.left = {batch: count[self.replica] for batch, count in batches.num_backwards.items()}
         self.measures = {batch for batch, count in batches.num_backwards.items() if self.replica in count}
         """Global batches of which the replica has a part."""
-        self.newest: dict[tuple[str, int], int] = {}
-        """The last microbatch that has gone backward, of each job and slice."""
+        self.newest: dict[str, int] = {}
+        """The last microbatch that has gone backward, of each job."""
         self.place = 0
         self.done: set[Instruction] = set()
         self.stepped: set[CheckedBatch] = set()
@@ -48,10 +46,10 @@ class StageWalk:
             elif isinstance(i, Backward):
                 self._backward(i)
             elif isinstance(i, Send):
-                source = (Backward if i.is_gradient else Forward)(i.microbatch, i.chunk)
-                if self._next(i.chunk, i.is_gradient) != i.to_stage or source not in self.done:
+                source = (Backward if i.is_gradient else Forward)(i.microbatch)
+                if self._next(i.is_gradient) != i.to_stage or source not in self.done:
                     self._add("has nothing to send there")
-            elif self._next(i.chunk, not i.is_gradient) != i.from_stage:
+            elif self._next(not i.is_gradient) != i.from_stage:
                 self._add("has nothing to wait for there")
         self._missing()
         return self.found
@@ -60,44 +58,38 @@ class StageWalk:
         instruction = self.program.stages[self.stage][self.place]
         self.found.append(f"stage {self.stage}, instruction {self.place}: {instruction} {text}")
 
-    def _next(self, chunk: int, is_gradient: bool) -> int | None:
-        """Stage of the slice that comes after this one, in the direction of activations or of gradients."""
-        virtual = chunk * self.num_stages + self.stage - self.first + (-1 if is_gradient else 1)
-        if self.num_stages == 1 or not 0 <= virtual < self.num_stages * self.program.num_chunks:
-            return None
-        return self.first + virtual % self.num_stages
+    def _next(self, is_gradient: bool) -> int | None:
+        """The replica's stage after this one, in the direction of activations or of gradients."""
+        neighbour = self.stage + (-1 if is_gradient else 1)
+        return neighbour if neighbour in self.own else None
 
     def _forward(self, visit: Forward) -> None:
-        k, chunk = visit.microbatch, visit.chunk
-        self._input(k, chunk, is_gradient=False)
-        # One stage holding several slices passes from slice to slice without a transfer.
-        if self.num_stages == 1 and chunk > 0 and Forward(k, chunk - 1) not in self.done:
-            self._add("comes before its input")
+        k = visit.microbatch
+        self._input(k, is_gradient=False)
         for batch in self.batches.of[k]:
             before = self.batches.previous.get(batch)
             if before is not None and before not in self.stepped:
                 self._add(f"comes before step {before[1]} of {before[0]}")
-        self.held += self._held(k, chunk)
+        self.held += self._held(k)
         if self.limit is not None and self.cost is not None and self.held > self.limit:
             self._add(f"brings the stage to {self.held:,} bytes; it has {self.limit:,}")
 
     def _backward(self, visit: Backward) -> None:
-        k, chunk = visit.microbatch, visit.chunk
-        self._input(k, chunk, is_gradient=True)
-        is_last = self.num_stages > 1 or chunk + 1 == self.program.num_chunks
-        if Forward(k, chunk) not in self.done or not (is_last or Backward(k, chunk + 1) in self.done):
+        k = visit.microbatch
+        self._input(k, is_gradient=True)
+        if Forward(k) not in self.done:
             self._add("comes before what it goes back through")
         for job, step in self.batches.of[k]:
             self.left[job, step] -= 1
-            newest = self.newest.get((job, chunk), -1)
-            self.newest[job, chunk] = k
+            newest = self.newest.get(job, -1)
+            self.newest[job] = k
             if newest > k and job in self.batches.ordered:
                 self._add(f"comes after microbatch {newest}, whose samples of {job} follow its own")
-        self.held -= self._held(k, chunk)
+        self.held -= self._held(k)
 
-    def _input(self, k: int, chunk: int, *, is_gradient: bool) -> None:
-        source = self._next(chunk, not is_gradient)
-        if source is not None and Receive(k, chunk, is_gradient, source) not in self.done:
+    def _input(self, k: int, *, is_gradient: bool) -> None:
+        source = self._next(not is_gradient)
+        if source is not None and Receive(k, is_gradient, source) not in self.done:
             self._add("comes before its input is received")
 
     def _measure(self, measure: Measure) -> None:
@@ -129,20 +121,19 @@ class StageWalk:
         expected: list[Instruction] = [Step(job, step) for job, step in ended if self.replica in steps_on[job]]
         if self.program.num_stages > 1:
             expected += [Measure(job, step) for job, step in ended if (job, step) in self.measures]
+        onward, back = self._next(False), self._next(True)
         for k in range(len(self.program.microbatches)):
             if self.batches.replica_of[k] != self.replica:
                 continue
-            for chunk in range(self.program.num_chunks):
-                expected += [Forward(k, chunk), Backward(k, chunk)]
-                onward, back = self._next(chunk, False), self._next(chunk, True)
-                expected += [] if onward is None else [Send(k, chunk, False, onward), Receive(k, chunk, True, onward)]
-                expected += [] if back is None else [Receive(k, chunk, False, back), Send(k, chunk, True, back)]
+            expected += [Forward(k), Backward(k)]
+            expected += [] if onward is None else [Send(k, False, onward), Receive(k, True, onward)]
+            expected += [] if back is None else [Receive(k, False, back), Send(k, True, back)]
         self.found.extend(f"stage {self.stage}: {i} is missing" for i in expected if i not in self.done)
 
-    def _held(self, k: int, chunk: int) -> int:
+    def _held(self, k: int) -> int:
         if self.cost is None:
             return 0
         lengths = [s.length for s in self.program.microbatches[k].segments]
         if not lengths:
             return 0
-        return self.cost.held_bytes(lengths, chunk * self.num_stages + self.stage - self.first)
+        return self.cost.held_bytes(lengths, self.stage - self.own.start)

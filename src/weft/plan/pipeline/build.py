@@ -6,7 +6,6 @@ when. Transfers and steps follow from those in the same way for all:
     schedule        stream                       flushed                          a stage's order
     gpipe           as given                     between global batches           all forwards, then all backwards
     1f1b            as given                     between global batches           lead S - s
-    interleaved     as given                     between global batches           1F1B over several slices per stage
     lorapp          rounds of one job's batches  never                            eager, at most S - s in flight
     multi-adapter   as given, spaced by the      never                            lead S - s
                     bubble lemma
@@ -29,7 +28,7 @@ from weft.plan.cost.types import CostModel, LinearCost
 from weft.plan.lemma import lemma_distance, with_noops
 from weft.plan.pipeline.arrange import by_rounds, by_template
 from weft.plan.pipeline.eager import eager_orders
-from weft.plan.pipeline.orders import StageOrder, interleaved_orders, orders_by_lead
+from weft.plan.pipeline.orders import StageOrder, orders_by_lead
 from weft.plan.pipeline.stream import BatchStream, StreamBatch, read_stream
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.types import Microbatch
@@ -40,7 +39,6 @@ class Schedule(enum.StrEnum):
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved"
     LORAPP = "lorapp"
     """mLoRA's: jobs fill each other's bubbles; each steps when its own batch is back."""
     MULTI_ADAPTER = "multi-adapter"
@@ -56,7 +54,6 @@ def build(
     microbatches: Sequence[Microbatch],
     num_stages: int,
     *,
-    num_chunks: int = 1,
     cost: CostModel | None = None,
     memory_bytes: Sequence[int] | None = None,
     keep_order: bool = False,
@@ -68,7 +65,7 @@ def build(
     `adapters`: what those of a microbatch's jobs add to the cost model's passes, for schedules that run ahead by it.
     Only a template takes microbatches of a global batch out of their order, and with `keep_order` it does not either.
     """
-    _check(schedule, microbatches, num_stages, num_chunks, memory_bytes)
+    _check(schedule, microbatches, num_stages, memory_bytes)
     model = LinearCost() if cost is None else cost
     if schedule is Schedule.TEMPLATE:
         given, rounds = by_template(
@@ -76,25 +73,20 @@ def build(
         )
         stream = read_stream(given)
         orders = eager_orders(stream, num_stages, model, memory_bytes, rounds, adapters=adapters)
-        return _assemble(stream, orders, num_chunks)
+        return _assemble(stream, orders)
     stream = read_stream(_arranged(schedule, microbatches, num_stages))
     leads = [len(microbatches) if schedule is Schedule.GPIPE else num_stages - s for s in range(num_stages)]
     if schedule in (Schedule.LORAPP, Schedule.EAGER):
         max_lead = leads if schedule is Schedule.LORAPP else None
         orders = eager_orders(stream, num_stages, model, memory_bytes, max_lead=max_lead, adapters=adapters)
-        return _assemble(stream, orders, num_chunks)
-    if schedule is Schedule.INTERLEAVED:
-        orders = interleaved_orders(num_stages, num_chunks, stream.flushes)
-        program = _assemble(stream, orders, num_chunks)
-        _require_fit(program, model, memory_bytes)
-        return program
+        return _assemble(stream, orders)
     flushes = stream.flushes if schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else ()
 
     def held(k: int, stage: int) -> int:
         lengths = [s.length for s in stream.microbatches[k].segments]
         return model.held_bytes(lengths, stage) if lengths else 0
 
-    return _assemble(stream, orders_by_lead(stream, leads, flushes, held, memory_bytes), num_chunks)
+    return _assemble(stream, orders_by_lead(stream, leads, flushes, held, memory_bytes))
 
 
 def peak_bytes(program: Program, cost: CostModel) -> list[int]:
@@ -105,7 +97,7 @@ def peak_bytes(program: Program, cost: CostModel) -> list[int]:
         held = peak = 0
         for i in instructions:
             if isinstance(i, Forward | Backward) and lengths[i.microbatch]:
-                size = cost.held_bytes(lengths[i.microbatch], i.chunk * program.num_stages + stage)
+                size = cost.held_bytes(lengths[i.microbatch], stage)
                 held += size if isinstance(i, Forward) else -size
                 peak = max(peak, held)
         peaks.append(peak)
@@ -116,13 +108,10 @@ def _check(
     schedule: Schedule,
     microbatches: Sequence[Microbatch],
     num_stages: int,
-    num_chunks: int,
     memory_bytes: Sequence[int] | None,
 ) -> None:
-    if num_stages < 1 or num_chunks < 1:
-        raise PlanError(f"{num_stages} stages of {num_chunks} slices make no pipeline; use at least one of each.")
-    if num_chunks > 1 and schedule is not Schedule.INTERLEAVED:
-        raise PlanError(f"{schedule} runs one slice per stage and got {num_chunks}; use interleaved for more.")
+    if num_stages < 1:
+        raise PlanError(f"{num_stages} stages make no pipeline; use at least one.")
     if not any(microbatch.segments for microbatch in microbatches):
         raise PlanError("there is no sample to run; give at least one microbatch with a segment.")
     if memory_bytes is None:
@@ -142,32 +131,21 @@ def _arranged(schedule: Schedule, microbatches: Sequence[Microbatch], num_stages
     return microbatches
 
 
-def _require_fit(program: Program, cost: CostModel, memory_bytes: Sequence[int] | None) -> None:
-    if memory_bytes is None:
-        return
-    for stage, (peak, limit) in enumerate(zip(peak_bytes(program, cost), memory_bytes, strict=True)):
-        if peak > limit:
-            raise PlanError(
-                f"stage {stage} would keep {peak:,} bytes in flight and has {limit:,}; "
-                "use fewer slices, smaller microbatches or 1f1b."
-            )
-
-
-def _assemble(stream: BatchStream, orders: Sequence[StageOrder], num_chunks: int) -> Program:
+def _assemble(stream: BatchStream, orders: Sequence[StageOrder]) -> Program:
     """Puts every computation between its transfers, and steps where they are due."""
     num_stages = len(orders)
     stages = tuple(
-        tuple(with_transfers(stream, order, stage, num_stages, num_chunks, measures=num_stages > 1))
+        tuple(with_transfers(stream, order, stage, num_stages, measures=num_stages > 1))
         for stage, order in enumerate(orders)
     )
-    return Program(stream.microbatches, stages, num_chunks)
+    return Program(stream.microbatches, stages)
 
 
 def with_transfers(
-    stream: BatchStream, order: StageOrder, stage: int, num_stages: int, num_chunks: int = 1, *, measures: bool
+    stream: BatchStream, order: StageOrder, stage: int, num_stages: int, *, measures: bool
 ) -> list[Instruction]:
     """A stage's list with the transfers, measures (where several devices train) and steps of what it computes."""
-    growing = StageList(stage, num_stages, num_chunks, measures=measures)
+    growing = StageList(stage, num_stages, measures=measures)
     growing.know(stream)
     found = [i for visit in order for i in growing.visited(visit)]
     return [*found, *growing.due()]
@@ -176,8 +154,8 @@ def with_transfers(
 class StageList:
     """One stage's list while it is made: what belongs to the passes that it is told, one after another."""
 
-    def __init__(self, stage: int, num_stages: int, num_chunks: int = 1, *, measures: bool) -> None:
-        self._stage, self._num_stages, self._num_chunks = stage, num_stages, num_chunks
+    def __init__(self, stage: int, num_stages: int, *, measures: bool) -> None:
+        self._stage, self._num_stages = stage, num_stages
         self._measures = measures
         self._batches_of: list[list[StreamBatch]] = []
         self._left: Counter[StreamBatch] = Counter()
@@ -188,21 +166,18 @@ class StageList:
     def know(self, stream: BatchStream) -> None:
         """Learns what goes through the pipeline next; its microbatches are numbered from those known so far."""
         self._batches_of += [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
-        self._left.update({batch: self._num_chunks * len(places) for batch, places in stream.members.items()})
+        self._left.update({batch: len(places) for batch, places in stream.members.items()})
 
     def visited(self, visit: Forward | Backward) -> list[Instruction]:
         """A pass between its transfers, with the steps before it and the measures behind it."""
-        k, chunk = visit.microbatch, visit.chunk
-        num_stages, virtual = self._num_stages, visit.chunk * self._num_stages + self._stage
+        k, stages = visit.microbatch, range(self._num_stages)
         batches, is_gradient = self._batches_of[k], isinstance(visit, Backward)
-        first, last = 0, self._num_chunks * num_stages - 1
-        # A forward comes from the slice before and goes to the one after; a backward the other way round.
-        has_source = num_stages > 1 and virtual != (last if is_gradient else first)
-        has_target = num_stages > 1 and virtual != (first if is_gradient else last)
+        # A forward comes from the stage before and goes to the one after; a backward the other way round.
         towards = -1 if is_gradient else 1
+        source, target = self._stage - towards, self._stage + towards
         result: list[Instruction] = []
-        if has_source:
-            result.append(Receive(k, chunk, is_gradient, (self._stage - towards) % num_stages))
+        if source in stages:
+            result.append(Receive(k, is_gradient, source))
         if not is_gradient:
             result += self.due([job for job, _ in batches if job in self.measured])
         result.append(visit)
@@ -214,8 +189,8 @@ class StageList:
             # Before the gradients go on, so that whoever gets them has the part that belongs to them already.
             result.extend(Measure(job, step) for job, step in ended)
             self.measured.update(ended)
-        if has_target:
-            result.append(Send(k, chunk, is_gradient, (self._stage + towards) % num_stages))
+        if target in stages:
+            result.append(Send(k, is_gradient, target))
         if not self._measures:
             result.extend(Step(job, step) for job, step in ended)
         return result

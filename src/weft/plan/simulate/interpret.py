@@ -4,9 +4,8 @@ A stage runs its list from the first to the last instruction. With overlap a sta
 streams: it computes, sends (one transfer after the other, while it computes on) and receives. Without, sending and
 receiving each keep the stage itself busy. Empty microbatches cost nothing. Measuring a gradient takes no time, but the
 judge waits until all have measured theirs, and the others step when it has. Devices in step begin a pass together. Both
-passes of a pair begin together and end together. With several slices per stage the cost model is asked for virtual
-stages. Replicas have a cost model each; what they add to each other's gradients is taken to cost nothing.
-O(instructions).
+passes of a pair begin together and end together. Replicas have a cost model each; what they add to each other's
+gradients is taken to cost nothing. O(instructions).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from weft.plan.simulate.two_streams import PairTimes
 from weft.plan.types import Microbatch
 
 Parcel = tuple[int, int, bool]
-"""What travels: microbatch, virtual stage it is for, and whether it is a gradient."""
+"""What travels: microbatch, stage it is for, and whether it is a gradient."""
 
 
 @dataclass
@@ -119,7 +118,7 @@ class _Run:
                 visits = [instruction]
                 if (other := self.beside.get(instruction.microbatch)) is not None:
                     stage.rest.popleft()
-                    visits.append(type(instruction)(other, instruction.chunk))
+                    visits.append(type(instruction)(other))
                 self._compute(stage, place, *visits)
             elif isinstance(instruction, Send):
                 self._send(stage, place, instruction)
@@ -166,25 +165,25 @@ class _Run:
 
     def _compute(self, stage: _StageRun, place: int, *visits: Forward | Backward) -> None:
         """A pass, or both of a pair."""
-        virtual = _virtual(stage, place, visits[0].chunk)
+        own_place = place - stage.own.start
         is_forward = isinstance(visits[0], Forward)
         stage.num_passes += len(visits)
         numbers = [visit.microbatch for visit in visits if self.lengths[visit.microbatch]]
         if not numbers:
             return
         pass_s = stage.cost.forward_s if is_forward else stage.cost.backward_s
-        added_s = sum(self.added_s[k] for k in numbers) / self.program.num_chunks
-        seconds = sum(pass_s(self.lengths[k], virtual) for k in numbers) + added_s
+        added_s = sum(self.added_s[k] for k in numbers)
+        seconds = sum(pass_s(self.lengths[k], own_place) for k in numbers) + added_s
         if self.pairs is not None and len(numbers) == 2:
             first, second = (self.lengths[k] for k in numbers)
-            seconds *= self.pairs.share(first, second, virtual, is_forward=is_forward)
-        held = sum(stage.cost.held_bytes(self.lengths[k], virtual) for k in numbers)
+            seconds *= self.pairs.share(first, second, own_place, is_forward=is_forward)
+        held = sum(stage.cost.held_bytes(self.lengths[k], own_place) for k in numbers)
         if is_forward:
             stage.held += held
             stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
         start_s = stage.free_at
         for k, lane in zip(numbers, (COMPUTE, BESIDE), strict=False):
-            args = {"microbatch": k, "chunk": visits[0].chunk, **self.notes[k]}
+            args = {"microbatch": k, **self.notes[k]}
             if len(numbers) == 2:
                 args["beside"] = sum(numbers) - k
             stage.free_at = start_s
@@ -202,8 +201,7 @@ class _Run:
         stage.free_at += seconds
 
     def _send(self, stage: _StageRun, place: int, send: Send) -> None:
-        source = _virtual(stage, place, send.chunk)
-        parcel = (send.microbatch, source - 1 if send.is_gradient else source + 1, send.is_gradient)
+        parcel = (send.microbatch, send.to_stage, send.is_gradient)
         seconds = self._transfer_s(stage, send.microbatch)
         start = max(stage.free_at, stage.send_free_at)
         stage.send_free_at = self.arrivals[parcel] = start + seconds
@@ -221,7 +219,7 @@ class _Run:
                 )
 
     def _receive(self, stage: _StageRun, place: int, receive: Receive) -> bool:
-        parcel = (receive.microbatch, _virtual(stage, place, receive.chunk), receive.is_gradient)
+        parcel = (receive.microbatch, place, receive.is_gradient)
         if parcel not in self.arrivals:
             return False
         stage.free_at = max(stage.free_at, self.arrivals[parcel])
@@ -238,11 +236,6 @@ class _Run:
     def _transfer_s(self, stage: _StageRun, microbatch: int) -> float:
         lengths = self.lengths[microbatch]
         return stage.cost.transfer_s(sum(lengths)) if lengths else 0.0
-
-
-def _virtual(stage: _StageRun, place: int, chunk: int) -> int:
-    """The number of a slice among those of its replica."""
-    return chunk * len(stage.own) + place - stage.own.start
 
 
 def simulate_turns(program: Program, cost: CostModel) -> Timeline:
