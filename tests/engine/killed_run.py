@@ -26,8 +26,6 @@ import torch
 from weft import faults
 from weft.engine.resume import plan_resume
 from weft.engine.train import execute_run, prepare_run
-from weft.keeping import keeping_all
-from weft.quick_import import importing_quickly
 from weft.spec import AdapterSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 
@@ -122,9 +120,8 @@ def main(place: Path, seed: int, *, is_eight: bool) -> None:
     """Trains the run twice, once in peace and once under fire."""
     torch.set_num_threads(1)
     spec = eight_jobs.run_spec(place) if is_eight else run_spec(place)
-    with keeping_all(), importing_quickly():
-        for module in LATE_IMPORTS:
-            importlib.import_module(module)
+    for module in LATE_IMPORTS:
+        importlib.import_module(module)
     runs = {place / "undisturbed": spec}
     if is_eight:
         runs |= {place / f"alone-{job.name}": eight_jobs.run_spec(place, job.name) for job in spec.jobs}

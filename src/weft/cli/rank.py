@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.errors import ConfigError
-from weft.keeping import keeping_all
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -29,8 +28,7 @@ def rank(
         raise ConfigError("is not set; it holds the key of the run's controller.", where=KEY_VARIABLE)
     address = address_of(connect, "--connect")
     connection = _connection(address, key, time.monotonic() + (0.0 if isinstance(address, str) else wait))
-    with keeping_all():
-        from weft.parallel.replicas.rank import run_rank
+    from weft.parallel.replicas.rank import run_rank
 
     run_rank(connection)
 

@@ -30,7 +30,6 @@ from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaO
 from weft.cli.restart import through_losses
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, WeftError
-from weft.keeping import keeping_all
 from weft.report.console import output_console
 from weft.spec import RunSpec
 from weft.spec.load import parse, place_of
@@ -266,9 +265,7 @@ def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall
     """Trains a sweep in a folder, or only shows it; returns the exit code, or None if the user stopped it."""
     from weft.cli.loading import loading
     from weft.engine.execute.data_ahead import prepare_ahead
-
-    with keeping_all():
-        from weft.sweeps.api import begun_at, check_folder, prepare_sweep
+    from weft.sweeps.api import begun_at, check_folder, prepare_sweep
 
     resume = order.resume
     spec = check_folder(order.spec, folder, resume=resume)
@@ -284,7 +281,7 @@ def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall
             clock,
             begun_s=begun_s,
             wall=wall,
-            open_engine=keeping_all()(_opener(order, clock, console)),
+            open_engine=_opener(order, clock, console),
             ahead=ahead,
         )
     with contextlib.closing(prepared.engine):

@@ -21,7 +21,6 @@ from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaO
 from weft.cli.restart import through_losses
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, StorageError
-from weft.keeping import keeping_all
 from weft.report.console import output_console
 from weft.spec import RunSpec, load_run
 from weft.spec.load import locate
@@ -291,10 +290,8 @@ def _prepare(
 
             ranks = places.start(rank_order(spec, spec.jobs))
             undo.callback(ranks.abandon)
-        with keeping_all():
-            from weft.engine.train import prepare_run
+        from weft.engine.train import prepare_run
 
-            open_engine = keeping_all()(_opener(ranks, order, clock))
         run = prepare_run(
             spec,
             base_dir=order.jobs_file.parent,
@@ -303,7 +300,7 @@ def _prepare(
             clock=clock,
             locate=order.locate,
             wall=wall,
-            open_engine=open_engine,
+            open_engine=_opener(ranks, order, clock),
             ahead=ahead,
         )
         undo.pop_all()

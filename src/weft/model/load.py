@@ -29,7 +29,6 @@ from weft.model.source import Source, find_source, gguf, load_tokenizer, quiet, 
 from weft.model.tensor_parallel import divide
 from weft.plan.families.obstacles import OBSTACLES
 from weft.plan.families.registry import FAMILIES, REFERENCE_FAMILIES
-from weft.quick_import import importing_quickly
 from weft.spec import BackboneSpec
 
 
@@ -95,8 +94,7 @@ def _check_untested(backbone: Backbone, source: Source) -> None:
 
 def load_skeleton(base_model: str) -> Backbone:
     """The backbone with its modules and their shapes but no weights: enough to check adapters, whatever its size."""
-    with importing_quickly():
-        from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     source = find_source(base_model)
     config = _read_config(source)
@@ -242,8 +240,7 @@ def load_config(source: Source) -> dict[str, Any]:
 
 
 def _read_config(source: Source) -> Any:
-    with importing_quickly():
-        from transformers import AutoConfig
+    from transformers import AutoConfig
 
     with quiet(), readable(source, "config.json cannot be loaded", _cause):
         config = AutoConfig.from_pretrained(source.path, **gguf(source))

@@ -14,7 +14,6 @@ from typing import Any
 
 from weft.errors import MissingExtraError, ModelError
 from weft.model.model_files import check_directory
-from weft.quick_import import importing_quickly
 
 TINY = Path(__file__).parent / "tiny"
 
@@ -54,8 +53,7 @@ def find_source(base_model: str) -> Source:
 
 def load_tokenizer(base_model: str) -> Any:
     """The tokenizer alone; much quicker than the model."""
-    with importing_quickly():
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
 
     source = find_source(base_model)
     with quiet(), readable(source, "the tokenizer cannot be loaded"):

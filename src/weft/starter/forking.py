@@ -18,8 +18,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.keeping import keeping_all
-from weft.quick_import import importing_quickly
 from weft.starter.order import ProcessOrder
 
 MOST_FILES = 16
@@ -37,9 +35,8 @@ class Begun(NamedTuple):
 def main() -> None:
     """Imports and forks; in what it forks, runs the program that was asked for."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    with keeping_all(), importing_quickly():
-        for module in sys.stdin.read().split():
-            importlib.import_module(module)
+    for module in sys.stdin.read().split():
+        importlib.import_module(module)
     if not may_fork():
         sys.exit("a fork of this process would lack its threads, or have its GPU")
     begun = _serve(control)

@@ -14,7 +14,6 @@ import typer
 from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, StoreUrl
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, MissingExtraError, install_command
-from weft.keeping import keeping_all
 
 if TYPE_CHECKING:
     from weft.serve.worker.worker import Worker
@@ -131,10 +130,9 @@ def worker(
     log_json()
     database = open_database(settings.db_url)
     migrate(database)
-    with keeping_all():
-        from weft.serve.worker.worker import Worker
+    from weft.serve.worker.worker import Worker
 
-        signals.worker = trains = Worker(options, database, Blobs(settings.store_url))
+    signals.worker = trains = Worker(options, database, Blobs(settings.store_url))
     trains.run()
     database.close()
     if trains.sync.is_dismissed:

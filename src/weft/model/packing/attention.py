@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.adapters.routing import Routing
-from weft.quick_import import importing_quickly
 
 NAME = "weft_packed"
 """The name under which transformers finds this attention."""
@@ -28,8 +27,7 @@ NAME = "weft_packed"
 
 def register() -> None:
     """Makes the attention known to transformers; done when a backbone is loaded."""
-    with importing_quickly():
-        from transformers import AttentionInterface
+    from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)
 

@@ -19,7 +19,6 @@ from weft.engine.execute.memory import COMPILING, ExpectedJobs, load_within
 from weft.engine.execute.protocol import Executor, ReplicaFaultError, ReplicaMemoryError
 from weft.errors import StorageError, WeftError
 from weft.job_state import JobState, Reason
-from weft.keeping import keeping_all
 from weft.model.weight_sample import weight_sample
 from weft.parallel.load_staged import stage_planner
 from weft.parallel.replicas.controller_link import ControllerLink, RankConnection
@@ -75,8 +74,7 @@ def run_rank(connection: RankConnection) -> None:
         told = connection.recv()
         if isinstance(told, SetUp):
             link.keep_alive()
-            with keeping_all():
-                rank = Rank(link, told.order, told.index)
+            rank = Rank(link, told.order, told.index)
             rank.serve()
             rank.close()
     except (EOFError, ConnectionError):

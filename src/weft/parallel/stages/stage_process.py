@@ -22,7 +22,6 @@ import torch.distributed as dist
 from weft.engine.execute.memory import load_part_within
 from weft.engine.execute.protocol import ReplicaMemoryError
 from weft.errors import WeftError
-from weft.keeping import keeping_all
 from weft.model.load import choose_device
 from weft.model.out_of_memory import is_out_of_memory
 from weft.model.shards.peers import TorchHostPeers, TorchPeers
@@ -72,8 +71,7 @@ def main() -> None:
 def _loaded(order: StageOrder, say: Callable[[StageAnswer], None]) -> StageMember | None:
     """The stage, or None once what keeps it from being loaded is told."""
     try:
-        with keeping_all():
-            member = StageMember(order)
+        member = StageMember(order)
     except Exception as error:
         say(StageAnswer(0, error=tellable(error, order.place.device)))
         return None
