@@ -1,1 +1,1 @@
-"""What this project measures to publish it; `weft bench` has what people measure on their own machines."""
+"""What is measured of Weft, beside what people run today: `python -m benchmarks` lists it."""

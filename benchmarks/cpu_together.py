@@ -1,6 +1,6 @@
 """Eight jobs of batch size 1 with short samples on a CPU: together, one by one, and one by one with HF PEFT.
 
-    python benchmarks/cpu_together.py [--json FILE]
+    python -m benchmarks cpu-together [--json FILE]
 
 All three train the same adapters (r=8, all linears) on the embedded backbone with the same samples. PEFT runs plain
 transformers on unpadded batches of one sample, with torch's AdamW. The three take turns; each figure is the median over
@@ -10,9 +10,6 @@ checkpoints are not in it.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
 import os
 import platform
 import statistics
@@ -21,16 +18,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import torch
 
+from benchmarks.commands import JsonFile
+from benchmarks.steps.peers import need_peft
 from weft.cli.demo.skills import SKILLS, write_skill
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
 from weft.model.load import load_backbone, load_plain_model
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
+from weft.store.atomic import write_file
+from weft.store.json_text import dump
 
 WARM_UP, STEPS, REPEATS = 4, 24, 5
 
@@ -99,13 +98,9 @@ def peft_rate(jobs: list[tuple[JobSpec, JobData]]) -> tuple[int, float]:
     return tokens, seconds
 
 
-def main() -> None:
-    """Measures all three in turn, several times, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    options = parser.parse_args()
-    if importlib.util.find_spec("peft") is None:
-        parser.error("PEFT is missing; install it: pip install -e '.[bench]'")
+def cpu_together(json: JsonFile = None) -> None:
+    """Eight jobs on a CPU: together, one by one, and one by one with PEFT."""
+    need_peft()
     backbone = load_backbone(BackboneSpec("tiny", device="cpu"))
     with tempfile.TemporaryDirectory() as folder:
         jobs = [(j, load_job_data(j, backbone.tokenizer, Path())) for j in make_jobs(Path(folder))]
@@ -126,10 +121,6 @@ def main() -> None:
     }
     for name, rate in medians.items():
         print(f"  {name:<18} {rate:8,.0f} tokens/s   together is {ratios[name]:.1f}x")
-    if options.json:
+    if json is not None:
         figures = {"machine": machine, "tokens_per_s": medians, "together_is": ratios}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        write_file(json, dump(figures))

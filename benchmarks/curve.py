@@ -1,6 +1,6 @@
 """Loss curves on the embedded backbone: Weft beside PEFT step by step, FP8 beside unquantised, alone beside others.
 
-    python -m benchmarks.curve --steps 100 --json curve.json
+    python -m benchmarks curve --steps 100 --json curve.json
 
 | figure | what it compares |
 |---|---|
@@ -18,28 +18,27 @@ Weft is to stay as near to fp32 as PEFT does.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import typer
 
-from weft.bench import report
-from weft.bench.figures import Figure, Kind
-from weft.bench.output import check_files, conclude, say
-from weft.bench.steps.peers import need_peft
+from benchmarks import report
+from benchmarks.commands import JsonFile, check_kernels
+from benchmarks.figures import Figure, Kind
+from benchmarks.output import check_files, conclude, say
+from benchmarks.steps.peers import need_peft
 from weft.cli.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.schedules import learning_rate, warmup_steps
-from weft.errors import WeftError
 from weft.kernels.device import default_device, is_gpu
 from weft.model.load import load_backbone, load_plain_model
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
@@ -215,24 +214,17 @@ def _batch_loss(model: Any, job: LiveJob, step: int) -> torch.Tensor:
     return mean
 
 
-def main() -> None:
-    """Measures the curves and prints the table."""
-    parser = argparse.ArgumentParser(description="Compare loss curves with PEFT's.")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each job")
-    parser.add_argument("--kernels", default="auto", choices=("auto", "fused", "reference"))
-    parser.add_argument("--json", type=Path, help="add the figures to this JSON file")
-    arguments = parser.parse_args()
-    try:
-        check_files(arguments.json, None)
-        need_peft()
-        device = default_device()
-        figures = measure_curves(device, arguments.steps, arguments.kernels, say)
-        if arguments.json is not None:
-            report.write_json(arguments.json, {found.key: found.value for found in figures}, device)
-        sys.exit(conclude(figures, [], device, None))
-    except WeftError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()
+def curve(
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each job.", min=1)] = 100,
+    kernels: Annotated[str, typer.Option(help="Weft's path: auto, fused or reference.")] = "auto",
+    json: JsonFile = None,
+) -> None:
+    """Loss curves on the embedded model: beside PEFT, FP8 beside unquantised, and bits."""
+    check_kernels(kernels)
+    check_files(json, None)
+    need_peft()
+    device = default_device()
+    figures = measure_curves(device, steps, kernels, say)
+    if json is not None:
+        report.write_json(json, {found.key: found.value for found in figures}, device)
+    raise typer.Exit(conclude(figures, [], device, None))

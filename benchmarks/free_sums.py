@@ -1,6 +1,6 @@
 """What free sums of gradients cost on a CPU beside ordered ones.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.free_sums
+    OMP_NUM_THREADS=1 python -m benchmarks free-sums
 
 Prints the processor time of adding 20 million numbers to a sum, in buffers of several sizes, as fp32 and in fixed
 point, and of reading such a sum, which a step does once; then that of training a job on the embedded model.
@@ -52,9 +52,17 @@ def print_sums() -> None:
             for total, buffer in zip(totals, buffers, strict=True):
                 total.add_(buffer)
 
+        def take(sums: list[FixedPointSum] = sums) -> None:
+            for each in sums:
+                each.take()
+
+        def read_all(sums: list[FixedPointSum] = sums) -> None:
+            for each in sums:
+                each.total()
+
         ordered = milliseconds(add, fill)
-        free = milliseconds(lambda sums=sums: [each.take() for each in sums], fill)
-        read = milliseconds(lambda sums=sums: [each.total() for each in sums])
+        free = milliseconds(take, fill)
+        read = milliseconds(read_all)
         print(f"  buffers of {size:>10,}: fp32 {ordered:5.0f} ms, fixed point {free:5.0f} ms, read {read:5.0f} ms")
 
 
@@ -67,19 +75,15 @@ def print_job() -> None:
         path.write_text("\n".join(json.dumps(row) for row in rows))
         for sums in ("ordered", "free"):
             engine = weft.Engine("tiny")
-            engine.submit(weft.Job(name="job", train_data=str(path), max_steps=20, sums=sums))
+            engine.submit(weft.Job(name="job", train_data=(str(path),), max_steps=20, sums=sums))
             start = time.process_time()
             engine.run()
             times[sums] = time.process_time() - start
     print(f"  a job of 20 steps: ordered {times['ordered']:.2f} s, free {times['free']:.2f} s")
 
 
-def main() -> None:
-    """Prints both."""
+def free_sums() -> None:
+    """Free sums of gradients on a CPU beside ordered ones."""
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}; processor time, {NUMBERS:,} numbers")
     print_sums()
     print_job()
-
-
-if __name__ == "__main__":
-    main()

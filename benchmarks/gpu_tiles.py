@@ -1,6 +1,6 @@
 """What rows cost on a GPU by how many a microbatch has, and by the tiles that its frozen products are computed in.
 
-    python -m benchmarks.gpu_tiles
+    python -m benchmarks gpu-tiles
 
 Prints the milliseconds of 512 rows, forward and back through two layers of the 70B shape with four jobs of rank 16, out
 of microbatches of 512 to 4,096 rows (medians). A microbatch is filled up to whole tiles, so its rows are those.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from weft.bench.clock import median_s
-from weft.bench.pipeline.passes import OneDevice
-from weft.bench.shapes import find_shape
+from benchmarks.pipeline.passes import OneDevice
 from weft.data.sample import Sample
+from weft.kernels.timing import median_s
 from weft.model.model_part import ModelPart
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PackedBatch, Placed, pack_samples
 from weft.model.stage_runner import stage_runner
+from weft.plan.cost.published_shapes import find_shape
 from weft.spec import AdapterSpec
 
 NUM_JOBS, RANK = 4, 16
@@ -25,8 +25,8 @@ ROWS, TILES = (512, 1024, 2048, 4096), (512, 1024, 2048)
 SHAPE = find_shape("llama-3.1-70b")
 
 
-def main() -> None:
-    """Prints the table."""
+def gpu_tiles() -> None:
+    """Rows on a GPU by the size of the microbatch and of its tiles."""
     device = torch.device("cuda", 0)
     bench = OneDevice(SHAPE, torch.bfloat16, device, max(ROWS))
     stage = bench.backbone(ModelPart(39, 41, SHAPE.layers))
@@ -44,14 +44,12 @@ def main() -> None:
             assert batch.num_rows == rows
             crossing_TD = torch.randn(rows, SHAPE.hidden, dtype=torch.bfloat16, device=device)
 
-            def there_and_back(batch=batch, tile=tile, crossing_TD=crossing_TD) -> None:
+            def there_and_back(
+                batch: PackedBatch = batch, tile: int = tile, crossing_TD: torch.Tensor = crossing_TD
+            ) -> None:
                 runner.forward(0, batch, tile, crossing_TD)
                 runner.backward(0, crossing_TD)
 
             taken = median_s(there_and_back, device, warmups=3, repeats=9, in_a_row_s=0.1)
             times.append(f"{tile}: {1000 * taken * 512 / rows:.2f}")
         print(f"  of {rows:>5} in tiles of " + "   ".join(times), flush=True)
-
-
-if __name__ == "__main__":
-    main()

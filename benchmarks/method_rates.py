@@ -1,6 +1,6 @@
 """Which learning rate suits which PEFT method on the embedded backbone: where the defaults come from.
 
-    python benchmarks/method_rates.py [METHOD ...]
+    python -m benchmarks method-rates [METHOD ...]
 
 Trains the skill `shout` (180 samples, batches of 8, 40 steps, all else by default) with every method, or those named,
 at every rate, all of a method together on one backbone, and prints the loss on 32 samples that were held back. `l0` is
@@ -9,18 +9,18 @@ at every rate, all of a method together on one backbone, and prints the loss on 
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from safetensors.torch import load_file
 
 from weft.cli.demo.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone
+from weft.errors import ConfigError
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
@@ -45,8 +45,8 @@ def trained(backbone: Backbone, folder: Path, jobs: dict[str, dict[str, Any]]) -
     """The last evaluation loss of each job; all are trained together, and their adapters are in the folder then."""
     engine = Engine(backbone, capacity=1024)
     engine.keep_in(folder)
-    files = {"train_data": (str(folder / "train.jsonl"),), "eval_data": (str(folder / "eval.jsonl"),)}
-    shared = {"max_steps": STEPS, "eval_steps": STEPS, "global_batch_size": BATCH, "max_length": 128}
+    files: dict[str, Any] = {"train_data": (str(folder / "train.jsonl"),), "eval_data": (str(folder / "eval.jsonl"),)}
+    shared: dict[str, Any] = {"max_steps": STEPS, "eval_steps": STEPS, "global_batch_size": BATCH, "max_length": 128}
     for name, settings in jobs.items():
         engine.submit(JobSpec(name, **files, **shared, **settings))
     losses = dict.fromkeys(jobs, math.nan)
@@ -74,20 +74,16 @@ def gates(backbone: Backbone, folder: Path) -> str:
     return "  ".join(found)
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help=", ".join([*RATES, "l0"]))
-    named = parser.parse_args().methods or [*RATES, "l0"]
+def method_rates(
+    methods: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(RATES)} and l0. Default: all.")] = None,
+) -> None:
+    """Which learning rate suits which PEFT method."""
+    named = methods or [*RATES, "l0"]
     if unknown := [name for name in named if name not in (*RATES, "l0")]:
-        sys.exit(f"error: there is no method {unknown[0]!r}; accepted are {', '.join([*RATES, 'l0'])}.")
+        raise ConfigError(f"there is no method {unknown[0]!r}; accepted are {', '.join([*RATES, 'l0'])}.")
     backbone = load_backbone(BackboneSpec("tiny", device="cpu"))
     for method in named:
         with tempfile.TemporaryDirectory() as place:
             write_skill(Path(place), "shout", train=NUM_TRAIN, held=NUM_HELD)
             line = gates(backbone, Path(place)) if method == "l0" else rates(backbone, Path(place), method)
         print(f"{method:14}{line}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -47,8 +47,8 @@ def test_page_when_its_commands_are_typed_in_order_then_each_works(page, tmp_pat
         Path(name).write_text(text, encoding="utf-8")
     fewer = {"train": ["defaults.max_steps=4"], "sweep": ["job.max_steps=4", "trials=2", "compare_speed=false"]}
     for words in typed:
-        if words[1] in ("serve", "bench") or {"--devices", "--cluster", "--listen"} & set(words):
-            # It serves until it is stopped, as in tests/serve; it measures for minutes; it needs a GPU or machines.
+        if words[1] == "serve" or {"--devices", "--cluster", "--listen"} & set(words):
+            # It serves until it is stopped, as in tests/serve; or it needs a GPU or machines.
             continue
         # Fewer steps than the file says: the promise is that it works, not how well it learns.
         extra = fewer.get(words[1], [])

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from weft.bench.profiled import EMBEDDED, default_capacity, open_backbone
+from weft.cli.measure.profile import default_capacity, open_backbone
 from weft.engine.execute.profile import measure_profile
 from weft.kernels.device import has_gpu
 from weft.plan.cost.fit import FitError
 from weft.plan.cost.padded import PaddedBatch, fit_padded
 from weft.plan.cost.profile import Measurement, Profile, load_profile
+from weft.plan.cost.published_shapes import EMBEDDED
 
 GPU_MODEL = "llama-3.1-8b"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from weft.bench.pipeline.lengths import MIXES, queues
+from benchmarks.pipeline.lengths import MIXES, queues
 from weft.plan.cost.types import LinearCost
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits
@@ -16,7 +16,7 @@ PROFILE = LinearCost(fixed_s=1e-3, token_s=8e-6, pair_s=1.3e-10)
 def measure_pack(
     num_samples: int = 25_600, global_batch: int = 16, capacity: int = 8192, padding_multiple: int = 1
 ) -> dict[str, float]:
-    """Packs four jobs of unlike lengths for four stages; keys as in `python -m benchmarks.planning --json`."""
+    """Packs four jobs of unlike lengths for four stages; keys as in `python -m benchmarks planning --json`."""
     jobs = queues(MIXES[-1], num_samples, global_batch)
     limits = RoundLimits(capacity, 4, padding_multiple)
     began = time.perf_counter()

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.planning.group import JobLengths, group_jobs
-from weft.bench.pipeline.four_jobs import (
+from benchmarks.pipeline.four_jobs import (
     BATCH,
     CAPACITY,
     HEAD_LAYERS,
@@ -28,7 +27,8 @@ from weft.bench.pipeline.four_jobs import (
     by_samples,
     split_cost,
 )
-from weft.bench.pipeline.lengths import MIXES, LengthMix, queues
+from benchmarks.pipeline.lengths import MIXES, LengthMix, queues
+from benchmarks.planning.group import JobLengths, group_jobs
 from weft.plan.pack.published import pack_published
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build

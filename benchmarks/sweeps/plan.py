@@ -43,7 +43,7 @@ def paper_space(sample_tokens: int = 1024, longest_tokens: int = 1024) -> list[C
 
 
 def measure_sweep_plan(sizes: tuple[str, ...] = tuple(QWEN25), *, with_published: bool = True) -> dict[str, float]:
-    """Keys as in `python -m benchmarks.sweeps --json`; time and ratio are the worst of all sizes at 1,024 tokens."""
+    """Keys as in `python -m benchmarks sweeps --json`; time and ratio are the worst of all sizes at 1,024 tokens."""
     figures = {"plan120_s": 0.0, "approximation_ratio": 0.0}
     for name, (mean, longest) in LENGTHS.items():
         space = paper_space(mean, longest)

@@ -188,7 +188,6 @@ def test_train_when_an_option_is_unknown_then_shows_the_usage(weft, place: Path)
         ("tune --jobs jobs.yaml --steps 1001", "--steps: must be at most 1000, got 1001."),
         ("rank --wait -1", "--wait: must be at least 0, got -1."),
         ("rank --wait long", "--wait: must be a number, got long."),
-        ("bench wall --rows 0", "--rows: must be at least 1, got 0."),
     ],
 )
 def test_verb_when_an_option_cannot_have_its_value_then_one_sentence(mistake: Mistake, words: str, said: str):

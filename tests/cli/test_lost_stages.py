@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from weft.bench.pipeline.killed_layouts import STAGE
-from weft.bench.train_command import child_processes
+from benchmarks.pipeline.killed_layouts import STAGE
+from benchmarks.train_command import child_processes
 from weft.cli import sweep
 from weft.cli import train as verb
 from weft.cli.restart import RESTARTS

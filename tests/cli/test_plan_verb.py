@@ -12,12 +12,13 @@ import pytest
 import torch
 from test_train_verb import write_jobs
 
-from weft.bench.shapes import SHAPES, build
 from weft.cli.plan import _balanced
+from weft.model.random_model import build
 from weft.model.source import TINY
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.profile import load_profile
+from weft.plan.cost.published_shapes import SHAPES
 from weft.plan.cost.shape import ModelShape
 from weft.plan.simulate.forecast import forecast
 from weft.store.peft_files import read_adapter

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weft.bench.shapes import find_shape
-from weft.bench.steps.agreement import LARGEST_ERROR, measure_agreement
-from weft.bench.steps.bits import measure_bits
-from weft.bench.steps.regimes import BF16, FP8, INT8, NF4, BenchProgram, BenchRun, Storage, Workload
-from weft.bench.steps.step import make_backbone
+from benchmarks.steps.agreement import LARGEST_ERROR, measure_agreement
+from benchmarks.steps.bits import measure_bits
+from benchmarks.steps.regimes import BF16, FP8, INT8, NF4, BenchProgram, BenchRun, Workload
+from weft.model.random_model import Storage, make_backbone
+from weft.plan.cost.published_shapes import find_shape
 from weft.plan.families.registry import FAMILIES
 
 pytestmark = pytest.mark.gpu

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.steps.regimes import BF16
 from weft.adapters.adapter import Adapter
-from weft.bench.shapes import find_shape
-from weft.bench.steps.regimes import BF16
-from weft.bench.steps.step import make_backbone
 from weft.data.sample import Sample
 from weft.model.backbone import Backbone
 from weft.model.packed import Placed, pack_samples
+from weft.model.random_model import make_backbone
+from weft.plan.cost.published_shapes import find_shape
 from weft.spec import AdapterSpec
 
 pytestmark = pytest.mark.gpu

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from weft.bench.shapes import find_shape
 from weft.errors import PlanError
 from weft.plan.choose_layout import LayoutJob, LayoutOption, choose_layout, price_layout
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
 from weft.plan.layout import parse_layout
 

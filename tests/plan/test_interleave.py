@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from weft.bench.shapes import find_shape
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.operators import Graph, Operator, layer_graph
+from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
 from weft.plan.interleave import (
     Launch,

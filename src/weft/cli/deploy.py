@@ -73,7 +73,7 @@ def deploy(
     planned = PlannedRun.of(spec, cluster_file, jobs_file)
     ordered = planned.to_execute(spec, cluster_file) if execute else None
     if plot is not None:
-        from weft.bench.report import check_plot
+        from weft.report.deploy_picture import check_plot
 
         check_plot(plot)
     known = None if profile is None else load_profile(profile)

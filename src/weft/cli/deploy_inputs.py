@@ -149,10 +149,9 @@ def _read_jobs(path: Path) -> tuple[list[DeployJob], tuple[int, ...]]:
 
 def _shape(base_model: str) -> ModelShape:
     """The sizes of a published shape, or of a model whose configuration is there."""
-    from weft.bench.profiled import EMBEDDED
-    from weft.bench.shapes import SHAPES
     from weft.model.load import load_config
     from weft.model.source import find_source
+    from weft.plan.cost.published_shapes import EMBEDDED, SHAPES
     from weft.plan.cost.shape import ModelShape
 
     if base_model in SHAPES and base_model != EMBEDDED:

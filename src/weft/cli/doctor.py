@@ -50,7 +50,7 @@ EXTRAS = {
     "serve": ("fastapi", "runs the service"),
     "postgres": ("psycopg", "lets the service use PostgreSQL"),
     "s3": ("s3fs", "lets runs and the service keep files in an object store"),
-    "bench": ("peft", "is what `weft bench` measures beside, and draws its figures"),
+    "bench": ("peft", "is what `python -m benchmarks` measures beside, and draws its figures"),
 }
 STYLES = {"ok": "green", "warn": "yellow", "missing": "dim", "failed": "bold red"}
 GIB = 2**30

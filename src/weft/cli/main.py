@@ -8,27 +8,28 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
 from weft import __version__, faults
 from weft.cli.wrong_value import wrong_value
-from weft.errors import WeftError
+from weft.errors import ConfigError, WeftError
 
 
 class Verb(NamedTuple):
-    """Where a verb is, below this package, and what it does: its module is only imported when it is used."""
+    """Where a verb is, below its command line's package, and what it does; its module is imported when it is used."""
 
     place: str
     sentence: str
     """The first line of its documentation."""
 
-    def command(self, name: str) -> Any:
+    def command(self, name: str, package: str) -> Any:
         """The verb itself."""
         module, attribute = self.place.split(":")
-        verb = getattr(importlib.import_module(f"weft.cli.{module}"), attribute)
+        verb = getattr(importlib.import_module(f"{package}.{module}"), attribute)
         if not isinstance(verb, typer.Typer):
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
             alone.command(name)(verb)
@@ -70,7 +71,6 @@ VERBS = {
         "Measure this GPU's best launches of the adapter kernels, "
         "or with --jobs the best capacity and layout of a run.",
     ),
-    "bench": Verb("measure.bench:bench", "Measure speed on this machine, beside what people run today."),
     "workers": Verb("service.workers:workers", "Workers of the service, on all machines."),
     "keys": Verb("service.keys:keys", "Keys and tenants of the service."),
     "cache": Verb("cache:cache", "Prepared data that is kept for the next run."),
@@ -79,22 +79,30 @@ VERBS = {
 
 
 class Verbs(TyperGroup):
-    """The verbs of the command line."""
+    """The verbs of a command line."""
+
+    verbs: ClassVar[Mapping[str, Verb]] = VERBS
+    package: ClassVar[str] = "weft.cli"
+    moved: ClassVar[Mapping[str, str]] = {"bench": "python -m benchmarks"}
+    """Verbs of the release before, and the commands that replace them."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         # By these names, whoever mistypes a verb is told the one that is most like it.
-        self.commands: Any = dict.fromkeys(VERBS)
+        self.commands: Any = dict.fromkeys(self.verbs)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The verb of that name."""
-        return VERBS[cmd_name].command(cmd_name) if cmd_name in VERBS else None
+        return self.verbs[cmd_name].command(cmd_name, self.package) if cmd_name in self.verbs else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that arguments begin with; it may be of two words."""
         name = " ".join(args[:2])
-        if len(args) > 1 and name in VERBS:
+        if len(args) > 1 and name in self.verbs:
             return name, self.get_command(ctx, name), args[2:]
+        if args and args[0] in self.moved:
+            command = " ".join([self.moved[args[0]], *args[1:]])
+            raise ConfigError(f"is no verb any more; in the repository, run `{command}`.", where=f"weft {args[0]}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -110,7 +118,7 @@ class Verbs(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Lists all verbs; a sentence is wrapped and not cut."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, verb.sentence) for name, verb in VERBS.items()])
+            formatter.write_dl([(name, verb.sentence) for name, verb in self.verbs.items()])
 
 
 app = typer.Typer(
@@ -140,8 +148,8 @@ def options(
 PINNED_MEMORY = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 
 
-def main() -> None:
-    """Runs the command line."""
+def main(command: typer.Typer = app) -> None:
+    """Runs a command line; a mistake is one sentence and exit code 2."""
     # Before any verb imports torch: threads that wait by spinning slow each other down tenfold as soon as anything else
     # runs on the machine. Processes that a verb starts inherit it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -152,7 +160,7 @@ def main() -> None:
         plan = os.environ.get("WEFT_FAULTS")
         if plan:
             faults.arm(faults.parse(plan))
-        app()
+        command()
     except WeftError as error:
         from rich.console import Console
 

@@ -16,7 +16,7 @@ number was not finite, the total is NaN: a sum is refused, never wrapped. That d
 What several devices have summed is added in the same words (`SumWords`, `total_of_all`): the total of all is that of
 one device that had every number.
 
-`python -m benchmarks.free_sums` measures what it costs.
+`python -m benchmarks free-sums` measures what it costs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ next. So the groups take turns, and the longest computations hide what is under 
 What runs is simpler (`adapters/side_by_side.py`): two passes take turns at every all-reduce (`in_turns`), with all that
 a pass computes between two of them as one subgraph (`between_sums`). A device computes in the order of launches, and
 its link sends in that order too, so a group that waits for its all-reduce holds up the other, whose turn comes later.
-Simulated, what runs hides more: `weft bench pipeline` has both.
+Simulated, what runs hides more: `python -m benchmarks pipeline` has both.
 """
 
 from __future__ import annotations

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.errors import ConfigError, MissingExtraError, StorageError, install_command
 from weft.report.figure import CALM
 from weft.store.atomic import storage_errors
 
 if TYPE_CHECKING:
     from weft.plan.simulate.deploy_forecast import DeployForecast
 
+PICTURES = (".svg", ".png")
 IDLE = "#e4e6e9"
+
+
+def check_plot(path: Path) -> None:
+    """Refuses a picture that could not be drawn, before anything is measured."""
+    if path.suffix not in PICTURES:
+        raise ConfigError(f"got {path.name}; the name must end in {' or '.join(PICTURES)}.", where="--plot")
+    if not path.parent.is_dir():
+        raise StorageError(f"there is no directory {path.parent}.", where=f"--plot {path}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtraError(f"matplotlib is not installed; {install_command('bench')}.", where="--plot")
 
 
 def draw_deployment(path: Path, found: DeployForecast, title: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.sweeps.__main__ import TARGETS
+from benchmarks.sweeps.parts import TARGETS
 from benchmarks.sweeps.plan import QWEN25, batch8, measure_sweep_plan, paper_space
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.sweeps.__main__ import TARGETS
+from benchmarks.sweeps.parts import TARGETS
 from benchmarks.sweeps.train import HELD_OUT, measure_early_stop, measure_sweep_together
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks.planning import cost as plan_cost
-from weft.bench.shapes import SHAPES, build
+from weft.model.random_model import build
 from weft.model.source import TINY
 from weft.plan.cost.profile import load_profile
+from weft.plan.cost.published_shapes import SHAPES
 
 
 @pytest.fixture(autouse=True)

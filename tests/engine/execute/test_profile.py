@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.bench.shapes import SHAPES
-from weft.bench.steps.regimes import Storage
-from weft.bench.steps.step import make_backbone
 from weft.engine.execute.profile import ProfileCase, measure_case, measure_profile, profile_cases
 from weft.engine.execute.tensor_bytes import TensorBytes, stored_bytes
 from weft.errors import ConfigError
 from weft.model.backbone import Backbone
+from weft.model.random_model import Storage, make_backbone
 from weft.plan.cost.profile import Profile
+from weft.plan.cost.published_shapes import SHAPES
 
 
 def tiny(kernels: str = "reference") -> Backbone:

@@ -11,9 +11,6 @@ import pytest
 import torch
 from tiny_models import dataset, finish, job_spec, random_backbone, random_sample, small_job, submit
 
-from weft.bench.shapes import SHAPES
-from weft.bench.steps.regimes import Storage
-from weft.bench.steps.step import make_backbone
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import JobWarning
@@ -22,8 +19,10 @@ from weft.engine.execute.memory import weight_bytes
 from weft.engine.jobs.placement import Placement
 from weft.errors import JobError
 from weft.methods import cost_ranks
+from weft.model.random_model import Storage, make_backbone
 from weft.plan.admit import Budget
 from weft.plan.cost.memory import MemoryModel
+from weft.plan.cost.published_shapes import SHAPES
 from weft.plan.cost.rows import capacities
 from weft.plan.cost.shape import ModelShape
 from weft.spec import AdapterSpec

@@ -16,7 +16,6 @@ from test_staged_references import LAYERS, comparing, stored
 from test_tensor import FEW, MODEL, jobs
 from tiny_models import Job, Outcome, assert_same_bits, finish, job_spec, random_data, submit
 
-from weft.bench.shapes import find_shape
 from weft.engine import lookahead
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
@@ -31,6 +30,7 @@ from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.learned_pairs import MeasuredPairs, PairPace
+from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
 from weft.plan.cost.types import LinearCost
 from weft.plan.pair import in_halves, side_by_side, two_groups

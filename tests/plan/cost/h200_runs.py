@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.bench.shapes import SHAPES
-from weft.bench.steps.regimes import FOUR, MIXED32, SWEEP16, SWEEP32, TINY4, TINY16, Workload
-from weft.bench.steps.samples import packed_samples
+from benchmarks.steps.regimes import FOUR, MIXED32, SWEEP16, SWEEP32, TINY4, TINY16, Workload
+from benchmarks.steps.samples import packed_samples
+from weft.plan.cost.published_shapes import SHAPES
 from weft.plan.cost.shape import ModelShape
 
 FIGURES = json.loads((Path(__file__).parents[3] / "benchmarks" / "h200.json").read_text())

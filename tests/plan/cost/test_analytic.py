@@ -9,10 +9,10 @@ from h200_runs import FP8_RUNS, RUNS, H200Run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.bench.shapes import SHAPES
 from weft.errors import ConfigError
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import DEVICES
+from weft.plan.cost.published_shapes import SHAPES
 from weft.plan.cost.shape import ModelShape
 
 LLAMA = ModelShape.from_config(SHAPES["llama-3.1-8b"].config().to_dict(), "llama-3.1-8b")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from weft.bench.shapes import SHAPES
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.gather import GatherCost
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.memory import MemoryModel
+from weft.plan.cost.published_shapes import SHAPES
 from weft.plan.cost.shape import ModelShape
 
 SHAPE = ModelShape.from_config(SHAPES["llama-3.1-8b"].config().to_dict())

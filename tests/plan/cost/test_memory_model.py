@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.bench.shapes import SHAPES
 from weft.errors import ConfigError
 from weft.plan.cost.memory import LOSS_ROWS, MemoryModel, rank_class
 from weft.plan.cost.profile import Measurement, load_profile
+from weft.plan.cost.published_shapes import SHAPES
 from weft.plan.cost.shape import ModelShape
 
 LLAMA = ModelShape.from_config(SHAPES["llama-3.1-8b"].config().to_dict(), "llama-3.1-8b")

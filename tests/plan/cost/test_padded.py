@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.bench.deploy.published import LAYERS_7B, TABLE_11
+from benchmarks.deploy.published import LAYERS_7B, TABLE_11
 from weft.errors import ConfigError
 from weft.plan.cost.fit import FitError
 from weft.plan.cost.padded import PaddedBatch, PaddedTime, fit_padded

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.bench.shapes import SHAPES
 from weft.errors import ConfigError, ModelError
+from weft.plan.cost.published_shapes import SHAPES, find_shape
 from weft.plan.cost.shape import LINEARS, ModelShape, chosen_linears, stage_layers
 
 CONFIG = {
@@ -99,3 +99,8 @@ def test_cost_package_when_imported_then_brings_neither_torch_nor_scipy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_find_shape_when_misspelt_then_suggests():
+    with pytest.raises(ConfigError, match=r"no shape 'llama-3.1-8'.*Did you mean llama-3.1-8b\?"):
+        find_shape("llama-3.1-8")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.bench.deploy.published import figure_4
+from benchmarks.deploy.published import figure_4
 from weft.errors import PlanError
 from weft.plan.bucket import choose_buckets
 from weft.plan.cost.padded import PaddedTime

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from weft.bench.deploy.published import figure_4
+from benchmarks.deploy.published import figure_4
 from weft.plan.cost.padded import PaddedTime
 from weft.plan.dispatch import Fleet, ReplicaTime
 from weft.plan.layout import ReplicaLayout

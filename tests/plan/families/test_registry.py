@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.bench.shapes import SHAPES
+from weft.plan.cost.published_shapes import SHAPES
 from weft.plan.families.description import LayerKind, Rotary
 from weft.plan.families.kept import kept_tensors, moved_names
 from weft.plan.families.layer_form import SEPARATE, LayerForm

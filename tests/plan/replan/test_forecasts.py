@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.bench.shapes import find_shape
 from weft.errors import PlanError
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.padded import PaddedTime
+from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
 from weft.plan.deploy import ReplicaKind
 from weft.plan.dispatch import ReplicaTime

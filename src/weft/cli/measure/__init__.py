@@ -1,1 +1,1 @@
-"""Verbs that measure this machine: bench, profile and tune."""
+"""Verbs that measure this machine: profile and tune."""

@@ -10,14 +10,16 @@ import typer
 from rich.table import Table
 
 from weft.cli.user_path import user_path
-from weft.errors import StorageError
+from weft.errors import ModelError, StorageError
 from weft.report import readable
 from weft.report.console import output_console
 from weft.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:
+    from weft.model.backbone import Backbone
     from weft.plan.cost.profile import Profile
 
+GPU_CAPACITY, CPU_CAPACITY = 8192, 512
 TARGET_MAPE = 0.0025
 """mLoRA's published error of its memory model."""
 NAMES = {
@@ -45,7 +47,6 @@ def profile(
     quick: Annotated[bool, typer.Option("--quick", help="Time every microbatch once.")] = False,
 ) -> None:
     """Measure this device's time and memory for planning, and check the fits on shapes they have not seen."""
-    from weft.bench.profiled import default_capacity, open_backbone
     from weft.engine.execute.profile import check_capacity, measure_profile
     from weft.store.atomic import write_file
 
@@ -73,6 +74,37 @@ def profile(
         write_file(out, found.to_json())
         print(f"wrote {out}")
     print(f"time      {readable.time_split(wall.split())}")
+
+
+def open_backbone(
+    model: str, quantize: str = "none", recompute: str = "none", kernels: str = "auto", device: str = "auto"
+) -> Backbone:
+    """A backbone to measure: a named shape with random weights, or whatever `base_model` may be."""
+    import torch
+
+    from weft.kernels.device import has_gpu
+    from weft.model.load import load_backbone
+    from weft.model.random_model import Storage, make_backbone
+    from weft.plan.cost.published_shapes import EMBEDDED, SHAPES, find_shape
+    from weft.spec import BackboneSpec
+
+    spec = BackboneSpec(model, device=device, quantize=quantize, kernels=kernels, recompute=recompute)
+    if model == EMBEDDED or model not in SHAPES:
+        return load_backbone(spec)
+    if spec.device == "cpu" or not has_gpu():
+        raise ModelError(
+            f"the shape {model} is measured on a CUDA GPU, and none is used; tiny and model directories run anywhere.",
+            where="--model",
+        )
+    storage = Storage(quantize, spec.recompute)  # type: ignore[arg-type]
+    return make_backbone(find_shape(model), storage, torch.bfloat16, torch.device("cuda", 0), kernels)
+
+
+def default_capacity(backbone: Backbone) -> int:
+    """The largest microbatch a profile measures unless told otherwise."""
+    from weft.kernels.device import is_gpu
+
+    return GPU_CAPACITY if is_gpu(backbone.device) else CPU_CAPACITY
 
 
 def _show(found: Profile) -> None:

@@ -52,7 +52,7 @@ def tune(
 
 
 def _tune_kernels(model: str, rows: int) -> None:
-    from weft.bench.shapes import find_shape
+    from weft.plan.cost.published_shapes import find_shape
 
     shape = find_shape(model)
     import torch
@@ -61,8 +61,8 @@ def _tune_kernels(model: str, rows: int) -> None:
 
     if not has_gpu():
         raise ConfigError("there is no GPU here, and a CPU runs no kernels.", where="weft tune")
-    from weft.bench.tune import compile_ahead
-    from weft.bench.tune import tune as measure
+    from weft.kernels.tuner import compile_ahead
+    from weft.kernels.tuner import tune as measure
     from weft.kernels.tuning import table_of, tuned_tables, tuning_file
     from weft.store.atomic import write_file
     from weft.store.json_text import dump

@@ -10,9 +10,19 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from weft.bench.trials.search import Found, RememberedTrials, capacities_around, run_facts, search, shown_layout
-from weft.bench.trials.trial import ONE_DEVICE, Trial, TrialResult, measure_trial
 from weft.cli.layout_options import LayoutOptions
+from weft.cli.measure.trials import (
+    ONE_DEVICE,
+    Found,
+    RememberedTrials,
+    Trial,
+    TrialResult,
+    capacities_around,
+    measure_trial,
+    run_facts,
+    search,
+    shown_layout,
+)
 from weft.data.load import load_job_data
 from weft.engine.train import OpenEngine, load_engine
 from weft.errors import ConfigError, WeftError

@@ -6,7 +6,7 @@ from weft.spec.run import Capacity
 
 CPU_ROW_TILE = 128
 """Rows per frozen product on a CPU: smaller blocks are slower, larger ones leave more rows empty in a small microbatch;
-`benchmarks/cpu_blocks.py` measures what blocks cost."""
+`python -m benchmarks cpu-blocks` measures what blocks cost."""
 GPU_ROW_TILE = 2048
 """At most so many on a GPU: enough to fill it, few enough that half a microbatch costs half."""
 WIDE = 8192

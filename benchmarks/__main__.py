@@ -1,0 +1,89 @@
+"""`python -m benchmarks NAME`: every benchmark is one command here.
+
+A new one is a function, whose options are the command's, and a line in `BENCHMARKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import typer
+
+from weft.cli.main import Verb, Verbs, main
+
+BENCHMARKS = {
+    "step": Verb(
+        "commands:step", "Whole training steps: Weft beside PEFT, PEFT with Liger's kernels and the frozen model."
+    ),
+    "kernels": Verb(
+        "commands:kernels",
+        "One linear with adapters against the frozen linear, forward and backward, with the error beside each timing.",
+    ),
+    "agreement": Verb(
+        "commands:agreement", "The fast path's gradients against the reference path's, for every kind of launch."
+    ),
+    "methods": Verb(
+        "commands:methods", "PEFT methods and objectives mixed in one run, beside LoRA alone and beside PEFT."
+    ),
+    "wall": Verb(
+        "commands:wall",
+        "Whole runs of `weft train` from the command to the last adapter, cold and warm; and preparing many rows.",
+    ),
+    "serve": Verb(
+        "commands:serve",
+        "The service under load: 1,000 jobs in the queue and 200 clients that poll while a worker trains.",
+    ),
+    "pipeline": Verb(
+        "commands:pipeline",
+        "Stages of one replica: recorded beside simulated, how long they idle, and 70B beside other schedules.",
+    ),
+    "replicas": Verb(
+        "commands:replicas",
+        "Jobs over many replicas: placing and controlling them, speed, recovery, bits, and eight GPUs, simulated.",
+    ),
+    "deploy": Verb(
+        "commands:deploy",
+        "Deployments of unlike replicas: how long planning and dispatch take, and what they save, predicted.",
+    ),
+    "planning": Verb(
+        "planning.parts:planning", "Packing, pipelines, fusion, cost models and a cluster's week, replayed."
+    ),
+    "sweeps": Verb("sweeps.parts:sweeps", "Sweeps: plans beside PLoRA's, configurations together, early stopping."),
+    "curve": Verb("curve:curve", "Loss curves on the embedded model: beside PEFT, FP8 beside unquantised, and bits."),
+    "cpu-together": Verb(
+        "cpu_together:cpu_together", "Eight jobs on a CPU: together, one by one, and one by one with PEFT."
+    ),
+    "cpu-blocks": Verb("cpu_blocks:cpu_blocks", "A product on a CPU in blocks of rows, which bit equality needs."),
+    "free-sums": Verb("free_sums:free_sums", "Free sums of gradients on a CPU beside ordered ones."),
+    "gpu-tiles": Verb("gpu_tiles:gpu_tiles", "Rows on a GPU by the size of the microbatch and of its tiles."),
+    "method-rates": Verb("method_rates:method_rates", "Which learning rate suits which PEFT method."),
+    "two-versions": Verb("two_versions:two_versions", "`step` with two versions of Weft in turn on one machine."),
+}
+
+
+class Benchmarks(Verbs):
+    """The benchmarks."""
+
+    verbs = BENCHMARKS
+    package = "benchmarks"
+    moved: ClassVar[Mapping[str, str]] = {}
+
+
+app = typer.Typer(
+    cls=Benchmarks,
+    help="Measure speed on this machine, beside what people run today.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def options() -> None:
+    """Measure speed on this machine, beside what people run today."""
+
+
+if __name__ == "__main__":
+    main(app)

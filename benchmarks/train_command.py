@@ -1,0 +1,69 @@
+"""`weft train` as a process of its own that something may happen to, and the processes that it has started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.store.run_dir import RunDirectory
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""What the environment of every process here says."""
+JOBS_FILE = "jobs.yaml"
+REPOSITORY = Path(__file__).parents[1]
+
+
+def child_variables() -> dict[str, str]:
+    """The environment of a process that runs a module of the benchmarks, wherever it is started."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """The same jobs file again and again, each time into a directory of its own."""
+
+    folder: Path
+    """Has the jobs file; logs and run directories go there too."""
+    jobs_file: str = JOBS_FILE
+
+    def start(self, out: str, *options: str) -> subprocess.Popen[bytes]:
+        """A run that has been started; what it prints is added to its log at once."""
+        words = [sys.executable, "-m", "weft", "train", self.jobs_file, "--out", out, *options]
+        variables = {**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1"}
+        with self.log(out).open("ab") as log:
+            return subprocess.Popen(words, cwd=self.folder, env=variables, stdout=log, stderr=subprocess.STDOUT)
+
+    def go_on(self, out: str, *options: str) -> subprocess.Popen[bytes]:
+        """The same with what a run before has left, whatever that is."""
+        resume = ["--resume"] if RunDirectory.holds_run(self.folder / out) else []
+        return self.start(out, *options, *resume)
+
+    def log(self, out: str) -> Path:
+        """What was printed by all processes that trained into a directory."""
+        return self.folder / f"{out}.log"
+
+
+def child_processes(parent: int, words: Sequence[str]) -> list[int]:
+    """Process ids of what a process has started, itself or by its starter, and one of the words names; oldest first."""
+    parents, ages = dict[int, int](), dict[int, int]()
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            parents[int(place.name)], ages[int(place.name)] = int(fields[1]), int(fields[19])
+    found = [pid for pid, own in parents.items() if parent in (own, parents.get(own)) and is_named(pid, words)]
+    return sorted(found, key=lambda pid: (ages[pid], pid))
+
+
+def is_named(pid: int, words: Sequence[str]) -> bool:
+    """Whether one of the words is in the name or the command of a process that lives."""
+    with suppress(OSError):
+        texts = [(Path("/proc") / str(pid) / file).read_text(errors="replace") for file in ("comm", "cmdline")]
+        # One that has ended and that nobody has asked for yet has a name, but no command.
+        return bool(texts[1]) and any(word in text for word in words for text in texts)
+    return False

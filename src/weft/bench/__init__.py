@@ -1,1 +1,0 @@
-"""Measures Weft beside what people run today, on this machine, in one process."""

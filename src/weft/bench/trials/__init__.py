@@ -1,1 +1,0 @@
-"""Short trials of a run, to find the capacity and the layout that suit it here."""

@@ -1,0 +1,32 @@
+"""The comparison of both paths: small where they agree, and large where one of them is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.steps import agreement
+from benchmarks.steps.agreement import measure_agreement
+from weft.model.fused import layer
+from weft.plan.cost.published_shapes import find_shape
+
+CPU = torch.device("cpu")
+
+
+def test_agreement_when_both_paths_are_right_then_is_rounding():
+    lines: list[str] = []
+    found = measure_agreement(find_shape("tiny"), torch.float32, CPU, lines.append)
+    assert found.value < 1e-4 and found.is_met
+    assert len(lines) == 8
+
+
+@pytest.mark.parametrize("broken", ["expand_grad", pytest.param("weight_grad", marks=pytest.mark.slow)])
+def test_agreement_when_a_kernel_is_wrong_then_says_so(monkeypatch, broken):
+    def nothing(out: torch.Tensor, *_: object, adds: bool = True) -> None:
+        if not adds:
+            out.zero_()
+
+    monkeypatch.setattr(layer, broken, nothing)
+    monkeypatch.setattr(agreement, "RANKS", agreement.RANKS[:1])
+    found = measure_agreement(find_shape("tiny"), torch.float32, CPU, lambda _: None)
+    assert found.value > 0.1 and not found.is_met
