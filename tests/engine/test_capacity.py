@@ -24,18 +24,16 @@ from tiny_models import (
 )
 
 from weft.data.dataset import JobData
-from weft.data.sample import Sample
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, StepDone
-from weft.engine.execute.memory import COMPILING, USUAL_JOBS, load_within, start_capacity
+from weft.engine.execute.memory import USUAL_JOBS, load_within, start_capacity
 from weft.engine.execute.protocol import ReplicaFaultError
 from weft.engine.preview import preview
 from weft.errors import ConfigError
 from weft.job_state import JobState
-from weft.model.ahead import compile_ahead
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone, load_skeleton
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch
 from weft.model.scores import PendingScores
 from weft.spec import BackboneSpec
 from weft.store.run_dir import RunDirectory
@@ -309,19 +307,6 @@ def test_load_within_when_there_is_no_gpu_then_the_limit_is_noted_as_idle():
     assert backbone.name == "tiny"
     assert notes == ("memory_limit 40GB is for GPUs; on a cpu it limits nothing.",)
     assert load_within(BackboneSpec("tiny", device="cpu"), None, USUAL_JOBS)[1] == ()
-
-
-def test_load_within_when_kernels_are_being_compiled_then_says_so_and_the_first_microbatch_waits(monkeypatch):
-    """Nobody wonders why nothing moves, and no kernel is compiled twice."""
-    waits: list[str] = []
-    compiler = SimpleNamespace(is_ready=False, wait=lambda: waits.append("waited"))
-    monkeypatch.setattr(compile_ahead, "start", lambda *_, **__: compiler)
-    backbone, notes = load_within(BackboneSpec("tiny", device="cpu"), None, USUAL_JOBS)
-    assert notes == (COMPILING,) and not waits
-    batch = pack_samples([Placed(Sample(np.arange(4), np.array([False, True, True, True])))], 4, backbone.device)
-    for _ in range(2):
-        backbone.scores(batch, 4)
-    assert waits == ["waited"]
 
 
 @pytest.mark.parametrize(("spare", "chosen"), [(8, 8192), (7.9, 4096), (-28, 4096), (-28.1, 2048), (-999, 2048)])

@@ -8,8 +8,7 @@ from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone, StepDone
 from weft.engine.execute.memory import measure
 from weft.engine.preview import preview
-from weft.plan.pack import pack, planner_named
-from weft.plan.pack.planners import ExactPlanner
+from weft.plan.pack import pack
 from weft.plan.types import Limits
 
 
@@ -126,22 +125,6 @@ def test_preview_when_a_planner_is_given_then_the_plan_is_that_planners(backbone
 
     engine = prepared(backbone, planner=one_by_one)
     assert preview(engine).num_microbatches > preview(prepared(backbone)).num_microbatches
-
-
-@pytest.mark.parametrize("planner", ["auto", "exact"])
-def test_preview_when_the_planner_searches_then_only_what_is_foreseen_is_searched(backbone, planner):
-    """The first program has no time for searching; those made beside training have."""
-    asked = []
-
-    class Noting(ExactPlanner):
-        def __call__(self, queues, limits):
-            asked.append(self.budget_s)
-            return super().__call__(queues, limits)
-
-    chosen = planner_named(planner)
-    assert isinstance(chosen, ExactPlanner)
-    preview(prepared(backbone, planner=Noting(chosen.max_states, chosen.budget_s)))
-    assert asked[0] == 0 and len(asked) > 1 and set(asked[1:]) == {chosen.budget_s}
 
 
 @pytest.mark.parametrize("state", ["running", "done"])

@@ -6,17 +6,20 @@ import contextlib
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from weft.data.sample import Sample
+from weft.engine.execute.memory import COMPILING, ExpectedJobs, load_within
 from weft.kernels.device import GpuKind
 from weft.kernels.lora.tables import FREE
 from weft.model.ahead import compile_ahead
 from weft.model.ahead.compile_ahead import CompileAhead, read_config, start
 from weft.model.ahead.request import KernelRequest
+from weft.model.packed import Placed, pack_samples
 from weft.spec import AdapterSpec, BackboneSpec
 
 H200 = GpuKind("NVIDIA H200", (9, 0), 132, 2**37)
@@ -45,12 +48,12 @@ REQUEST = KernelRequest(
 SAYS_READY = "print('ready', flush=True); sys.stdin.read()"
 IS_SILENT = "sys.stdin.read()"
 ENDS = ""
-FINISHES = "open(sys.argv[-1], 'w')"
+FINISHES = "open(sys.argv[-1], 'w').write(asked)"
 
 
 def use_program(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
     """Puts a program in the place of the one that compiles; it has read what it is asked."""
-    code = f"import sys; sys.stdin.readline(); {lines}"
+    code = f"import sys; asked = sys.stdin.readline(); {lines}"
     monkeypatch.setattr(compile_ahead, "PROGRAM", (sys.executable, "-S", "-c", code))
 
 
@@ -71,37 +74,57 @@ def test_wait_when_the_process_takes_too_long_then_goes_on_without_it(monkeypatc
         assert not ahead.wait(0.01)
 
 
+def children() -> set[str]:
+    """The processes that this one has started and that have not ended."""
+    found = (task / "children" for task in Path("/proc/self/task").iterdir())
+    return {pid for listed in found for pid in listed.read_text().split()}
+
+
 def test_close_when_the_process_is_at_work_then_it_ends(monkeypatch, tmp_path):
     """Nothing is left behind."""
     use_program(monkeypatch, IS_SILENT)
+    before = children()
     ahead = CompileAhead(REQUEST, tmp_path / "marker")
+    assert len(children() - before) == 1
     ahead.close()
-    assert ahead._process.returncode is not None
+    assert children() <= before
     assert ahead.is_ready
 
 
-def asked(
-    monkeypatch: pytest.MonkeyPatch, spec: BackboneSpec, *adapters: AdapterSpec, have_free: bool = False
-) -> KernelRequest | None:
-    """What would be asked for on a machine with a GPU."""
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with a GPU, and a compiler that notes what it is asked; where Triton keeps kernels there."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compile_ahead, "choose_device", lambda spec: torch.device("cuda"))
     monkeypatch.setattr(compile_ahead, "capability", lambda device: (9, 0))
     monkeypatch.setattr(compile_ahead, "gpu_kind", lambda device: H200)
-    return compile_ahead._request(spec, adapters, len(adapters), have_free=have_free)
+    use_program(monkeypatch, FINISHES)
+    return tmp_path / "cache"
 
 
-def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(monkeypatch):
+def asked(cache: Path, spec: BackboneSpec, *adapters: AdapterSpec, have_free: bool = False) -> KernelRequest | None:
+    """What another process is asked to compile; None if none is started."""
+    before = set(cache.glob("*"))
+    ahead = start(spec, adapters, len(adapters), have_free=have_free)
+    if ahead is None:
+        return None
+    with contextlib.closing(ahead):
+        assert ahead.wait()
+    (noted,) = set(cache.glob("*")) - before
+    return KernelRequest.from_json(noted.read_text())
+
+
+def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(gpu):
     """What is compiled follows from the adapters: their widest ranks, and whether any drops."""
     adapters = [AdapterSpec(r=8), AdapterSpec(r=32, lora_dropout=0.1), AdapterSpec(r=8, rank_pattern={"q_proj": 100})]
-    request = asked(monkeypatch, BackboneSpec("tiny", quantize="fp8"), *adapters, AdapterSpec(method="ia3"))
+    request = asked(gpu, BackboneSpec("tiny", quantize="fp8"), *adapters, AdapterSpec(method="ia3"))
     assert request is not None
     assert (request.ranks, request.drops, request.num_jobs) == ((8, 32, 100), True, 4)
     assert request.others == (("inputs", "down"), ("outputs", "qkv"))
     assert (request.dtype, request.quantize, request.gpu) == ("bfloat16", "fp8", H200)
     assert request.config["model_type"] == "llama"
-    assert KernelRequest.from_json(request.to_json()) == request
-    free = asked(monkeypatch, BackboneSpec("tiny"), AdapterSpec(r=8), have_free=True)
+    free = asked(gpu, BackboneSpec("tiny"), AdapterSpec(r=8), have_free=True)
     assert free is not None and free.others == (FREE,)
 
 
@@ -115,29 +138,49 @@ def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(monk
         (BackboneSpec("./no-such-directory"), AdapterSpec()),
     ],
 )
-def test_request_when_no_kernel_is_launched_or_known_then_is_none(monkeypatch, spec, adapter):
+def test_request_when_no_kernel_is_launched_or_known_then_is_none(gpu, spec, adapter):
     """Where the fused path does not run, or nobody knows the model yet, nothing is compiled."""
-    assert asked(monkeypatch, spec, adapter) is None
+    assert asked(gpu, spec, adapter) is None
 
 
 def test_start_when_there_is_no_gpu_then_does_nothing():
     assert start(BackboneSpec("tiny", device="cpu"), [AdapterSpec()], 1) is None
 
 
-def test_start_when_everything_was_compiled_before_then_does_nothing(monkeypatch, tmp_path):
+def test_start_when_everything_was_compiled_before_then_does_nothing(gpu):
     """The second run starts no process; one with other needs does."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    use_program(monkeypatch, FINISHES)
-    requests = [REQUEST, REQUEST, replace(REQUEST, ranks=(8, 128))]
-    monkeypatch.setattr(compile_ahead, "_request", lambda *_, **__: requests.pop(0))
     spec = BackboneSpec("tiny")
-    first = start(spec, [], 1)
-    assert first is not None and first._process.wait() == 0
-    assert start(spec, [], 1) is None
-    other = start(spec, [], 1)
-    assert other is not None
-    for ahead in (first, other):
-        ahead.close()
+    assert asked(gpu, spec, AdapterSpec(r=8)) is not None
+    assert asked(gpu, spec, AdapterSpec(r=8)) is None
+    assert asked(gpu, spec, AdapterSpec(r=128)) is not None
+
+
+class Compiling(ExpectedJobs):
+    """Jobs whose kernels another process compiles."""
+
+    started: CompileAhead
+
+    def compile_ahead(self, spec: BackboneSpec, tensor: int = 1) -> CompileAhead | None:
+        return self.started
+
+
+def test_backbone_when_its_kernels_are_being_compiled_then_says_so_and_the_first_microbatch_waits(
+    monkeypatch, tmp_path
+):
+    """Nobody wonders why nothing moves, and no kernel is compiled twice."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    use_program(monkeypatch, f"open({str(gate)!r}).read(); import time; time.sleep(0.2); print('ready', flush=True)")
+    ahead = CompileAhead(REQUEST, tmp_path / "marker")
+    expected = Compiling((), 1)
+    object.__setattr__(expected, "started", ahead)
+    with contextlib.closing(ahead):
+        backbone, notes = load_within(BackboneSpec("tiny", device="cpu"), None, expected)
+        assert notes == (COMPILING,) and not ahead.is_ready
+        gate.write_text("go on")
+        batch = pack_samples([Placed(Sample(np.arange(4), np.array([False, True, True, True])))], 4, backbone.device)
+        backbone.scores(batch, 4)
+        assert ahead.is_ready
 
 
 def test_read_config_when_a_directory_has_one_then_gives_it_without_transformers(tmp_path):
