@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import chosen, each_value
 from tiny_models import (
     Outcome,
     assert_same_bits,
@@ -119,25 +120,25 @@ def test_reader_when_it_leaves_after_any_event_then_nothing_is_lost_or_counted_t
             assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True)), name
 
 
-def test_commands_when_a_microbatch_is_under_way_then_no_bit_changes(expected):
-    for number in range(6, 40, 6):
-        engine = Engine(Ahead(), capacity=48)
-        submit(engine, *jobs(), small_job("e", 4, max_steps=500))
-        for place, _ in enumerate(engine.events()):
-            if place == number:
-                engine.pause("a")
-                engine.resume("a")
-                engine.pause("b")
-                engine.cancel("e")
-            if place == number + 5:
-                engine.stop()
-        for name in "abcd":
-            engine.resume(name)
-        outcomes = finish(engine)
-        for name in "abcd":
-            assert outcomes[name].state == "succeeded"
-            for path, pair in outcomes[name].adapter.items():
-                assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True)), name
+@pytest.mark.parametrize("number", chosen(range(6, 40, 6), 1, 4))
+def test_commands_when_a_microbatch_is_under_way_then_no_bit_changes(expected, number):
+    engine = Engine(Ahead(), capacity=48)
+    submit(engine, *jobs(), small_job("e", 4, max_steps=500))
+    for place, _ in enumerate(engine.events()):
+        if place == number:
+            engine.pause("a")
+            engine.resume("a")
+            engine.pause("b")
+            engine.cancel("e")
+        if place == number + 5:
+            engine.stop()
+    for name in "abcd":
+        engine.resume(name)
+    outcomes = finish(engine)
+    for name in "abcd":
+        assert outcomes[name].state == "succeeded"
+        for path, pair in outcomes[name].adapter.items():
+            assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True)), name
 
 
 @pytest.mark.parametrize("size", [1, 7], ids=["the last microbatch", "an earlier one"])
@@ -249,29 +250,28 @@ def test_sound_when_losses_are_not_finite_then_only_their_owners_hear_of_it():
     assert running.finite([-1, 0, 1, 0, 1], 2).tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("commands", [False, True], ids=["alone", "with a command"])
+@pytest.mark.parametrize(("first", "how"), each_value([3, 7, 4], ["alone", "with a command"]))
 def test_run_when_memory_ends_while_a_microbatch_is_started_ahead_then_what_was_written_is_forgotten(
-    expected, commands
+    expected, first, how
 ):
     """What had been started before is counted, also where something else is decided before it is tried again."""
-    for first in (3, 4, 7):
-        backbone, seen = Ahead(), []
-        engine = Engine(backbone, capacity=48)
-        submit(engine, *jobs())
-        for event in engine.events():
-            seen.append(event)
-            number = sum(isinstance(event, MicrobatchDone) for event in seen)
-            if number == first and isinstance(event, MicrobatchDone):
-                backbone.room = 20
-            if commands and number == first + 1 and isinstance(event, MicrobatchDone):
-                engine.pause("c")
-                engine.resume("c")
-        assert backbone.room == 10**6
-        assert engine.limits.capacity == (48 if commands else 24)
-        for name in engine.jobs:
-            for path, pair in engine.executor.adapter_of(name).items():
-                assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True)), name
-        assert not taken_slots(backbone)
+    commands, backbone, seen = how != "alone", Ahead(), []
+    engine = Engine(backbone, capacity=48)
+    submit(engine, *jobs())
+    for event in engine.events():
+        seen.append(event)
+        number = sum(isinstance(event, MicrobatchDone) for event in seen)
+        if number == first and isinstance(event, MicrobatchDone):
+            backbone.room = 20
+        if commands and number == first + 1 and isinstance(event, MicrobatchDone):
+            engine.pause("c")
+            engine.resume("c")
+    assert backbone.room == 10**6
+    assert engine.limits.capacity == (48 if commands else 24)
+    for name in engine.jobs:
+        for path, pair in engine.executor.adapter_of(name).items():
+            assert all(x.equal(y) for x, y in zip(pair, expected[name].adapter[path], strict=True)), name
+    assert not taken_slots(backbone)
 
 
 def test_evaluation_when_memory_ends_while_a_microbatch_is_under_way_then_is_done_again(expected):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each_value
 from test_exact import BOUND, STEPS, largest_difference, train_with_peft
 from tiny_models import (
     Job,
@@ -70,8 +71,15 @@ def teacher_logits(model: Any, teacher: str, **inputs: Any) -> torch.Tensor:
         if teacher == "base":
             with model.disable_adapter():
                 return model(**inputs).logits
-        plain = copy.deepcopy(model).unload()
-        return peft.PeftModel.from_pretrained(plain, teacher)(**inputs).logits
+        return peft_teacher(teacher)(**inputs).logits
+
+
+@cache
+def peft_teacher(teacher: str) -> Any:
+    """Made once: it never changes."""
+    plain = random_model("llama_odd")
+    plain.set_attn_implementation("eager")
+    return peft.PeftModel.from_pretrained(plain, teacher)
 
 
 def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]:
@@ -114,9 +122,9 @@ def test_students_when_trained_together_then_each_equals_peft_alone(tmp_path):
         assert largest_difference(outcomes[job].adapter, starts[job]) > 0.01, "the job learned nothing"
 
 
-@pytest.mark.parametrize("kernels", ["reference", "fused"])
-@pytest.mark.parametrize("settings", [{}, {"distillation_top_k": 5}], ids=["whole", "named"])
-def test_student_when_trained_beside_others_then_has_the_bits_of_being_alone(tmp_path, kernels, settings):
+@pytest.mark.parametrize(("kernels", "top_k"), each_value(["reference", "fused"], [None, 5]))
+def test_student_when_trained_beside_others_then_has_the_bits_of_being_alone(tmp_path, kernels, top_k):
+    settings = {"distillation_top_k": top_k}
     teacher, backbone = teacher_dir(tmp_path / "t", "llama"), random_backbone("llama", kernels=kernels)
     jobs = [student(name, i, 2, teacher=teacher, max_steps=6, **settings) for i, name in enumerate(("mine", "other"))]
     bare = student("bare", 2, teacher="base", max_steps=6, **settings)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from covering import each_value
 from tiny_models import Job, job_spec, random_backbone, random_data
 
 from weft.data.dataset import JobData
@@ -100,13 +101,12 @@ def stops(seed: int) -> Iterator[int]:
         yield int(rng.integers(1, 25))
 
 
-@pytest.mark.parametrize("gently", [True, False], ids=["stopped", "dropped"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "how"), each_value(range(4), ["stopped", "dropped"]))
 def test_run_when_interrupted_again_and_again_then_files_are_those_of_an_undisturbed_one(
-    backbone, undisturbed, tmp_path, seed, gently
+    backbone, undisturbed, tmp_path, seed, how
 ):
     path = tmp_path / "run"
-    rounds = 0
+    gently, rounds = how == "stopped", 0
     for num_events in stops(seed):
         # A dropped run loses what came after its last checkpoint, so it needs longer rounds to get anywhere.
         run_until(backbone, path, num_events if gently else num_events + 15, gently=gently)

@@ -20,6 +20,7 @@ from weft.model.load import load_plain_model
 from weft.model.packed import Placed, pack_samples
 from weft.spec import AdapterSpec, BackboneSpec
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "killed_run.py"
 TOKENS = [40, 51, 62, 33, 74, 45]
 IN_PEFT = [

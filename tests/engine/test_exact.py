@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from covering import slow
 from peft.optimizers import create_loraplus_optimizer
 from tiny_families import FAMILIES, model_type
 from tiny_models import Job, Outcome, finish, job_spec, random_backbone, random_data, random_model, weighted_data
@@ -224,10 +225,10 @@ def assert_equal_peft(name: str, kernels: str, given: list[Job], loss_of: LossOf
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
-        ("llama_bias", "reference"),
+        slow("llama_bias", "reference"),
         ("gemma2", "reference"),
         ("llama_bias", "fused"),
-        ("llama_yarn", "fused"),
+        slow("llama_yarn", "fused"),
     ],
 )
 def test_jobs_when_trained_together_then_each_equals_peft_alone(name, kernels):

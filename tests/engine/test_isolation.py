@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_value
 from tiny_models import VOCABULARY, Job, Outcome, assert_same_bits, job_spec, random_backbone, random_data, train
 
 from weft.engine.engine import Engine
@@ -114,16 +115,14 @@ def nan_in_optimizer(group: str, moment: str) -> Damage:
 DAMAGES = [nan_in_a, nan_in_b, infinite_b, *(nan_in_optimizer(s, m) for s in "ab" for m in ("exp_avg", "exp_avg_sq"))]
 
 
-@pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize(("damage", "step"), each_value(DAMAGES, [1, 3]))
 def test_neighbours_when_a_job_turns_nan_then_unharmed_and_it_fails(backbone, healthy, damage, step):
     outcomes, events = train_damaged(backbone, damage, step)
     assert_others_unharmed(outcomes, healthy)
     assert_failed(outcomes["bad"], events, backbone)
 
 
-@pytest.mark.parametrize("step", [STEPS - 2, STEPS - 1])
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize(("damage", "step"), each_value(DAMAGES, [STEPS - 2, STEPS - 1]))
 def test_job_when_it_turns_nan_in_its_last_steps_then_fails_instead_of_handing_out_nan(backbone, damage, step):
     outcomes, events = train_damaged(backbone, damage, step, [bad_job()])
     assert_failed(outcomes["bad"], events, backbone)
@@ -178,8 +177,9 @@ def huge_gradient(weights: JobWeights) -> None:
     weights.adapter.groups["b"].grad.mul_(1e6)
 
 
-@pytest.mark.parametrize("step", [0, 2, STEPS - 1])
-@pytest.mark.parametrize("spoil", [nan_gradient, infinite_gradient, huge_gradient], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    ("spoil", "step"), each_value([nan_gradient, infinite_gradient, huge_gradient], [0, 2, STEPS - 1])
+)
 def test_neighbours_when_a_gradient_is_bad_once_then_unharmed(backbone, healthy, spoiled, spoil, step):
     events: list[Event] = []
     spoiled(spoil, step, 1)
@@ -190,8 +190,7 @@ def test_neighbours_when_a_gradient_is_bad_once_then_unharmed(backbone, healthy,
     assert [event.skipped for event in steps] == [event.step == step + 1 and spoil != huge_gradient for event in steps]
 
 
-@pytest.mark.parametrize("step", [0, 3])
-@pytest.mark.parametrize("spoil", [nan_gradient, infinite_gradient], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(("spoil", "step"), each_value([nan_gradient, infinite_gradient], [0, 3]))
 def test_neighbours_when_gradients_are_bad_three_times_then_unharmed_and_it_fails(
     backbone, healthy, spoiled, spoil, step
 ):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import slow
 from tiny_models import Job, job_spec, random_backbone, random_data
 
 from weft import faults
@@ -91,14 +92,15 @@ def run_with_full_disk(backbone, path: Path, moment: int) -> tuple[list[str], li
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("first", [3, slow(10), slow(17)])
 def test_jobs_when_the_disk_fills_at_any_moment_then_all_end_with_the_undisturbed_files(
-    backbone, undisturbed, tmp_path
+    backbone, undisturbed, tmp_path, first
 ):
-    """Every seventh moment of a run, from its start to its end."""
+    """Every 21st moment of a run, from its start to its end; all cases together: every seventh."""
     expected, moments = undisturbed
     assert moments > 200
     problems = {}
-    for moment in range(3, moments, 7):
+    for moment in range(first, moments, 21):
         path = tmp_path / str(moment)
         try:
             waiting, _ = run_with_full_disk(backbone, path, moment)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each_value
 from tiny_models import FAMILIES, POSITIONS, VOCABULARY, attending_eagerly, random_backbone, random_model, random_sample
 from torch import nn
 
@@ -40,8 +41,7 @@ def plain_logits(name: str, sample: Sample, **options: Any) -> torch.Tensor:
         return model(input_ids=ids_of(sample)).logits[0].float()
 
 
-@pytest.mark.parametrize("tile", [None, 128])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "tile"), each_value(list(FAMILIES), [None, 128]))
 def test_logits_when_packed_then_those_of_transformers_alone(name, tile):
     backbone = random_backbone(name)
     mine = backbone.logits(pack_samples([Placed(s) for s in samples()], tile, backbone.device))

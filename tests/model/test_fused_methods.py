@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from covering import each_value
 from tiny_models import assert_same_bits, random_backbone, random_data, random_sample, train
 
 from weft.adapters.adapter import Adapter
@@ -66,8 +67,7 @@ def run(name: str, spec: AdapterSpec, kernels: str, memory: Memory | None = None
     return [torch.tensor(losses), *grads]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize(("kind", "family"), each_value(list(SPECS), FAMILIES))
 def test_fused_step_when_the_method_is_another_then_computes_what_the_reference_path_does(kind, family):
     """Losses and gradients, also those of a LoRA in the same microbatch."""
     spec = SPECS[kind]
@@ -77,8 +77,9 @@ def test_fused_step_when_the_method_is_another_then_computes_what_the_reference_
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4 * float(other.abs().max()))
 
 
-@pytest.mark.parametrize("recompute", ["mlp", "full"])
-@pytest.mark.parametrize("kind", ["dora", "ia3", "bottleneck", "diff", "prefix"])
+@pytest.mark.parametrize(
+    ("kind", "recompute"), each_value(["dora", "ia3", "bottleneck", "diff", "prefix"], ["mlp", "full"])
+)
 def test_fused_step_when_layers_are_made_again_then_not_a_bit_changes(kind, recompute):
     """What other methods change is changed in the same way the second time."""
     kept, again = (run("llama", SPECS[kind], "fused", Memory(choice)) for choice in ("none", recompute))

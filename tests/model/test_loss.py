@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import each_value
 
 from weft.model.loss import BLOCK, BlockedLoss, Head
 
@@ -35,8 +36,9 @@ def reference(hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch
     return losses_N.detach(), hidden_ND.grad
 
 
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("number", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+@pytest.mark.parametrize(
+    ("kind", "number"), each_value(list(HEADS), [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+)
 def test_loss_and_gradient_when_any_head_then_those_of_autograd(kind, number):
     hidden_ND, targets_N, weights_N = rows(number, torch.float32)
     single = head(kind, torch.float32)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import each_pair
 from tiny_models import random_backbone, random_model, random_sample
 
 from weft.kernels.dropout import mix, module_key
@@ -40,9 +41,9 @@ def with_adapter(backbone: Backbone) -> tuple[Any, PackedBatch]:
     return adapter, pack_samples(placed, 64, backbone.device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kernels", ["reference", "fused"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "kernels", "dtype"), each_pair(FAMILIES, ["reference", "fused"], [torch.float32, torch.bfloat16])
+)
 def test_parts_when_run_one_after_another_then_scores_and_gradients_are_the_wholes(name, kernels, dtype):
     """Two microbatches are under way at once."""
     whole = random_backbone(name, kernels=kernels, dtype=dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from covering import chosen, each_value
 from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone, random_data, random_sample, train
 
 from weft.adapters.frozen import quantise
@@ -99,7 +100,7 @@ def plain_loss(data) -> float:
     return loss
 
 
-@every_kind
+@pytest.mark.parametrize("kind", chosen(KINDS, 1))
 def test_training_when_the_backbone_is_quantised_then_learns_as_well(kind, data, plain_loss):
     """Over whole samples, as text has an entropy no model goes below: the answers alone are certain, their loss goes to
     zero, and any rounding moves it by per cents."""
@@ -116,8 +117,7 @@ def jobs() -> list[Job]:
     ]
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "dtype"), each_value(KINDS, [torch.float32, torch.bfloat16]))
 def test_job_when_others_train_beside_it_on_a_quantised_backbone_then_same_bits_as_alone(kind, dtype):
     backbone = quantised(kind, dtype=dtype)
     together = train(backbone, jobs(), capacity=100)

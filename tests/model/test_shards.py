@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import chosen, each_value, slow
 from safetensors.torch import load_file, save_file
 from test_load_backbone import save
 from test_model_part import FAMILIES, with_adapter
@@ -53,8 +54,7 @@ def two_ways(whole: Backbone, other: Backbone) -> None:
         assert group.grad.equal(others.groups[name].grad), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), each_value(KINDS, [torch.float32, torch.bfloat16]))
 def test_shards_however_weights_are_stored_then_have_the_bits_of_the_whole(kind, dtype):
     """Three devices, five layers: slices and parities do not come out even."""
     options: dict[str, Any] = {"dtype": dtype, "num_hidden_layers": 5}
@@ -79,7 +79,8 @@ def fused(name: str, kind: str) -> Backbone:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*(("llama", kind) for kind in KINDS), ("qwen2_sliding", "fp8"), ("gemma3_text", "none")]
+    ("name", "kind"),
+    chosen([*(("llama", kind) for kind in KINDS), ("qwen2_sliding", "fp8"), ("gemma3_text", "none")], 2, 3, 4, 5),
 )
 def test_shards_on_the_fused_path_then_have_the_bits_of_the_whole(name, kind):
     """Its products read weights that were joined, of which the linears have parts."""
@@ -97,7 +98,7 @@ def jobs() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["none", "int8"])
+@pytest.mark.parametrize("kind", [slow("none"), "int8"])
 def test_jobs_when_trained_on_shards_then_have_the_bits_of_a_whole_backbone(kind):
     """Also where a job reads weights of layers that are not here."""
     expected = train(stored_as(kind, num_hidden_layers=4), jobs(), capacity=48)
@@ -199,8 +200,7 @@ def saved_model(folder: Path, **changes: Any) -> str:
     return str(save(plain_model("llama", **changes), folder))
 
 
-@pytest.mark.parametrize("kernels", ["reference", "fused"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernels"), each_value(KINDS, ["reference", "fused"]))
 def test_shards_when_loaded_from_files_then_have_the_weights_of_the_whole(kind, kernels):
     """One reads no weights of another's slices; both together have them all."""
     spec = BackboneSpec("tiny", device="cpu", quantize=kind, kernels=kernels)
@@ -219,8 +219,7 @@ def test_shards_when_loaded_from_files_then_have_the_weights_of_the_whole(kind, 
     assert all(own.model.get_parameter(name).equal(whole.model.get_parameter(name)) for name in kept)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "fused"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernels"), each_value(KINDS, ["fused", "reference"]))
 def test_shards_when_they_are_those_of_a_last_stage_then_have_the_bits_of_the_whole_stage(kind, kernels, tmp_path):
     """It has no embedding: where it lives and in what it computes is not to be read off weights that are elsewhere."""
     spec = BackboneSpec(saved_model(tmp_path), device="cpu", dtype="bfloat16", quantize=kind, kernels=kernels)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from covering import each_value
 from thread_devices import ThreadDevices, on_devices
 from tiny_models import SETTINGS, random_backbone, random_sample
 
@@ -125,8 +126,7 @@ def test_adapter_when_layers_are_divided_then_starts_and_gradients_are_those_of_
     check("llama", 2, adapter, kernels=kernels, attention_bias=True, mlp_bias=True)
 
 
-@on_both_paths
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kernels"), each_value(FAMILIES, ["fused", "reference"]))
 def test_family_when_layers_are_divided_then_gradients_are_those_of_one_device(family, kernels):
     """Whatever stands between the linears."""
     check(family, 2, "lora", "prefix", kernels=kernels)

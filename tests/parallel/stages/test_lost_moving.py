@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from covering import each_value
 from staged_models import part_backbones
 from test_going_on import short
 from tiny_models import assert_same_bits, finish, random_backbone, submit, train
@@ -74,8 +75,7 @@ class LosableStages(LocalStages):
         return [lost]
 
 
-@pytest.mark.parametrize("is_old_home", [False, True])
-@pytest.mark.parametrize("moment", range(len(ASKED)))
+@pytest.mark.parametrize(("moment", "is_old_home"), each_value(range(len(ASKED)), [False, True]))
 def test_job_when_a_replica_is_lost_while_it_moves_then_has_a_place_and_the_bits_of_one_device(moment, is_old_home):
     """Where only the new home is gone, the job has lost no step."""
     stages = LosableStages(moment, is_old_home=is_old_home)

@@ -83,6 +83,7 @@ def kill(process: Any) -> None:
     os.kill(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_job_at_home_elsewhere_when_a_replica_is_killed_then_repeats_no_step(replicas, tmp_path):
     """The replica that lives is not started anew, and all bits are those of one device."""
     jobs = some_jobs({"a": "ordered", "b": "ordered", "c": "ordered", "d": "ordered"})
@@ -140,6 +141,7 @@ def test_spread_job_when_a_replica_is_killed_with_programs_under_way_then_goes_b
         run.engine.forget(name)
 
 
+@pytest.mark.slow
 def test_job_when_the_replica_that_it_moves_to_is_killed_then_repeats_no_step(replicas, tmp_path):
     """It leaves its old home only when it is whole on the new one."""
     settings: dict[str, Any] = {"a": {"max_steps": 6}, "b": {"max_steps": 6}, "c": {"max_steps": 1}}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from covering import chosen
 from test_lost_replica import SPEC, Disturbed, kill, some_jobs
 from tiny_models import flat, train
 
@@ -32,7 +33,7 @@ def group() -> Iterator[StageProcesses]:
     found.close()
 
 
-@pytest.mark.parametrize("killed", LOST_BY)
+@pytest.mark.parametrize("killed", chosen(LOST_BY, 0))
 def test_jobs_when_a_shard_or_another_replica_is_killed_then_have_the_bits_of_one_device(killed, group, tmp_path):
     """In a program that all wait for each other in. Shards that live gather what they have lost on the way anew; who is
     at home with those that live repeats no step."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import chosen, slow
 from staged_models import assert_same_answers, part_backbones, train_until
 from test_spread import jobs
 from test_stage_pool import paired
@@ -71,7 +72,7 @@ def sharded(count: int, **options: Any) -> tuple[Engine, list[Late]]:
     return engine, peers
 
 
-@pytest.mark.parametrize(("count", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.float32)])
+@pytest.mark.parametrize(("count", "dtype"), chosen([(2, torch.float32), (3, torch.bfloat16), (4, torch.float32)], 1))
 def test_jobs_when_trained_on_shards_then_have_the_bits_of_one_device(count, dtype):
     """Spread and at home, clipped, with dropout, evaluated between steps; some devices have nothing to do."""
     expected = train(random_backbone("llama", num_hidden_layers=LAYERS, dtype=dtype), jobs(), capacity=48)
@@ -81,7 +82,7 @@ def test_jobs_when_trained_on_shards_then_have_the_bits_of_one_device(count, dty
         assert_same_bits(outcome, expected[name])
 
 
-@pytest.mark.parametrize("layers", [WHOLE, (1, 4)], ids=str)
+@pytest.mark.parametrize("layers", [slow(WHOLE), (1, 4)], ids=str)
 def test_jobs_when_shards_take_the_fused_kernels_then_have_the_bits_of_one_device(layers):
     own = [small_job("a", max_grad_norm=0.05, max_steps=3), small_job("b", 1, global_batch_size=7, max_steps=2)]
     expected = train(random_backbone("llama", num_hidden_layers=sum(layers), kernels="fused"), own, capacity=48)
@@ -91,7 +92,7 @@ def test_jobs_when_shards_take_the_fused_kernels_then_have_the_bits_of_one_devic
         assert_same_bits(outcome, expected[name])
 
 
-@pytest.mark.parametrize("copies", [*BESIDE, *STAGED], ids=str)
+@pytest.mark.parametrize("copies", chosen([*BESIDE, *STAGED], 0, len(BESIDE)), ids=str)
 def test_jobs_when_shards_are_combined_then_have_the_bits_of_one_device(copies):
     """Spread over all and at home on any."""
     own = [*jobs(), *(small_job(f"c{seed}", seed, max_steps=2, global_batch_size=seed) for seed in range(2, 5))]

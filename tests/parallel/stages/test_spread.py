@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow
 from staged_models import objective_jobs, odd_jobs, shuffled, staged_executor, train_until
 from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone, random_data, small_job, submit, train
 
@@ -76,7 +77,7 @@ def test_jobs_when_spread_over_replicas_of_fused_kernels_then_have_the_bits_of_o
         assert_same_bits(outcome, expected[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
 def test_jobs_when_spread_over_any_replicas_then_have_the_bits_of_one_device(dtype):
     """One, two and three, alike and not, however their samples are dealt out: adapters, losses and evaluations."""
     expected = train(random_backbone("llama", num_hidden_layers=LAYERS, dtype=dtype), jobs(), capacity=48)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from staged_models import prompts, staged_executor
 from tensor_models import tensor_executor
 from test_sharded import sharded
@@ -146,7 +147,7 @@ def one() -> Engine:
     return trained(whole(), ALL)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (1, 1, 1)])
+@pytest.mark.parametrize("sizes", [(1, 2), slow((1, 1, 1))])
 def test_jobs_when_stages_answer_then_the_logits_have_the_bits_of_one_device(one, sizes):
     """Several groups of prompts are under way at once, and answers end at unlike lengths."""
     expected, bits = answered(one, *asked_together(ALL))

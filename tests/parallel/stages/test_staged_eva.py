@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from covering import slow
 from staged_models import staged_executor
 from test_sharded import shared_by
 from test_spread import engine_of
@@ -38,7 +39,7 @@ def staged(sizes: tuple[int, ...], **options: Any) -> Engine:
     return Engine(staged_executor("llama", sizes, **options), capacity=48, planner=planner)
 
 
-@pytest.mark.parametrize("layout", ["stages", "fused", "replicas", "shards", "shards of stages"])
+@pytest.mark.parametrize("layout", [slow("stages"), "fused", "replicas", slow("shards"), "shards of stages"])
 def test_start_when_the_model_is_divided_then_has_the_bits_of_one_device(layout, monkeypatch):
     """Of several passes, after which modules know enough at different moments."""
     monkeypatch.setattr(execute_eva, "PASS_TOKENS", 40)

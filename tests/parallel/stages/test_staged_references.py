@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import slow
 from staged_models import staged_executor, train_until
 from tensor_models import tensor_executor
 from test_sharded import sharded
@@ -136,7 +137,7 @@ def check(engine: Engine, jobs: list[Job], expected: dict[str, Outcome]) -> None
         assert_same_bits(outcome, expected[name])
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (1, 1, 1)])
+@pytest.mark.parametrize("sizes", [(1, 2), slow((1, 1, 1))])
 def test_jobs_when_stages_run_their_references_then_have_the_bits_of_one_device(folder, expected, sizes):
     """In programs that go on."""
     check(staged(Schedule.EAGER, *sizes), all_jobs(folder), expected)

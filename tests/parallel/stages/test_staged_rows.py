@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_value
 from staged_models import staged_executor, train_until
 from tensor_models import tensor_executor
 from test_spread import engine_of
@@ -46,9 +47,12 @@ def staged(name: str, sizes: tuple[int, ...]) -> Engine:
     return Engine(staged_executor(name, sizes), capacity=48, planner=planner)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("llama_tied", TIED), ("llama_bias", UNTIED)])
-@pytest.mark.parametrize("settings", [{"optim": "adafactor"}, {"ema_decay": 0.5}], ids=["adafactor", "average"])
-def test_rows_when_the_model_is_cut_then_have_the_bits_of_one_device(name, rows, settings):
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    each_value([("llama_tied", TIED), ("llama_bias", UNTIED)], [{"optim": "adafactor"}, {"ema_decay": 0.5}]),
+)
+def test_rows_when_the_model_is_cut_then_have_the_bits_of_one_device(model, settings):
+    name, rows = model
     many = jobs(rows, **settings)
     expected = train(random_backbone(name, num_hidden_layers=LAYERS), many, capacity=48)
     engine = staged(name, (1, 1, 1) if "optim" in settings else (1, 2))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow
 from safetensors.torch import load_file
 from staged_models import objective_jobs, train_until
 from tensor_models import tensor_executor
@@ -115,7 +116,7 @@ def test_objectives_when_layers_are_shared_then_end_near_those_of_one_device():
         assert_near(outcome, expected[name])
 
 
-@pytest.mark.parametrize("optim", ["muon", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize("optim", ["muon", "adafactor", slow("lion"), slow("sgd")])
 def test_optimizers_when_layers_are_shared_then_see_whole_tensors(optim):
     given = [(job_spec("job", optim=optim, adapter={"r": 3}, ema_decay=0.9, max_steps=3), random_data(1))]
     expected = train(random_backbone("llama", **MODEL), given, capacity=48)
