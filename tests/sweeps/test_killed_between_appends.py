@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import chosen
 
 import weft
 from weft.sweeps import api
@@ -68,7 +69,7 @@ def keep_copies(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[int], bool]) 
     return copies
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize("name", chosen(SWEEPS, 1, 4, 5))
 def test_sweep_when_killed_between_two_appends_then_ends_as_the_unbroken_one(settings, monkeypatch, name):
     """Trials whose checkpoints are at different steps decide nothing else than they would have side by side."""
     monkeypatch.setattr(api, "write_sweep_report", lambda path, board, info, time: None)

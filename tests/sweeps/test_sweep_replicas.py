@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import slow
 
 from tests.parallel.replicas.thread_ranks import ThreadRanks
 from weft.engine.train import load_engine
@@ -90,7 +91,7 @@ def deaths(*lives: int) -> Callable[[int], int | None]:
     return lambda index: left.pop(0) if left else None
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [slow(1), 2, slow(3)])
 def test_asha_when_over_replicas_then_the_leaderboard_and_the_best_are_those_of_one_process(
     settings, found_by_one, num_ranks
 ):
@@ -102,7 +103,7 @@ def test_asha_when_over_replicas_then_the_leaderboard_and_the_best_are_those_of_
     assert {row["state"] for row in found_by_one(given)["trials"]} == {"done", "stopped"}
 
 
-@pytest.mark.parametrize("lives", [(40, 90), (150, 60)])
+@pytest.mark.parametrize("lives", [slow((40, 90)), (150, 60)])
 def test_asha_when_replicas_die_in_the_middle_then_the_result_is_the_same(settings, found_by_one, lives):
     given = settings(space=NINE, early_stop=ASHA, max_jobs=4, job={"save_steps": 2})
     num_started = run_sweep(given, "many", 2, life=deaths(*lives))
@@ -113,12 +114,12 @@ def test_asha_when_replicas_die_in_the_middle_then_the_result_is_the_same(settin
 @pytest.mark.parametrize(
     ("lives", "changes"),
     [
-        ((30, 45), {}),
         ((90, 120), {}),
-        ((60, 90), ASKING),
-        pytest.param((60, 90), {}, marks=pytest.mark.slow),
-        pytest.param((30, 45), ASKING, marks=pytest.mark.slow),
-        pytest.param((90, 120), ASKING, marks=pytest.mark.slow),
+        slow((30, 45), {}),
+        slow((60, 90), {}),
+        slow((30, 45), ASKING),
+        slow((60, 90), ASKING),
+        slow((90, 120), ASKING),
     ],
 )
 def test_asha_when_no_replica_is_left_then_no_trial_is_to_blame_and_resuming_finds_the_same(
@@ -145,10 +146,10 @@ def test_asha_when_resumed_over_another_number_of_replicas_then_the_result_is_th
     "changes",
     [
         {"max_tokens": 900},
-        {"objective": "exact_match", "job": {"eval_steps": 3, "early_stopping_patience": 1}},
+        slow({"objective": "exact_match", "job": {"eval_steps": 3, "early_stopping_patience": 1}}),
         {"objective": {"command": "cksum < {adapter}/adapter_model.safetensors | cut -d' ' -f1", "mode": "min"}},
         {"early_stop": {"rule": "halving", "grace": 3, "unit": "steps", "min_trials": 2}},
-        {"sampler": "tpe", "trials": 6, "space": {"lr": {"min": 1e-4, "max": 1e-2, "log": True}}},
+        slow({"sampler": "tpe", "trials": 6, "space": {"lr": {"min": 1e-4, "max": 1e-2, "log": True}}}),
     ],
     ids=["budget", "answers", "command", "halving", "tpe"],
 )
