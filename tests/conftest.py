@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Tests prepare what they read; those of the cache have one of their own.
 os.environ["WEFT_CACHE"] = "off"
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -26,3 +28,21 @@ settings.load_profile("weft")
 @pytest.fixture(autouse=True)
 def _fresh_seed() -> None:
     torch.manual_seed(0)
+
+
+LONGEST = ("golden", "engine", "sweeps", "parallel", "model")
+"""Folders whose files take longest: they come first, so that no worker is left with one of them at the end."""
+SLOW = ("bench", "benchmarks/planning", "benchmarks/sweeps")
+"""Folders about what measures Weft, not about Weft: `make test-all` runs their tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {name: place for place, name in enumerate(LONGEST)}
+
+    def folder(item: pytest.Item) -> str:
+        return item.path.parent.relative_to(Path(__file__).parent).as_posix()
+
+    items.sort(key=lambda item: first.get(folder(item).partition("/")[0], len(LONGEST)))
+    for item in items:
+        if folder(item).startswith(SLOW):
+            item.add_marker(pytest.mark.slow)

@@ -135,6 +135,7 @@ def executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_deploy_when_executed_then_the_planned_replicas_train_the_jobs(weft, executable):
     """Every job that has one home where the plan has it, and the others on all replicas."""
     (executable / "long.jsonl").write_text('{"prompt": "a", "completion": "words and words"}\n' * 4)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow
 from test_storage_faults import NAMES, files, start
 from tiny_models import job_spec, random_backbone, random_data
 
@@ -19,6 +20,7 @@ from weft.engine.execute import file_writer
 from weft.model.backbone import Backbone
 from weft.store.checkpoint import latest_checkpoint, load_checkpoint
 from weft.store.run_dir import RunDirectory
+from weft.store.run_record import RunRecord
 
 
 @pytest.fixture(autouse=True)
@@ -181,13 +183,29 @@ def test_job_when_something_unexpected_is_raised_while_it_is_written_then_it_fai
     assert files(tmp_path / "run", "saves") == undisturbed[0]["saves"]
 
 
+def test_job_when_its_checkpoint_cannot_be_written_then_the_next_is_due_as_soon_as_it_goes_on(backbone, tmp_path):
+    """The job may be further by then; no more steps are at stake than the user chose."""
+    with RunDirectory.open(tmp_path / "run", resume=False) as directory:
+        directory.write_run(RunRecord())
+        engine = Engine(backbone, capacity=48)
+        engine.keep_in(directory)
+        engine.submit(job_spec("a", max_steps=9, save_steps=4), random_data(2, num_samples=5))
+        faults.arm(faults.parse("enospc@1:checkpoint.write"))
+        (paused,) = [event for event in engine.events() if isinstance(event, JobPaused)]
+        faults.disarm()
+        engine.resume("a")
+        told = [event for event in engine.events() if isinstance(event, StepDone | CheckpointSaved)]
+    assert (type(told[0]), told[0].step) == (CheckpointSaved, paused.step)
+
+
 @pytest.mark.faults
+@pytest.mark.parametrize("first", [5, slow(18), slow(31)])
 def test_jobs_when_the_disk_fills_while_they_train_on_then_all_end_with_the_undisturbed_files(
-    backbone, undisturbed, tmp_path
+    backbone, undisturbed, tmp_path, first
 ):
-    """Every thirteenth moment; a job that waits for room goes on from where it stands."""
+    """Every 39th moment, all cases together every 13th; a job that waits for room goes on from where it stands."""
     expected, moments = undisturbed
-    for moment in range(5, moments, 13):
+    for moment in range(first, moments, 39):
         with RunDirectory.open(tmp_path / str(moment), resume=False) as directory:
             engine = start(backbone, directory)
             faults.arm(faults.FaultPlan("enospc", moment))

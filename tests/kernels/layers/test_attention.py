@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from covering import each_pair
 
 from weft.kernels.layers.attention import (
     ATTEND,
@@ -75,12 +76,12 @@ def random(num_q: int, num_kv: int, size: int, dtype: torch.dtype = torch.float3
     return torch.randn(NUM_ROWS, (num_q + 2 * num_kv) * size).to(dtype), torch.randn(NUM_ROWS, num_q, size).to(dtype)
 
 
-@pytest.mark.parametrize("window", [None, 1, 40, 140], ids=lambda w: f"window {w}")
-@pytest.mark.parametrize("heads", [(4, 2, 16), (1, 1, 20)], ids=["grouped", "padded size"])
-@pytest.mark.parametrize("runs", RUNS, ids=IDS)
-def test_attend_when_samples_are_packed_then_equals_each_alone(runs, heads, window):
+@pytest.mark.parametrize(
+    ("number", "heads", "window"), each_pair(range(len(RUNS)), [(4, 2, 16), (1, 1, 20)], [None, 1, 40, 140])
+)
+def test_attend_when_samples_are_packed_then_equals_each_alone(number, heads, window):
     """Output and gradients are those of torch's attention over one sample at a time, whatever padding holds."""
-    num_kv = heads[1]
+    runs, num_kv = RUNS[number], heads[1]
     qkv_TE, dout_THC = random(*heads)
     blocks = blocks_for(LENGTHS)
     inside_T = rows_within(blocks)

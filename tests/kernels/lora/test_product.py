@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import slow
 from tables_fixture import BARE, NAN_SLOT, SLOTS, WIDE_SLOTS, one_site, plain_in, plain_out, rows_of
 
 from weft.kernels.lora import product, tables
@@ -27,7 +28,7 @@ FORWARD = [product_reference, product_kernel]
 BACKWARD = [product_grad_reference, product_grad_kernel]
 
 
-@pytest.fixture(autouse=True, params=[32, 128])
+@pytest.fixture(autouse=True, params=[32, slow(128)])
 def small_blocks(request, monkeypatch):
     """Blocks small enough for the interpreter; those of 32 rows end inside samples, the one of 128 holds them all."""
     for module in (product, tables):

@@ -197,6 +197,7 @@ def test_jobs_when_programs_with_pairs_are_appended_then_have_the_bits_that_they
         group.close()
 
 
+@pytest.mark.slow
 def test_processes_when_they_run_pairs_then_jobs_have_the_bits_that_they_have_without(monkeypatch):
     """Over gloo, on the embedded backbone; twice the same."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

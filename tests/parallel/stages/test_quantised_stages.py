@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from covering import slow
 from tiny_models import assert_same_bits, finish, small_job, submit, train
 
 from weft.engine.engine import Engine
@@ -20,7 +21,7 @@ from weft.spec import BackboneSpec
 JOBS = [small_job("a", max_steps=2, max_grad_norm=0.05), small_job("b", 1, max_steps=2, sums="free")]
 
 
-@pytest.mark.parametrize(("quantize", "kernels"), [("nf4", "fused"), ("int8", "reference"), ("fp8", "reference")])
+@pytest.mark.parametrize(("quantize", "kernels"), [("nf4", "fused"), slow("int8", "reference"), ("fp8", "reference")])
 def test_jobs_when_the_backbone_is_quantised_then_have_the_bits_of_one_device(quantize, kernels):
     """Of two stages, and of two replicas that share the samples of one job."""
     spec = BackboneSpec("tiny", device="cpu", quantize=quantize, kernels=kernels)

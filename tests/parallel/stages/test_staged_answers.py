@@ -212,7 +212,7 @@ def test_job_when_it_answers_between_steps_then_no_bit_of_any_job_changes():
     assert len(given) == 2 and all(answer.text for answers in given for answer in answers)
 
 
-@pytest.mark.parametrize(("stage", "what"), [(0, "pass_on"), (1, "pass_on"), (2, "logits")])
+@pytest.mark.parametrize(("stage", "what"), [slow(0, "pass_on"), (1, "pass_on"), (2, "logits")])
 def test_job_when_a_stage_fails_in_the_middle_of_an_answer_then_the_next_one_hears_nothing_of_it(
     one, monkeypatch, stage, what
 ):

@@ -89,7 +89,7 @@ def assert_near(mine: Outcome, other: Outcome, tolerance: float = 1e-5) -> None:
     ("layout", "names"),
     [
         ("tensor:2,stages:2", FEW),
-        ("tensor:4", ("lora", "high_rank")),
+        slow("tensor:4", ("lora", "high_rank")),
         *(pytest.param(layout, None, marks=pytest.mark.slow) for layout in ("tensor:2", "tensor:2,stages:2")),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import slow
 
 from weft.model.shards.peers import TorchHostPeers, TorchPeers
 from weft.parallel.stages.host_transport import HostTransport
@@ -55,7 +56,7 @@ def talk(stage: int, store: str, is_by_host: bool, told: Any) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("is_by_host", [False, True], ids=["as it is", "by the host"])
+@pytest.mark.parametrize("is_by_host", [slow(False, id="as it is"), pytest.param(True, id="by the host")])
 def test_messages_when_two_processes_talk_then_come_in_their_order_by_channel(is_by_host, tmp_path: Path):
     """In both directions at once, and what is received first need not have been sent first; sums of all devices."""
     context = multiprocessing.get_context("spawn")
