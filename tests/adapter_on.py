@@ -6,7 +6,7 @@ import torch
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import Place
-from weft.methods import method_of
+from weft.methods.registry import method_of
 from weft.spec import AdapterSpec
 
 

@@ -15,7 +15,7 @@ from tiny_models import Job, assert_same_bits, job_spec, random_backbone, random
 
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
-from weft.methods import METHODS
+from weft.methods.registry import METHODS
 
 FATES = {"nan": "failed", "cancelled": "cancelled", "diverges": "failed"}
 """What befalls a job, and how it ends."""

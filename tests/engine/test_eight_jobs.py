@@ -15,7 +15,7 @@ from eight_jobs import JOBS
 
 from weft.data.sample import Sample
 from weft.engine.inference.attach import load_with_adapters
-from weft.methods import method_of
+from weft.methods.registry import method_of
 from weft.model.load import load_plain_model
 from weft.model.packed import Placed, pack_samples
 from weft.spec import AdapterSpec, BackboneSpec

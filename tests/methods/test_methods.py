@@ -32,7 +32,7 @@ from weft.adapters.targets import leaf_names
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.engine.inference.attach import attach_adapter, read_named
-from weft.methods import METHODS
+from weft.methods.registry import METHODS
 from weft.model.backbone import Backbone
 from weft.model.packed import Placed, pack_samples
 from weft.plan.cost.shape import ModelShape

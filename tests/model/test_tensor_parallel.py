@@ -13,7 +13,7 @@ from thread_devices import ThreadDevices, on_devices
 from tiny_models import SETTINGS, random_backbone, random_sample
 
 from weft.adapters.adapter import Adapter
-from weft.methods import has_kernels
+from weft.methods.registry import has_kernels
 from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, Placed, pack_samples
 from weft.model.path import Memory

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
+from weft.methods.lora.config import EvaSpec
+from weft.settings.fields import field_names
 from weft.spec import AdapterSpec, JobSpec, RunSpec, run_from_mapping
-from weft.spec.eva import EvaSpec
-from weft.spec.fields import field_names
 from weft.spec.job import SourceSpec
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.spec.reference import json_schema, markdown, sections, settings_of, sweep_schema, sweep_sections

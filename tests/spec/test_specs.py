@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
+from weft.settings.fields import read
 from weft.spec import AdapterSpec, JobSpec, RunSpec
-from weft.spec.fields import read
 from weft.spec.run import memory_fraction
 from weft.spec.sweep import EarlyStopSpec, ObjectiveSpec, SweepSpec
 

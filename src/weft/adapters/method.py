@@ -1,7 +1,7 @@
 """What a PEFT method is: all that the rest of the house asks of a way to adapt a frozen model.
 
-A method is a folder `adapters/methods/<name>/` with one `Method`, and a line in `adapters/methods/__init__.py`. Its
-settings are fields of `spec/adapter.py` that carry its name. Nothing else knows it: the engine steps, checkpoints and
+A method is a folder `methods/<name>/`: `config.py` with its settings and what it can do, `method.py` with a `Method`,
+weights and files. `methods/configs.py` lists it. Nothing else knows it: the engine steps, checkpoints and
 moves named groups of parameters (`adapters/adapter.py`), the reference path calls the hooks of `SlotWeights` on each
 slot's own rows (`adapters/slots.py`), files are written as the method's `PeftFormat` says, and planners count its cost
 in ranks. `tests/methods/test_methods.py` runs for every entry of the registry.
@@ -11,8 +11,8 @@ run on the reference path over the same weights.
 
 An adapter sits on linears, on the outputs of attention and MLP blocks before these are normed or added to the residual
 stream, or on rows in front of every sample (`Attachment`). `target_modules` names the first two by the same rules:
-`[q_proj, v_proj]` or `all-linear`, `[self_attn, mlp]` or `all-blocks`. What `auto` means for a method is decided in
-`spec/adapter.py`. All places but linears have D outputs and D inputs (`adapters/row_place.py`), so one set of hooks
+`[q_proj, v_proj]` or `all-linear`, `[self_attn, mlp]` or `all-blocks`. What `auto` means for a method is in its
+`config.py`. All places but linears have D outputs and D inputs (`adapters/row_place.py`), so one set of hooks
 serves them all.
 """
 

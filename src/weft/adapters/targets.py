@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from weft.adapters.method import Attachment
 from weft.errors import ConfigError, closest
 from weft.plan.families.registry import FAMILIES
+from weft.settings.fields import answers_pattern
 from weft.spec import AdapterSpec
-from weft.spec.adapter import AUTO_TARGETS, answers_pattern
 
 ALL = {
     Attachment.LINEAR: ("all-linear", "all"),
@@ -115,7 +115,7 @@ def _nothing_chosen(spec: AdapterSpec, paths: Sequence[str], kind: Attachment) -
 def refuse_experts(spec: AdapterSpec, experts: Iterable[str]) -> None:
     """ConfigError if an adapter asks for weights of experts, given their paths: these stay frozen."""
     targets = spec.target_modules
-    if targets in (*ALL[Attachment.LINEAR], *AUTO_TARGETS.values()):
+    if targets in (*ALL[Attachment.LINEAR], spec.config.auto_targets):
         return
     asked = next((path for path in experts if _answers(targets, path)), None)
     if asked is not None:

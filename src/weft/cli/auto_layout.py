@@ -16,7 +16,7 @@ from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.kernels.device import device_name, gpus, is_cpu, total_bytes
-from weft.methods import cost_ranks
+from weft.methods.registry import cost_ranks
 from weft.model.load import choose_device, load_config
 from weft.model.source import find_source, load_tokenizer
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout

@@ -17,9 +17,8 @@ from rich.text import Text
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError
 from weft.report.console import output_console
+from weft.settings.fields import without_foreign
 from weft.spec import AdapterSpec, RunSpec, load_run
-from weft.spec.adapter import LORA_KINDS
-from weft.spec.fields import without_foreign
 from weft.spec.load_sweep import load_sweep
 from weft.spec.sweep import resolved_sweep
 
@@ -62,8 +61,7 @@ def resolved(run: RunSpec) -> dict[str, Any]:
     for job, spec in zip(values["jobs"], run.jobs, strict=True):
         job["global_batch_size"] = spec.batch_size
         job["adapter"] = without_foreign(AdapterSpec, job["adapter"], spec.adapter.method)
-        if spec.adapter.method in LORA_KINDS:
-            job["adapter"]["lora_alpha"] = spec.adapter.default_alpha
+        job["adapter"] |= spec.adapter.config.followed(spec.adapter)
     # The jobs are by far the longest part; the short settings read better above them.
     return {key: values[key] for key in sorted(values, key=lambda key: key == "jobs")}
 

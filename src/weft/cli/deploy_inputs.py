@@ -131,7 +131,7 @@ def _pool(machine: MachineSpec, name: str) -> GpuPool:
 def _read_jobs(path: Path) -> tuple[list[DeployJob], tuple[int, ...]]:
     """The jobs of a jobs file, with the lengths of their own samples."""
     from weft.data.load import load_job_data
-    from weft.methods import cost_ranks
+    from weft.methods.registry import cost_ranks
     from weft.model.source import load_tokenizer
     from weft.plan.deploy.workload import DeployJob, KnownLengths, batch_samples
     from weft.spec import load_run

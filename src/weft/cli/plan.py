@@ -193,7 +193,7 @@ def _outlines(spec: RunSpec, base_dir: Path, num_planned: int, *, is_fused: bool
 def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -> JobOutline:
     from weft.data.global_batch import GlobalBatches
     from weft.data.order import BatchSchedule
-    from weft.methods import cost_ranks, has_kernels
+    from weft.methods.registry import cost_ranks, has_kernels
     from weft.plan.cost.job_state import job_state_bytes
     from weft.plan.simulate.forecast import JobOutline
     from weft.plan.types import Batch, JobQueue

@@ -16,7 +16,7 @@ from weft.data.rows.columns import expect_list, expect_object, expect_text, has,
 from weft.data.rows.json_rows import parse_json
 from weft.data.rows.row import Row
 from weft.errors import DataError
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 # Templates know no developer role; it is the newer name of the system prompt.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -27,7 +27,7 @@ from weft.data.conversation import ChatTurn, Conversation, Form, Passage, Text, 
 from weft.data.rows.columns import expect_text, has, list_column, text_column
 from weft.data.rows.row import Row
 from weft.errors import ConfigError, DataError
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 from weft.spec.job import FORMATS
 
 IGNORED_LABEL = -100

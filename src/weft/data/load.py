@@ -24,7 +24,7 @@ from weft.errors import ConfigError, DataError
 from weft.objectives.heads.classes import Classification
 from weft.objectives.registry import OBJECTIVES
 from weft.objectives.teacher_columns import LOGPROBS
-from weft.spec.fields import refuse_foreign_objective
+from weft.settings.fields import refuse_foreign_objective
 from weft.spec.job import JobSpec, SourceSpec
 
 

@@ -46,8 +46,8 @@ from weft.plan.cost.rows import capacities
 from weft.plan.pack import pack
 from weft.plan.program import Planner
 from weft.plan.types import Limits
+from weft.settings.fields import describe
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
-from weft.spec.fields import describe
 from weft.spec.run import Capacity
 from weft.store.run_dir import RunDirectory
 from weft.store.run_record import RunRecord

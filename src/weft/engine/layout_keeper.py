@@ -23,7 +23,7 @@ from weft.engine.jobs.live_job import LiveJob
 from weft.engine.program_run import rewind
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import WeftError
-from weft.methods import cost_ranks
+from weft.methods.registry import cost_ranks
 from weft.plan.deploy.workload import batch_samples
 from weft.plan.layout import Layout
 from weft.plan.program import Planner

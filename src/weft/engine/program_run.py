@@ -29,7 +29,7 @@ from weft.engine.execute.protocol import (
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.timeline import TimelineRecorder
-from weft.methods import cost_ranks
+from weft.methods.registry import cost_ranks
 from weft.plan.program import Step, Turn
 from weft.plan.types import Limits, Microbatch
 

@@ -33,7 +33,7 @@ from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import count_step
 from weft.engine.timeline import TimelineRecorder
-from weft.methods import cost_ranks
+from weft.methods.registry import cost_ranks
 from weft.objectives.metrics import Score
 from weft.plan.pipeline.append import DealtStream
 from weft.plan.pipeline.stream import read_stream

@@ -26,7 +26,7 @@ from weft.errors import ConfigError, ModelError
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
-from weft.methods import has_kernels, method_of
+from weft.methods.registry import has_kernels, method_of
 from weft.methods.virtual_tokens.files import INPUT_PATH, layer_path
 from weft.model.embeddings import Embeddings
 from weft.model.fused.model import FusedModel, fuse, why_not

@@ -11,9 +11,9 @@ import torch
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, RowsShape
 from weft.data.tokens.new_tokens import new_token_ids, with_new_tokens
 from weft.errors import ConfigError
+from weft.methods.lora.own_rows import OwnRows
 from weft.model.model_part import TIED, ModelPart
 from weft.spec import AdapterSpec
-from weft.spec.own_rows import OwnRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

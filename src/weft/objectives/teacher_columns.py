@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.errors import DataError
 from weft.objectives.objective import Told
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"
 """The columns."""

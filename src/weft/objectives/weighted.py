@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from weft.errors import DataError
 from weft.objectives.objective import Part
 from weft.objectives.supervised import Supervised
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 COLUMN = "weight"
 

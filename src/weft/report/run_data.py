@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
+from weft.methods.configs import CONFIGS
 from weft.objectives.metrics import HEADLINES
 from weft.plan.layout import parse_layout
 from weft.report.made_with import layout_of, layouts_of
+from weft.settings.fields import without_foreign
 from weft.spec import AdapterSpec
-from weft.spec.adapter import RANKS
-from weft.spec.fields import without_foreign
 from weft.wall_clock import TimeSplit
 from weft.wording import counted
 
@@ -181,7 +181,9 @@ class JobReport:
     @property
     def rank(self) -> int | None:
         """The rank of its adapter, if its method has one."""
-        rank = number(self._adapter.get(RANKS[self.method])) if self.method in RANKS else None
+        config = CONFIGS.get(self.method)
+        setting = None if config is None else config.rank_setting
+        rank = None if setting is None else number(self._adapter.get(setting))
         return int(rank) if rank is not None else None
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.spec.fields import KnownKeywords, above, at_least, describe, read, setting, validate
+from weft.settings.fields import KnownKeywords, above, at_least, describe, read, setting, validate
 from weft.spec.job import SUMS
 from weft.spec.load import parse, place_of
 from weft.spec.run import QUANTISATIONS, RECOMPUTE

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from weft.errors import ConfigError
-from weft.spec.adapter import LORA_KINDS, LORA_RATE, WORKED_OUT_STARTS, AdapterSpec, check_pattern
-from weft.spec.choices.optimizers import OPTIMIZER_NAMES, OPTIMIZERS
-from weft.spec.choices.schedules import SCHEDULES, check_schedule
-from weft.spec.fields import (
+from weft.methods.config import MethodConfig
+from weft.methods.lora.config import LORA_KINDS, WORKED_OUT_STARTS
+from weft.settings.fields import (
     KnownKeywords,
     above,
     at_least,
     between,
+    check_pattern,
     field_names,
     refuse_foreign,
     refuse_foreign_objective,
@@ -24,6 +24,9 @@ from weft.spec.fields import (
     setting,
     validate,
 )
+from weft.spec.adapter import AdapterSpec
+from weft.spec.choices.optimizers import OPTIMIZER_NAMES, OPTIMIZERS
+from weft.spec.choices.schedules import SCHEDULES, check_schedule
 
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
 COLUMNS = (
@@ -242,10 +245,10 @@ class JobSpec(KnownKeywords):
         self._refuse_foreign_sources()
         # Which method it is, is known when the adapter has been read.
         has_rate = self.learning_rate is not None
-        object.__setattr__(self, "learning_rate", self.learning_rate if has_rate else LORA_RATE)
+        object.__setattr__(self, "learning_rate", self.learning_rate if has_rate else MethodConfig.learning_rate)
         validate(self)
         if not has_rate:
-            object.__setattr__(self, "learning_rate", self.adapter.default_learning_rate)
+            object.__setattr__(self, "learning_rate", self.adapter.config.learning_rate)
         refuse_foreign(self, self.adapter.method)
         if self.objective != "auto":
             refuse_foreign_objective(self, self.objective)

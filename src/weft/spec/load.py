@@ -9,10 +9,10 @@ from typing import Any, Literal
 import yaml
 
 from weft.errors import ConfigError, closest
+from weft.settings.fields import describe, field_names, join, read, without_foreign
+from weft.settings.other_trainers import FOREIGN
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import describe, field_names, join, read, without_foreign
 from weft.spec.job import JobSpec
-from weft.spec.other_trainers import FOREIGN
 from weft.spec.run import RunSpec
 from weft.spec.sweep import SweepSpec
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, WrongTypeError
-from weft.spec.fields import describe, field_names, join, listed, read
+from weft.settings.fields import describe, field_names, join, listed, read
 from weft.spec.job import JobSpec
 from weft.spec.load import apply_override, canonical, merge, parse, place_of
 from weft.spec.misplaced import check_job, check_space, check_top

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import ConfigError
+from weft.settings.fields import describe, field_names, join
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import describe, field_names, join
 from weft.spec.job import JobSpec
 from weft.spec.sweep import EarlyStopSpec, ObjectiveSpec, SweepSpec
 

@@ -17,9 +17,9 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from weft.methods.lora.config import EvaSpec
+from weft.settings.fields import Rule, type_name
 from weft.spec.adapter import AdapterSpec
-from weft.spec.eva import EvaSpec
-from weft.spec.fields import Rule, type_name
 from weft.spec.job import JobSpec, SourceSpec
 from weft.spec.run import RunSpec
 from weft.spec.sweep import RULES, TIMES_R, EarlyStopSpec, ObjectiveSpec, SweepSpec

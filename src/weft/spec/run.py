@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from weft.errors import ConfigError
-from weft.spec.fields import KnownKeywords, at_least, setting, validate
+from weft.settings.fields import KnownKeywords, at_least, setting, validate
 from weft.spec.job import JobSpec
 
 EMBEDDED = ("tiny", "smollm2")

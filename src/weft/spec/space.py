@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import ConfigError, closest
+from weft.settings.fields import convert, describe, field_names, join
 from weft.spec.adapter import AdapterSpec
-from weft.spec.fields import convert, describe, field_names, join
 from weft.spec.job import JobSpec
 
 TOGETHER = "_"

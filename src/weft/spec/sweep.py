@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from weft.errors import ConfigError, closest
-from weft.spec.fields import above, at_least, between, describe, setting, validate
+from weft.settings.fields import above, at_least, between, describe, setting, validate
 from weft.spec.job import JobSpec
 from weft.spec.run import RunSpec
 

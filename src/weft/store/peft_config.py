@@ -14,9 +14,9 @@ from typing import Any
 from weft.adapters.head import HEAD
 from weft.adapters.method import PeftFormat
 from weft.errors import AdapterFileError, ConfigError
-from weft.methods import METHODS, method_of
+from weft.methods.registry import METHODS, method_of
+from weft.settings.fields import describe, listed, read
 from weft.spec import AdapterSpec
-from weft.spec.fields import describe, listed, read
 
 TASKS = ("SEQ_CLS", "TOKEN_CLS")
 HEADS = (HEAD, "classifier")

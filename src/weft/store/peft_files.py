@@ -28,7 +28,7 @@ from weft.adapters.head import HEAD
 from weft.adapters.method import WHOLE_NUMBERS, JoinedFormat, ModuleTensors, PeftFormat
 from weft.adapters.targets import is_target
 from weft.errors import AdapterFileError
-from weft.methods import METHODS, method_of
+from weft.methods.registry import METHODS, method_of
 from weft.objectives.heads.classes import Classification, TokenClassification
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.heads.reward import Reward

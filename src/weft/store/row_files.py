@@ -15,8 +15,8 @@ import torch
 from weft.adapters.method import ModuleTensors
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
 from weft.errors import AdapterFileError
+from weft.methods.lora.own_rows import EMBEDDINGS, OUTPUT_HEADS, is_output_head
 from weft.spec import AdapterSpec
-from weft.spec.own_rows import EMBEDDINGS, OUTPUT_HEADS, is_output_head
 
 ROWS = (INPUT_ROWS, OUTPUT_ROWS)
 _SOME = ".token_adapter.trainable_tokens_delta"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.adapters.method import Attachment
 from weft.errors import ConfigError
-from weft.methods import cost_ranks, method_of
+from weft.methods.registry import cost_ranks, method_of
 from weft.spec import AdapterSpec
 
 SERVERS = ("vllm", "sglang", "peft")
@@ -49,12 +49,11 @@ def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str
         return (
             [] if method.files.in_peft else [ServingRemark(f"PEFT has no {title}; only Weft runs this adapter.", True)]
         )
-    if spec.method != "lora":
+    if not spec.config.is_served:
         only = f"{_TITLES[server]} takes LoRA adapters only"
         if method.attachment is not Attachment.LINEAR:
             return [ServingRemark(f"{only}, and this {title} cannot be merged into its base.", True)]
-        base = "its base, if that has biases" if spec.method == "bitfit" else "its base"
-        return [ServingRemark(f"{only}; merge this {title} into {base}.", True)]
+        return [ServingRemark(f"{only}; merge this {title} into {spec.config.merges_into}.", True)]
     if spec.trains_rows:
         found = f"{_TITLES[server]} takes adapters on linear modules only, and this {title} has rows of tokens"
         return [ServingRemark(f"{found}; merge it into its base.", True)]

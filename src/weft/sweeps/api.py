@@ -22,8 +22,8 @@ from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.report.read_run import read_info
 from weft.report.sweep.page import write_sweep_report
 from weft.report.trackers import open_trackers
+from weft.settings.fields import describe, field_names
 from weft.spec import JobSpec
-from weft.spec.fields import describe, field_names
 from weft.spec.load import parse
 from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of, sweep_from_mapping
 from weft.spec.space import Space

@@ -20,7 +20,7 @@ from weft.engine.execute.local import executor_on
 from weft.engine.execute.protocol import ReplicaFacts
 from weft.errors import ConfigError, PlanError
 from weft.kernels.device import default_device, device_name
-from weft.methods import cost_ranks, method_of
+from weft.methods.registry import cost_ranks, method_of
 from weft.model.load import load_config, load_skeleton
 from weft.model.source import find_source
 from weft.plan.cost.hardware import find_hardware

@@ -27,10 +27,10 @@ from weft.engine.execute import eva as execute_eva
 from weft.engine.execute.eva import MOST_PASSES, PASS_TOKENS, passes, principal_inputs
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.errors import ConfigError
+from weft.methods.lora.config import EvaSpec
 from weft.model.packed import Placed, pack_samples
 from weft.parallel.stages.refusals import refuse_undivided
 from weft.spec import AdapterSpec, JobSpec
-from weft.spec.eva import EvaSpec
 from weft.store.run_dir import RunDirectory
 from weft.store.run_record import RunRecord
 

@@ -18,7 +18,7 @@ from weft.engine.execute.local import LocalExecutor
 from weft.engine.execute.memory import weight_bytes
 from weft.engine.jobs.placement import Placement
 from weft.errors import JobError
-from weft.methods import cost_ranks
+from weft.methods.registry import cost_ranks
 from weft.model.random_model import Storage, make_backbone
 from weft.plan.admit import Budget
 from weft.plan.cost.memory import MemoryModel

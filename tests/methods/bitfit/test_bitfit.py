@@ -13,7 +13,7 @@ from weft.adapters.method import ModuleTensors
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import AdapterFileError
-from weft.methods import METHODS
+from weft.methods.registry import METHODS
 from weft.spec import AdapterSpec
 
 SPEC = {"method": "bitfit"}

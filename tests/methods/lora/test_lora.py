@@ -14,7 +14,7 @@ from whole_linear import WholeLinear
 from weft.adapters.adapter import Adapter
 from weft.engine.execute.weights import JobWeights
 from weft.errors import AdapterFileError, ConfigError
-from weft.methods import cost_ranks
+from weft.methods.registry import cost_ranks
 from weft.spec import AdapterSpec, JobSpec
 
 CPU = torch.device("cpu")

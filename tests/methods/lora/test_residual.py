@@ -15,8 +15,8 @@ from weft.adapters.head import HEAD
 from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.errors import ConfigError
-from weft.methods import cost_ranks
 from weft.methods.lora.weight_parts import starting_part
+from weft.methods.registry import cost_ranks
 from weft.objectives.heads.reward import Reward
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.peft_files import read_adapter, write_adapter

@@ -174,7 +174,7 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
 
     from weft.kernels.lora.tables import FREE
     from weft.kernels.recorded import recorded_launches
-    from weft.methods import method_of
+    from weft.methods.registry import method_of
     from weft.model.ahead.rehearsal import rehearse
 
     model = meta_model(name if name in FAMILIES else "llama", case.get("model", {}))

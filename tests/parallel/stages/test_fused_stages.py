@@ -12,7 +12,7 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 
 from weft.engine.engine import Engine
 from weft.errors import ConfigError
-from weft.methods import has_kernels
+from weft.methods.registry import has_kernels
 from weft.model.path import Memory
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner

@@ -23,7 +23,7 @@ from tiny_models import (
 from transformers import AutoTokenizer
 
 from weft.engine.engine import Engine
-from weft.methods import has_kernels
+from weft.methods.registry import has_kernels
 from weft.model.load import load_backbone
 from weft.model.source import TINY
 from weft.plan.pipeline.build import Schedule

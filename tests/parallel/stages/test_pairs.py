@@ -20,7 +20,7 @@ from weft.engine import lookahead
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.engine.lookahead import LookaheadPlanner
-from weft.methods import has_kernels
+from weft.methods.registry import has_kernels
 from weft.model.source import load_tokenizer
 from weft.objectives.distillation import Distillation
 from weft.objectives.preference.dpo import Dpo

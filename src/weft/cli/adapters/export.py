@@ -119,7 +119,7 @@ def _copy(directory: Path, out: Path) -> None:
 
 def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     """What to type next."""
-    from weft.methods import cost_ranks
+    from weft.methods.registry import cost_ranks
     from weft.store.peft_files import TASKS, TEMPLATE_FILE
     from weft.store.servers import VLLM_DEFAULT_RANK, VLLM_RANKS
     from weft.store.tokenizer_files import resizing

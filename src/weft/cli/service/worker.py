@@ -107,8 +107,8 @@ def worker(
     from weft.serve.settings import Settings
     from weft.serve.supervise import DISMISSED
     from weft.serve.worker.options import WorkerOptions
+    from weft.settings.fields import convert
     from weft.spec import BackboneSpec
-    from weft.spec.fields import convert
     from weft.spec.run import Capacity
 
     settings = Settings(data_dir, db, store, {name: model or name})

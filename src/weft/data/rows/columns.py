@@ -8,7 +8,7 @@ from typing import Any
 from weft.data.rows.json_rows import parse_json
 from weft.data.rows.row import Row
 from weft.errors import DataError
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 
 def has(row: Row, *names: str) -> bool:

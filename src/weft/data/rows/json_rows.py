@@ -15,7 +15,7 @@ from typing import Any
 from weft.data.rows.compression import open_data
 from weft.data.rows.row import BOM, Row, decode, read_text
 from weft.errors import DataError
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 MAX_LINE_BYTES = 8 * 2**20
 

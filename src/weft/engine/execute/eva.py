@@ -20,10 +20,10 @@ from weft.adapters.adapter import Adapter
 from weft.data.global_batch import GlobalBatches
 from weft.data.sample import Sample
 from weft.kernels.dropout import mix, module_key
+from weft.methods.lora.config import EvaSpec
 from weft.methods.lora.principal_inputs import PrincipalInputs
 from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, Placed, pack_samples
-from weft.spec.eva import EvaSpec
 
 PASS_TOKENS = 4096
 """Most tokens of one pass, unless a sample is longer."""

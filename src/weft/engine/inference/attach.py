@@ -14,7 +14,7 @@ from weft.adapters.targets import is_target
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.chat.renderer import check_template
 from weft.errors import AdapterFileError, ConfigError, ModelError
-from weft.methods import method_of
+from weft.methods.registry import method_of
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.objectives.heads.head_objective import HeadObjective

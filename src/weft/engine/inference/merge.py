@@ -15,7 +15,7 @@ from weft.adapters.method import Attachment
 from weft.engine.inference.attach import StoredAdapter, check_fit
 from weft.engine.inference.merge_rows import merge_rows
 from weft.errors import AdapterFileError, StorageError
-from weft.methods import method_of
+from weft.methods.registry import method_of
 from weft.model.load import load_plain_model
 from weft.model.source import load_tokenizer
 from weft.spec import BackboneSpec

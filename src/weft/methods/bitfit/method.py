@@ -93,3 +93,6 @@ class BitFit(Method):
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """Its weights are fewer than those of a LoRA of rank 1, the smallest the models know."""
         return CostRanks(1, 1)
+
+
+METHODS: dict[str, Method] = {"bitfit": BitFit()}

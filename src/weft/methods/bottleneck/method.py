@@ -104,3 +104,6 @@ class Bottleneck(Method):
         little more than 4 · width · size."""
         rank = math.ceil(spec.bottleneck_size / 2)
         return CostRanks(rank, rank)
+
+
+METHODS: dict[str, Method] = {"bottleneck": Bottleneck()}

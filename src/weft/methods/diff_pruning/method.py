@@ -109,3 +109,6 @@ class DiffPruning(Method):
         per_position = 1 if spec.mask == "magnitude" else 2
         rank = max(1, math.ceil(per_position * spec.density * _RANK_OF_DENSE))
         return CostRanks(rank, rank)
+
+
+METHODS: dict[str, Method] = {"diff_pruning": DiffPruning()}

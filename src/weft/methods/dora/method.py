@@ -18,6 +18,7 @@ from weft.adapters.method import (
     Keeps,
     KernelCopy,
     LinearShape,
+    Method,
     ModuleTensors,
     PeftFormat,
     Place,
@@ -103,6 +104,9 @@ class Dora(Lora):
         """LoRA's, and one more for m."""
         ranks = super().cost_ranks(spec)
         return CostRanks(ranks.usual + 1, ranks.widest + 1)
+
+
+METHODS: dict[str, Method] = {"dora": Dora()}
 
 
 def _norms(

@@ -96,3 +96,6 @@ class Ia3(Method):
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """Its weights are fewer than those of a LoRA of rank 1, the smallest the models know."""
         return CostRanks(1, 1)
+
+
+METHODS: dict[str, Method] = {"ia3": Ia3()}

@@ -11,10 +11,10 @@ from typing import Any
 
 from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
+from weft.methods.lora.config import WORKED_OUT_STARTS
+from weft.methods.lora.own_rows import TokenIds
+from weft.settings.fields import describe
 from weft.spec import AdapterSpec
-from weft.spec.adapter import WORKED_OUT_STARTS
-from weft.spec.fields import describe
-from weft.spec.own_rows import TokenIds
 
 DEFAULTS: dict[str, Any] = {
     "alora_invocation_tokens": None,

@@ -140,3 +140,6 @@ class Lora(Method):
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """Its own ranks."""
         return CostRanks(spec.r, max([spec.r, *spec.rank_pattern.values()]))
+
+
+METHODS: dict[str, Method] = {"lora": Lora()}

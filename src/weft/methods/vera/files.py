@@ -14,8 +14,8 @@ import torch
 from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
 from weft.methods.vera.projection import draw
+from weft.settings.fields import describe
 from weft.spec import AdapterSpec
-from weft.spec.fields import describe
 
 DEFAULTS: dict[str, Any] = {
     "auto_mapping": None,

@@ -118,3 +118,6 @@ class Vera(Method):
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """Its products are those of a LoRA of its rank; what it holds, the shared matrices included, is far less."""
         return CostRanks(spec.vera_rank, 2 + spec.vera_rank // 64)
+
+
+METHODS: dict[str, Method] = {"vera": Vera()}

@@ -12,8 +12,8 @@ import torch
 
 from weft.adapters.method import ModuleTensors, PeftFormat
 from weft.errors import AdapterFileError
+from weft.settings.fields import describe
 from weft.spec import AdapterSpec
-from weft.spec.fields import describe
 
 TENSOR = "prompt_embeddings"
 INPUT_PATH = "inputs"

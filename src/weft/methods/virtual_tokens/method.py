@@ -148,3 +148,6 @@ class PrefixTuning(VirtualTokens):
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """Keys and values are at most twice as wide as the residual stream; see prompt tuning."""
         return CostRanks(1, -(-spec.num_virtual_tokens // 4))
+
+
+METHODS: dict[str, Method] = {"prompt_tuning": PromptTuning(), "prefix_tuning": PrefixTuning()}

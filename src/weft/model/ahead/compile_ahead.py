@@ -29,7 +29,7 @@ from weft.kernels.device import capability, gpu_kind, has_streams
 from weft.kernels.launch import has_triton
 from weft.kernels.lora.tables import FREE
 from weft.kernels.tuning import tuning_file
-from weft.methods import has_kernels, method_of
+from weft.methods.registry import has_kernels, method_of
 from weft.model.ahead.request import READY, KernelRequest
 from weft.model.load import choose_device, choose_dtype
 from weft.model.source import find_source

@@ -17,7 +17,7 @@ from weft.kernels.fixed_words import Words, collect
 from weft.kernels.layers.cross_entropy import cross_entropy_rows
 from weft.kernels.lora.tables import FREE, Needs, rank_classes
 from weft.kernels.recorded import RecordedLaunch, recorded_launches
-from weft.methods import METHODS
+from weft.methods.registry import METHODS
 from weft.model.ahead.request import KernelRequest
 from weft.model.ahead.skeleton import META, skeleton, skeleton_head
 from weft.model.fused.attention import needs_bounds

@@ -14,7 +14,7 @@ from weft.errors import DataError, closest
 from weft.objectives.heads.head_objective import HeadJudged
 from weft.objectives.metrics import CLASS_F1, LOSS, MetricSum, Score
 from weft.objectives.objective import Part
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 if TYPE_CHECKING:
     from torch import Tensor

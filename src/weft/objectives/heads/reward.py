@@ -16,7 +16,7 @@ from weft.objectives.metrics import LOSS, MetricSum, Score
 from weft.objectives.objective import Part
 from weft.objectives.preference.pair_rows import read_preference
 from weft.objectives.preference.pairs import log_sigmoid, opposed
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weft.errors import DataError
 from weft.objectives.objective import GroupRows, Judged, Part
 from weft.objectives.preference.pair_rows import is_preference, read_preference
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 if TYPE_CHECKING:
     from weft.spec import JobSpec

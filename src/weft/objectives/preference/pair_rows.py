@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import DataError
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}

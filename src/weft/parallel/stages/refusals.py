@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.errors import ConfigError
-from weft.methods import METHODS, has_kernels
+from weft.methods.configs import CONFIGS
+from weft.methods.registry import has_kernels
 from weft.model.backbone import Backbone
 from weft.parallel.stages.gradient import JobShare
 from weft.spec import AdapterSpec, JobSpec
 
-UNDIVIDED = ("diff_pruning",)
-"""Methods that are not linear in the part of a weight that a device has."""
 WHOLE_STATES = ("adamw_8bit",)
 """Optimizers that remember blocks of numbers, which a border between two stages may cut."""
 
@@ -55,10 +54,10 @@ def refuse_without_kernels(adapter: AdapterSpec, where: str) -> None:
 
 
 def _refuse_undivided_method(adapter: AdapterSpec, where: str) -> None:
-    if adapter.method in UNDIVIDED:
-        known = ", ".join(method for method in METHODS if method not in UNDIVIDED)
-        found = f"{adapter.method} chooses among the numbers of whole weights; with tensor:N use {known}."
-        raise ConfigError(found, where=where)
+    reason = adapter.config.undivided
+    if reason is not None:
+        known = ", ".join(sorted(name for name, config in CONFIGS.items() if config.undivided is None))
+        raise ConfigError(f"{adapter.method} {reason}; with tensor:N use {known}.", where=where)
 
 
 def refuse_unlike(shares: Sequence[JobShare]) -> None:

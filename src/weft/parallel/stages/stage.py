@@ -26,7 +26,7 @@ from weft.engine.execute.references import Asker
 from weft.engine.execute.weights import JobWeights
 from weft.errors import ConfigError
 from weft.kernels.device import CPU, Stream, current_stream, has_streams, is_cpu, on_stream
-from weft.methods import method_of
+from weft.methods.registry import method_of
 from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, pack_samples
 from weft.model.stage_runner import stage_runner

@@ -14,7 +14,7 @@ WORD_BYTES = 8
 
 def optimizer_bytes(job: JobSpec) -> float:
     """What the optimizer remembers; of AdamW the two moments."""
-    ranks = [job.adapter.r, *job.adapter.rank_pattern.values()] if job.adapter.method == "lora" else [1]
+    side = job.adapter.config.smallest_side(job.adapter)
     match job.optim:
         case "adamw_8bit":
             # Two codes, and two scales for every 256; a short buffer has one of each more.
@@ -25,9 +25,9 @@ def optimizer_bytes(job: JobSpec) -> float:
             return FLOAT_BYTES
         case "adafactor":
             # A matrix of r by d, with r not above d, has r + d numbers for its r · d weights.
-            return FLOAT_BYTES * 2 / min(ranks)
+            return FLOAT_BYTES * 2 / side
         case "muon":
-            return FLOAT_BYTES * (1 if min(ranks) > 1 else 2)
+            return FLOAT_BYTES * (1 if side > 1 else 2)
     return FLOAT_BYTES * 2
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.serve.records.rows import DbRow
+from weft.settings.fields import read
 from weft.spec import AdapterSpec, JobSpec
 from weft.spec.choices.openai_hyperparameters import BASE_BETA, training_settings
-from weft.spec.fields import read
 from weft.spec.load import canonical
 
 OURS = ("name", "train_data", "eval_data", "tenant", "priority", "seed")
@@ -44,7 +44,7 @@ def used_hyperparameters(resolved: Mapping[str, Any], extra: Mapping[str, Any], 
     if job.objective == "dpo":
         used["beta"] = BASE_BETA if job.beta is None else job.beta
     if "learning_rate" in extra:
-        used["learning_rate_multiplier"] = job.learning_rate / job.adapter.default_learning_rate
+        used["learning_rate_multiplier"] = job.learning_rate / job.adapter.config.learning_rate
     if job.max_steps is not None or not job.num_train_epochs.is_integer():
         del used["n_epochs"]
     return used

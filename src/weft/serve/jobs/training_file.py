@@ -18,7 +18,7 @@ from weft.data.rows.row import BOM, Row, decode
 from weft.errors import DataError
 from weft.objectives.registry import choose_objective
 from weft.serve.settings import ServiceLimits
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 from weft.wording import counted
 
 MAX_PROBLEMS = 20

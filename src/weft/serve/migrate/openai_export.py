@@ -14,7 +14,7 @@ from typing import Any
 from weft.data.rows.json_rows import parse_json
 from weft.data.rows.row import read_text
 from weft.errors import DataError
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 JOB_OBJECT = "fine_tuning.job"
 

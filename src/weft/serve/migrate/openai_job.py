@@ -15,8 +15,8 @@ from weft.data.rows.sources import DataFile
 from weft.errors import ConfigError, DataError, WeftError
 from weft.objectives.registry import choose_objective
 from weft.serve.migrate.openai_export import ExportedJob
+from weft.settings.fields import describe, read
 from weft.spec.choices.openai_hyperparameters import resolve, training_settings
-from weft.spec.fields import describe, read
 from weft.spec.job import JobSpec
 
 HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.spec.adapter import LEARNING_RATES, LORA_RATE
+from weft.methods.config import MethodConfig
+from weft.methods.configs import CONFIGS
 
 BASE_BETA = 0.1
 
@@ -35,7 +36,8 @@ def resolve(hyperparameters: Mapping[str, Any], num_samples: int) -> dict[str, A
 def training_settings(resolved: Mapping[str, Any], adapter: Any = None) -> dict[str, Any]:
     """What a jobs file says for hyper-parameters that are numbers, beside what it says of the `adapter`, if it does."""
     method = adapter.get("method") if isinstance(adapter, Mapping) else None
-    base_rate = LEARNING_RATES.get(method, LORA_RATE) if isinstance(method, str) else LORA_RATE
+    config = CONFIGS.get(method) if isinstance(method, str) else None
+    base_rate = (config or MethodConfig).learning_rate
     return {
         "num_train_epochs": resolved["n_epochs"],
         "global_batch_size": resolved["batch_size"],

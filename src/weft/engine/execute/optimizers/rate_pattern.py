@@ -16,7 +16,7 @@ import torch
 
 from weft.adapters.adapter import Adapter
 from weft.errors import ConfigError
-from weft.spec.adapter import answers_pattern, first_match
+from weft.settings.fields import answers_pattern, first_match
 
 
 def largest_factor(patterns: Mapping[str, float]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import closest
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 NOT_SERVED = "not_served"
 """The type of error for a field that OpenAI has and we do not; its context says which values we accept anyway."""

@@ -17,7 +17,7 @@ from weft.serve.api.service import service_of
 from weft.serve.api.stored_files import PURPOSE, allowance_of, check_purpose, download, keep_file
 from weft.serve.blob_gc import discard
 from weft.serve.records import files
-from weft.spec.fields import describe
+from weft.settings.fields import describe
 
 router = APIRouter(prefix="/v1/files", tags=["Files"])
 EXPIRY_S = (3600, 2_592_000)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
+from weft.methods.lora.own_rows import OwnRows
 from weft.spec import AdapterSpec, JobSpec
-from weft.spec.own_rows import OwnRows
 
 
 @pytest.mark.parametrize(

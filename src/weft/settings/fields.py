@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from weft.errors import ConfigError, WrongTypeError, closest
-from weft.spec.other_trainers import is_harmless, why_refused
+from weft.settings.other_trainers import is_harmless, why_refused
 
 T = TypeVar("T")
+V = TypeVar("V", int, float)
 REQUIRED: Any = dataclasses.MISSING
 LARGEST = 10**18
 """The size of the largest number that any setting takes. The product of two is still a float32, and a whole number of
@@ -377,3 +379,21 @@ def _unknown_key(key: str, names: list[str], place: str) -> ConfigError:
 
 def _unknown(place: str, hint: str) -> ConfigError:
     return ConfigError("unknown setting.", where=place, hint=hint)
+
+
+def first_match(patterns: Mapping[str, V], module: str, default: V) -> V:
+    """PEFT's rule: of the keys that match a module path, the first wins."""
+    return next((value for pattern, value in patterns.items() if answers_pattern(module, pattern)), default)
+
+
+def check_pattern(pattern: str, where: str) -> None:
+    """ConfigError if a text is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{pattern!r} is not a regular expression ({error}).", where=where) from None
+
+
+def answers_pattern(module: str, pattern: str) -> bool:
+    """Whether a module path ends, at a dot, with what a key of rank_pattern or its like describes."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
+from weft.settings.fields import field_names, read
+from weft.settings.other_trainers import FOREIGN
 from weft.spec import AdapterSpec, JobSpec
-from weft.spec.fields import field_names, read
 from weft.spec.load import run_from_mapping
-from weft.spec.other_trainers import FOREIGN
 from weft.spec.run import BackboneSpec
 
 

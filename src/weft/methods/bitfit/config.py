@@ -1,0 +1,25 @@
+"""BitFit has no settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.methods.config import MethodConfig
+
+
+class BitFitConfig(MethodConfig):
+    """The method `bitfit`."""
+
+    name = "bitfit"
+    auto_targets = "all-linear"
+    learning_rate = 3e-3
+    undivided = None
+    merges_into = "its base, if that has biases"
+
+
+@dataclass(frozen=True)
+class BitFitSettings:
+    """None."""
+
+    configs: ClassVar[tuple[MethodConfig, ...]] = (BitFitConfig(),)
