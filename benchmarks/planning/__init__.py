@@ -1,1 +1,1 @@
-"""Figures of planning: what docs/planning.md publishes, beside the papers' own schedules."""
+"""Figures of planning: what benchmarks/README.md publishes, beside the papers' own schedules."""

@@ -1,1 +1,1 @@
-"""Figures of sweeps: what docs/sweeps.md and docs/planning.md publish, beside PLoRA's plans."""
+"""Figures of sweeps: what benchmarks/README.md publishes, beside PLoRA's plans."""

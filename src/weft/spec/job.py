@@ -93,9 +93,8 @@ class JobSpec(KnownKeywords):
     """Which columns are which, e.g. `{prompt: question, completion: reply}`: names, texts with columns in braces such
     as `"Classify: {sentence}"`, or numbers from 1 for tables without a header. Default: the usual names."""
     objective: str = setting("auto", aliases=("rl",), choices=OBJECTIVES)
-    """What the job learns from: answers (supervised; weighted, by the `weight` of rows and messages), pairs of answers
-    (dpo, cpo, simpo, orpo; reward, with a head), good and bad answers (kto), classes of texts or words (classification,
-    token_classification, with a head) or a teacher (distillation). auto: by the columns; dpo for pairs."""
+    """What the job learns from (docs/objectives.md): answers, pairs of answers, good and bad answers, classes, rewards
+    or a teacher. auto: by the columns; dpo for pairs."""
     beta: float | None = setting(
         None,
         aliases=("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha"),

@@ -42,6 +42,8 @@ _REFERENCES: dict[Any, str] = {
     ObjectiveSpec: "objective",
     EarlyStopSpec: "early_stop",
 }
+_LARGE = re.compile(r" and (at most|below) \d{7,}")
+"""Limits that no user meets."""
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 """A number written as text: what YAML 1.1 makes of 1e-4."""
 
@@ -138,7 +140,8 @@ def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
         return ", ".join(_yaml(choice) for choice in choices)
     kinds = [kind for kind in _kinds(hint) if kind is not type(None) and not (kind is int and float in _kinds(hint))]
     # Rules are for numbers.
-    rules = [f", {rule.text}" if rule and kind in (int, float) else "" for kind in kinds]
+    limits = "" if rule is None else f", {_LARGE.sub('', rule.text)}"
+    rules = [limits if kind in (int, float) else "" for kind in kinds]
     return " or ".join((_WORDS.get(kind) or type_name(kind)) + own for kind, own in zip(kinds, rules, strict=True))
 
 

@@ -109,9 +109,8 @@ class LoraSettings(LoraStrength):
         True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal", *WORKED_OUT_STARTS), methods=LORA_KINDS
     )
     """true: Kaiming-uniform A, zero B; gaussian: normal A, zero B; orthogonal: random A and B with a zero product (even
-    ranks); false: random A and B. pissa, olora: from a decomposition of the weight; costs and is written as twice the
-    rank. pissa_niter_N: pissa by N quick iterations. eva: A from the directions in which the job's inputs vary most,
-    zero B. loftq: from the error of the quantised weights."""
+    ranks); false: random A and B; the others (docs/methods.md): from the weight, the job's data (eva) or the error of
+    the quantised weights (loftq)."""
     eva_config: EvaSpec | None = setting(None, methods=LORA_KINDS)
     """How `eva` reads the data."""
     freeze_a: bool = setting(False, aliases=("lora_fa",), methods=LORA_KINDS)
