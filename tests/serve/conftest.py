@@ -9,8 +9,7 @@ import pytest
 import sqlalchemy as sa
 from postgres_server import Server, find_binaries, running_postgres
 
-from weft.serve.db.engine import Database, open_database
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import Database, migrate, open_database
 from weft.serve.db.tables import METADATA
 from weft.serve.records.tenants import create_tenant
 

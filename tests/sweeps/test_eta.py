@@ -8,7 +8,7 @@ import pytest
 
 from weft.spec.sweep import SweepSpec
 from weft.sweeps.eta import remaining_s
-from weft.sweeps.record.trial import Trial, TrialState
+from weft.sweeps.record.trials_file import Trial, TrialState
 
 
 def spec(**budgets: Any) -> SweepSpec:

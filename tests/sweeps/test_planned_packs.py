@@ -11,7 +11,7 @@ from test_sweep_replicas import found, run_sweep
 
 from weft.plan.sweep import SweepPlan
 from weft.sweeps.decide import planned_packs
-from weft.sweeps.search import first_trials
+from weft.sweeps.search import samplers
 
 RATES = [1e-3, 2e-3, 3e-3, 4e-3]
 
@@ -74,7 +74,7 @@ def narrow(plans: list[SweepPlan], monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(plan, packs=tuple(packs))
 
     monkeypatch.setattr(planned_packs, "plan_sweep", cut)
-    monkeypatch.setattr(first_trials, "AT_A_TIME", 1)
+    monkeypatch.setattr(samplers, "AT_A_TIME", 1)
 
 
 def test_grid_when_trials_end_before_their_time_then_the_rest_is_planned_anew(settings, plans, narrow):

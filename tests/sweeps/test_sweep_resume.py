@@ -22,8 +22,7 @@ from weft.store.owner import Owner
 from weft.store.run_dir import RunDirectory
 from weft.sweeps import api
 from weft.sweeps.api import open_run, prepare_sweep
-from weft.sweeps.record.trial import Observation, Trial, TrialState
-from weft.sweeps.record.trials_file import TrialsFile
+from weft.sweeps.record.trials_file import Observation, Trial, TrialsFile, TrialState
 from weft.sweeps.trial_loop import SweepRun
 from weft.wall_clock import Activity, TimeSplit
 

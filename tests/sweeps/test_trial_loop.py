@@ -20,7 +20,7 @@ from weft.spec import load_run
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
 from weft.sweeps.api import open_run, prepare_sweep
-from weft.sweeps.record.trial import TrialState
+from weft.sweeps.record.trials_file import TrialState
 from weft.sweeps.search.objective import TrialObjective
 
 

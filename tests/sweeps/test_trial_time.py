@@ -7,7 +7,7 @@ import time
 import pytest
 
 from weft.engine.timeline import TimelineRecorder
-from weft.sweeps.record.trial import Trial
+from weft.sweeps.record.trials_file import Trial
 from weft.sweeps.trial_time import TrialTime
 
 

@@ -175,7 +175,7 @@ class Order:
 def _chosen_layout(spec: SweepSpec, asked: LayoutOptions, base_dir: Path, console: Console) -> LayoutOptions:
     """A layout in the place of auto, by the trials that begin together, and all that may come; says why it is that."""
     from weft.cli.auto_layout import with_layout
-    from weft.sweeps.search.first_trials import first_trials
+    from weft.sweeps.search.samplers import first_trials
 
     shared = {field.name: getattr(spec, field.name) for field in fields(RunSpec)}
     beginning = RunSpec(**shared | {"jobs": tuple(first_trials(spec))})

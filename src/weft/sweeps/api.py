@@ -36,7 +36,7 @@ from weft.sweeps.context import SweepContext
 from weft.sweeps.ledger import OnNews
 from weft.sweeps.record.leaderboard import TRIALS
 from weft.sweeps.record.previous_sweep import PreviousSweep, read_previous
-from weft.sweeps.record.trial import Trial
+from weft.sweeps.record.trials_file import Trial
 from weft.sweeps.search.objective import TrialObjective
 from weft.sweeps.search.samplers import make_sampler, sampler_name
 from weft.sweeps.solo_baseline import can_be_alone, one_by_one_seconds

@@ -13,7 +13,7 @@ from weft.spec.sweep import SweepSpec
 from weft.store.run_dir import RunDirectory
 from weft.sweeps.configure import Configurations
 from weft.sweeps.record.previous_sweep import PreviousSweep
-from weft.sweeps.record.trial import Trial
+from weft.sweeps.record.trials_file import Trial
 from weft.sweeps.search.objective import TrialObjective
 from weft.sweeps.search.samplers import Sampler
 from weft.sweeps.sweep_engine import SweepEngine

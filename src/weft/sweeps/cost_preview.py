@@ -31,8 +31,7 @@ from weft.spec import AdapterSpec
 from weft.spec.load_sweep import longest_of, space_of
 from weft.spec.sweep import SweepSpec
 from weft.sweeps.configure import Configurations
-from weft.sweeps.search.first_trials import first_points
-from weft.sweeps.search.samplers import num_planned, sampler_name
+from weft.sweeps.search.samplers import first_points, num_planned, sampler_name
 
 MOST_PLANNED = 1000
 """Configurations of a plan; larger sweeps go on likewise."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.spec.sweep import SweepSpec
-from weft.sweeps.record.trial import Trial
+from weft.sweeps.record.trials_file import Trial
 
 
 def remaining_s(trials: Sequence[Trial], num_planned: int | None, seconds: float, spec: SweepSpec) -> float | None:

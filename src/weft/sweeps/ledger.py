@@ -15,8 +15,7 @@ from weft.spec.space import params_of, value_key
 from weft.sweeps.context import SweepContext
 from weft.sweeps.decide.ticks import has_ended
 from weft.sweeps.record.leaderboard import Totals, best_of, board_of, read_board, read_losses, write_best, write_board
-from weft.sweeps.record.trial import Observation, Trial, TrialState
-from weft.sweeps.record.trials_file import TrialsFile
+from weft.sweeps.record.trials_file import Observation, Trial, TrialsFile, TrialState
 
 WRITE_EVERY_S = 1.0
 """The leaderboard's files are at most this old while trials go on; ends are written at once."""

@@ -12,7 +12,7 @@ from weft.report import readable
 from weft.report.live import Screen
 from weft.report.sweep.live import leaderboard_table, status_line
 from weft.sweeps.eta import remaining_s
-from weft.sweeps.record.trial import Trial
+from weft.sweeps.record.trials_file import Trial
 from weft.sweeps.trial_loop import SweepRun
 
 FRAME_LINES = 6

@@ -16,7 +16,7 @@ import numpy as np
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.errors import WeftError
-from weft.sweeps.record.trial import Trial
+from weft.sweeps.record.trials_file import Trial
 from weft.sweeps.sweep_engine import SweepEngine
 from weft.sweeps.trial_loop import SweepRun
 

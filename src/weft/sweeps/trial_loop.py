@@ -34,7 +34,7 @@ from weft.sweeps.context import SweepContext
 from weft.sweeps.decide.decisions import Decisions
 from weft.sweeps.ledger import Ledger, OnNews
 from weft.sweeps.record.leaderboard import read_losses
-from weft.sweeps.record.trial import Trial, TrialState
+from weft.sweeps.record.trials_file import Trial, TrialState
 from weft.sweeps.search.samplers import num_planned
 from weft.sweeps.trial_time import TrialTime
 from weft.wall_clock import Activity

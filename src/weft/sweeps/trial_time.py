@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from weft.engine.timeline import TimelineRecorder
 from weft.plan.simulate.timeline import Span
-from weft.sweeps.record.trial import Trial
+from weft.sweeps.record.trials_file import Trial
 
 _SHARED = ("forward_backward", "step", "eval", "checkpoint")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.serve.db.engine import open_database
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import migrate, open_database
 from weft.serve.records.workers import all_workers, put_worker
 
 

@@ -15,8 +15,7 @@ from starlette.testclient import TestClient
 
 from weft.serve.api.app import make_app
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database, open_database
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import Database, migrate, open_database
 from weft.serve.jobs.states import move
 from weft.serve.records import files, keys, models, tenants
 from weft.serve.settings import ServiceLimits, Settings

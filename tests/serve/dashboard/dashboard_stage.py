@@ -26,8 +26,7 @@ import uvicorn
 from weft.serve.api.app import make_app
 from weft.serve.blobs import Blobs
 from weft.serve.dashboard import router
-from weft.serve.db.engine import now, open_database
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import migrate, now, open_database
 from weft.serve.db.tables import JOBS
 from weft.serve.jobs.states import move
 from weft.serve.records.events import add_event
@@ -203,7 +202,7 @@ class Stage:
 
     def fill_history(self, num_points: int = 120) -> None:
         """As if the app had watched the worker for a while."""
-        from weft.serve.dashboard.history import SAMPLE_S, History
+        from weft.serve.dashboard.overview import SAMPLE_S, History
 
         history = self.app.state.dashboard_history = History()
         for i in range(num_points):

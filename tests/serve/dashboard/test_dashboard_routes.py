@@ -14,9 +14,8 @@ from dashboard_stage import Stage
 from starlette.testclient import TestClient
 
 import weft.serve.dashboard
-from weft.serve.dashboard.assets import assets
-from weft.serve.dashboard.history import NUM_POINTS, SAMPLE_S, History
-from weft.serve.dashboard.overview import month_starts
+from weft.serve.dashboard.overview import NUM_POINTS, SAMPLE_S, History, month_starts
+from weft.serve.dashboard.routes import assets
 from weft.serve.db.engine import now
 from weft.serve.db.tables import WORKERS
 from weft.serve.jobs.drain import steer_workers

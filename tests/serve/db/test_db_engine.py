@@ -15,8 +15,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 
 from weft.errors import ConfigError
-from weft.serve.db.engine import Database, now, open_database
-from weft.serve.db.migrate import SCRIPTS, migrate, revision
+from weft.serve.db.engine import SCRIPTS, Database, migrate, now, open_database, revision
 from weft.serve.db.tables import EVENTS, JOBS, METADATA, TENANTS
 from weft.serve.errors import Busy
 from weft.serve.records.events import add_event

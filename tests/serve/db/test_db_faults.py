@@ -12,8 +12,7 @@ import pytest
 import sqlalchemy as sa
 from postgres_server import find_binaries
 
-from weft.serve.db.engine import Database, Tx, open_database
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import Database, Tx, migrate, open_database
 from weft.serve.db.tables import EVENTS, TENANTS
 from weft.serve.errors import Busy, Unsure
 from weft.serve.records.events import add_event

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from postgres_server import find_binaries, running_postgres
 
-from weft.serve.db.engine import open_database
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import migrate, open_database
 from weft.serve.errors import Busy
 from weft.serve.records.tenants import create_tenant, list_tenants
 

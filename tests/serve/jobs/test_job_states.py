@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from weft.job_state import FINAL_STATES
-from weft.serve.db.engine import Database, Tx, now, open_database
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import Database, Tx, migrate, now, open_database
 from weft.serve.db.tables import EVENTS, JOBS
 from weft.serve.errors import Fenced, NotFound, NotPossible
 from weft.serve.jobs.states import MOVES, STATES, ask, check_fence, move, update_job

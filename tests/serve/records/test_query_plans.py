@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from weft.serve.db.engine import Tx, open_database
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import Tx, migrate, open_database
 from weft.serve.errors import NotFound
 from weft.serve.records import events, files, jobs, keys, models
 from weft.serve.records.tenants import create_tenant

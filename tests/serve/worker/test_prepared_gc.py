@@ -12,7 +12,7 @@ from weft.serve.db.engine import Database
 from weft.serve.jobs.states import ask
 from weft.serve.records import files
 from weft.serve.records.jobs import create_job
-from weft.serve.worker.prepared_gc import forget_deleted_files
+from weft.serve.worker.directory import forget_deleted_files
 
 
 def kept_sources(cache: PreparedCache) -> set[str]:

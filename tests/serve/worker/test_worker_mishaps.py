@@ -16,7 +16,7 @@ from worker_bench import PATIENCE_S, Bench
 import weft.serve.worker.claims
 from weft.engine.execute.optimizers.adamw import AdamW
 from weft.serve.blobs import Blobs
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import migrate
 from weft.serve.db.tables import JOBS, WORKERS
 from weft.serve.jobs.leases import claim_jobs
 from weft.serve.records.files import delete_file

@@ -15,8 +15,7 @@ from postgres_server import find_binaries, running_postgres
 from worker_bench import CAPACITY, PATIENCE_S, Bench
 
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import open_database
-from weft.serve.db.migrate import migrate
+from weft.serve.db.engine import migrate, open_database
 from weft.serve.records.workers import live_workers
 
 pytestmark = pytest.mark.faults

@@ -22,9 +22,8 @@ from weft.engine.inference.generate import Decoding, Request, generate
 from weft.errors import WeftError
 from weft.serve.errors import Busy
 from weft.serve.worker.prompts import prompt_scheduler as scheduler_module
-from weft.serve.worker.prompts.adapter_cache import AdapterCache
 from weft.serve.worker.prompts.prompt_scheduler import MAX_ADAPTERS, AnswerEnd, PromptRequest, PromptScheduler
-from weft.serve.worker.prompts.prompt_server import _safe_length
+from weft.serve.worker.prompts.prompt_server import AdapterCache, _safe_length
 from weft.spec import AdapterSpec
 from weft.store.peft_files import read_adapter
 

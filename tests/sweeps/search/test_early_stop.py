@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft.spec.sweep import EarlyStopSpec
-from weft.sweeps.record.trial import Observation, Trial, TrialState
+from weft.sweeps.record.trials_file import Observation, Trial, TrialState
 from weft.sweeps.search.early_stop import EarlyStop
 
 TOTAL = 90

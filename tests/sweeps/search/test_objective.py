@@ -19,7 +19,7 @@ from weft.model.load import load_backbone
 from weft.objectives.metrics import MeanScores
 from weft.spec import BackboneSpec
 from weft.spec.sweep import ObjectiveSpec
-from weft.sweeps.record.trial import TrialState
+from weft.sweeps.record.trials_file import TrialState
 from weft.sweeps.search.objective import TrialObjective
 
 SCORE = "def length(rows):\n    assert set(rows[0]) == {'prompt', 'answer', 'reference'}\n    return len(rows)\n"

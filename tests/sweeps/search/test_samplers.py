@@ -13,7 +13,7 @@ import pytest
 from weft.errors import ConfigError, MissingExtraError
 from weft.spec.load_sweep import space_of, sweep_from_mapping
 from weft.spec.space import Space, params_of, read_space, value_key
-from weft.sweeps.record.trial import Observation, Trial, TrialState
+from weft.sweeps.record.trials_file import Observation, Trial, TrialState
 from weft.sweeps.search.optuna_study import NAME, OptunaSampler, OptunaStorage, import_optuna
 from weft.sweeps.search.samplers import Grid, RandomDraws, Sampler, make_sampler, sampler_name
 

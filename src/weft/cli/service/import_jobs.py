@@ -13,8 +13,7 @@ from weft.errors import ConfigError, WeftError
 from weft.wording import counted
 
 if TYPE_CHECKING:
-    from weft.serve.migrate.openai_export import ExportedJob
-    from weft.serve.migrate.openai_job import MovedJob
+    from weft.serve.migrate.openai_job import ExportedJob, MovedJob
 
 imports = typer.Typer(
     no_args_is_help=True,
@@ -54,9 +53,8 @@ def from_openai(
 
     What cannot be carried over is said of each such job, and the others go on (exit code 1).
     """
-    from weft.serve.migrate.jobs_file import with_own_names
-    from weft.serve.migrate.openai_export import read_export
-    from weft.serve.migrate.openai_job import move_job
+    from weft.serve.migrate.openai_job import move_job, read_export
+    from weft.serve.migrate.to_service import with_own_names
 
     models = _models(model or [])
     exported = read_export(export)
@@ -105,7 +103,7 @@ def _tell_idle_models(models: Mapping[str, str], exported: Sequence[ExportedJob]
 
 
 def _write(jobs: Sequence[MovedJob], out: Path) -> None:
-    from weft.serve.migrate.jobs_file import write_jobs
+    from weft.serve.migrate.to_service import write_jobs
 
     for file in write_jobs(jobs, out):
         typer.echo(f"wrote {file}; next: weft train {file}")

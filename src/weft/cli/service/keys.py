@@ -162,7 +162,7 @@ def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
 def open_service(data_dir: Path, db: str) -> Database:
     """Opens the database of a service that is there, and brings it up to date."""
     need_serve()
-    from weft.serve.db.migrate import migrate
+    from weft.serve.db.engine import migrate
     from weft.serve.settings import Settings
 
     if not db and not data_dir.is_dir():

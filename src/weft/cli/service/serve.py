@@ -92,7 +92,7 @@ def serve(
 ) -> None:
     """Serve fine-tuning to many tenants behind OpenAI's API."""
     need_serve()
-    from weft.serve.db.migrate import migrate
+    from weft.serve.db.engine import migrate
     from weft.serve.limited_process import FileLimits
     from weft.serve.settings import ServiceLimits, Settings
 

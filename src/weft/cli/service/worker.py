@@ -101,8 +101,7 @@ def worker(
     from weft.data.prepared.cache import PLACE_VARIABLE
     from weft.serve.api.observe import log_json
     from weft.serve.blobs import Blobs
-    from weft.serve.db.engine import open_database
-    from weft.serve.db.migrate import migrate
+    from weft.serve.db.engine import migrate, open_database
     from weft.serve.limited_process import FileLimits
     from weft.serve.settings import Settings
     from weft.serve.supervise import DISMISSED

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import functools
+import hashlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
@@ -13,11 +18,48 @@ from starlette.concurrency import run_in_threadpool
 from weft.serve.api.auth import Caller, UsageUser
 from weft.serve.api.service import ApiService, service_of
 from weft.serve.dashboard import overview
-from weft.serve.dashboard.assets import PAGE, Asset, assets
-from weft.serve.dashboard.history import SAMPLE_S, History
+from weft.serve.dashboard.overview import SAMPLE_S, History
 from weft.serve.db.engine import now
 from weft.serve.errors import Busy, NotFound
 from weft.serve.records.tenants import LIMITS
+
+PAGE = "index.html"
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""Files of other kinds are not served."""
+
+
+@dataclass(frozen=True)
+class Asset:
+    """One file of the page."""
+
+    content: bytes
+    kind: str
+    tag: str
+    """Changes with the content: browsers ask with it whether theirs is still the latest."""
+
+
+@functools.cache
+def assets() -> Mapping[str, Asset]:
+    """Every file of the page by its path in `static`."""
+    return dict(_walk(files(__package__) / "static", ""))
+
+
+def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
+    for entry in folder.iterdir():
+        name = prefix + entry.name
+        if entry.is_dir():
+            yield from _walk(entry, f"{name}/")
+            continue
+        kind = next((kind for end, kind in KINDS.items() if name.endswith(end)), None)
+        if kind is not None:
+            content = entry.read_bytes()
+            yield name, Asset(content, kind, f'"{hashlib.sha256(content).hexdigest()[:24]}"')
+
 
 HEADERS = {
     "content-security-policy": (

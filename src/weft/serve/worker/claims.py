@@ -30,8 +30,7 @@ from weft.serve.worker.prepare import JobPreparer
 from weft.serve.worker.tracking import Tracking
 from weft.serve.worker.transaction.journal import Fate, Journal
 from weft.serve.worker.transaction.outcome import error_of
-from weft.serve.worker.uploads.checkpoints import CheckpointUploads
-from weft.serve.worker.uploads.results import upload_results
+from weft.serve.worker.uploads.checkpoints import CheckpointUploads, upload_results
 
 LOG = logging.getLogger("weft.serve.worker")
 RETRY_S = 5.0

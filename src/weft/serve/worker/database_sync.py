@@ -29,9 +29,8 @@ from weft.serve.jobs.leases import give_up, has_free
 from weft.serve.records.workers import remove_worker
 from weft.serve.worker.claim import EngineNotice
 from weft.serve.worker.claims import Claims
-from weft.serve.worker.directory import WorkDirectory, clean_up_after_dead_workers
+from weft.serve.worker.directory import PreparedGc, WorkDirectory, clean_up_after_dead_workers
 from weft.serve.worker.options import WorkerOptions
-from weft.serve.worker.prepared_gc import PreparedGc
 from weft.serve.worker.transaction.sync_round import RoundWriter, SyncRound
 
 LOG = logging.getLogger("weft.serve.worker")

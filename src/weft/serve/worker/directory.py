@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
+from weft.data.prepared.cache import EntryInfo, PreparedCache
 from weft.errors import StorageError
 from weft.job_state import FINAL_STATES
+from weft.serve.blob_gc import file_is_needed
 from weft.serve.db.engine import Database
-from weft.serve.db.tables import JOBS
+from weft.serve.db.tables import FILES, JOBS
 from weft.serve.jobs.leases import give_up
 from weft.serve.records.workers import remove_worker
 from weft.store import json_text
@@ -138,3 +141,38 @@ def _is_free(worker: Path) -> bool:
 def _claims(worker: Path) -> Iterator[Path]:
     with contextlib.suppress(OSError):
         yield from (path for path in sorted(worker.iterdir()) if path.is_dir() and "." in path.name.strip("."))
+
+
+EVERY_S = 60.0
+FILE_ID = "file-"
+"""How the ids of files begin."""
+
+
+class PreparedGc:
+    """Looks once a minute whether files are gone of which something is kept."""
+
+    def __init__(self, database: Database, cache: PreparedCache | None) -> None:
+        self._database, self._cache = database, cache
+        self._due = 0.0
+
+    def run_if_due(self) -> None:
+        """Removes what has to go if the last time was a minute ago."""
+        if self._cache is not None and time.monotonic() >= self._due:
+            forget_deleted_files(self._database, self._cache)
+            self._due = time.monotonic() + EVERY_S
+
+
+def forget_deleted_files(database: Database, cache: PreparedCache) -> int:
+    """Removes the entries of files that nobody needs any more; returns how many there were."""
+    made_of = {file for entry in cache.entries() for file in _files(entry)}
+    if not made_of:
+        return 0
+    with database.read() as tx:
+        query = sa.select(FILES.c.id).where(FILES.c.id.in_(made_of), file_is_needed(tx))
+        needed = set(tx.execute(query).scalars())
+    return cache.forget(lambda entry: not needed.issuperset(_files(entry)))
+
+
+def _files(entry: EntryInfo) -> list[str]:
+    """The files of the service that an entry was made of; others may be in the same cache."""
+    return [Path(source).stem for source in entry.sources if source.startswith(FILE_ID)]

@@ -36,7 +36,7 @@ from weft.serve.records.models import get_checkpoint, get_model
 from weft.serve.records.rows import DbRow
 from weft.serve.worker.claim import Claim
 from weft.serve.worker.directory import WorkDirectory
-from weft.serve.worker.prompts.adapter_cache import ADAPTER_FILES
+from weft.serve.worker.prompts.prompt_server import ADAPTER_FILES
 from weft.serve.worker.uploads.checkpoints import fetch_saved
 from weft.spec import JobSpec
 from weft.store.atomic import storage_errors

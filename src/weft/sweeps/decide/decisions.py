@@ -18,10 +18,9 @@ from weft.sweeps.decide.start_order import longest_first
 from weft.sweeps.decide.ticks import TrialSteps, as_of, has_come, has_ended, next_tick, step_at
 from weft.sweeps.decide.token_budget import TokenBudget
 from weft.sweeps.ledger import Ledger
-from weft.sweeps.record.trial import Trial, TrialState, trial_name
+from weft.sweeps.record.trials_file import Trial, TrialState, trial_name
 from weft.sweeps.search.early_stop import EarlyStop
-from weft.sweeps.search.first_trials import num_at_a_time
-from weft.sweeps.search.samplers import BLIND, num_planned
+from weft.sweeps.search.samplers import BLIND, num_at_a_time, num_planned
 
 Begin = Callable[[Trial], None]
 See = Callable[[Trial, MeanScores | None], None]

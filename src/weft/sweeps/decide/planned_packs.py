@@ -15,7 +15,7 @@ from weft.plan.cost.shape import ModelShape
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
 from weft.sweeps.context import SweepContext
 from weft.sweeps.cost_preview import configuration_of
-from weft.sweeps.record.trial import Trial
+from weft.sweeps.record.trials_file import Trial
 
 
 class PlannedPacks:

@@ -9,7 +9,7 @@ from weft.spec.space import params_of, value_key
 from weft.sweeps.configure import Configurations
 from weft.sweeps.context import SweepContext
 from weft.sweeps.ledger import Ledger
-from weft.sweeps.record.trial import Trial, trial_name
+from weft.sweeps.record.trials_file import Trial, trial_name
 from weft.sweeps.search.samplers import BLIND, num_planned
 
 MOST_AHEAD = 1000

@@ -16,7 +16,7 @@ from weft.data.global_batch import GlobalBatches
 from weft.data.order import BatchSchedule
 from weft.spec import JobSpec
 from weft.sweeps.configure import Configurations
-from weft.sweeps.record.trial import Observation, Trial, TrialState
+from weft.sweeps.record.trials_file import Observation, Trial, TrialState
 from weft.sweeps.search.early_stop import EarlyStop
 from weft.sweeps.sweep_engine import SweepJob
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.sweeps.decide.ticks import TrialSteps, step_at
-from weft.sweeps.record.trial import Trial
+from weft.sweeps.record.trials_file import Trial
 
 WINDOW = 8
 """Ticks of the longest window: as far as a planner sees ahead."""

@@ -82,7 +82,7 @@ def _threads() -> dict[str, str | None]:
 
 def _trial_class() -> Any:
     try:
-        from weft.sweeps.ray_tune.trial import BackboneTrial
+        from weft.sweeps.ray_tune.trial_server import BackboneTrial
     except ImportError as error:
         hint = f"Install it: {install_command('tune')}."
         raise MissingExtraError(f"trials of Ray Tune need {error.name}.", hint=hint) from None

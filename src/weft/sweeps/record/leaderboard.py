@@ -23,7 +23,7 @@ from weft.spec.sweep import SweepSpec
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_file, write_unsynced
 from weft.store.run_dir import RunDirectory
-from weft.sweeps.record.trial import Trial, TrialState
+from weft.sweeps.record.trials_file import Trial, TrialState
 
 BOARD = "leaderboard.json"
 TRIALS = "trials"

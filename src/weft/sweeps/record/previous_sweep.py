@@ -14,8 +14,7 @@ from weft.spec.sweep import SweepSpec
 from weft.store import json_text
 from weft.store.atomic import storage_errors
 from weft.sweeps.record.leaderboard import read_board
-from weft.sweeps.record.trial import Trial, TrialState
-from weft.sweeps.record.trials_file import FILE, TrialsFile
+from weft.sweeps.record.trials_file import FILE, Trial, TrialsFile, TrialState
 
 _CADENCE = (
     "name",

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weft.spec.sweep import EarlyStopSpec
-from weft.sweeps.record.trial import Observation, Trial, TrialState
+from weft.sweeps.record.trials_file import Observation, Trial, TrialState
 
 NEAR = 0.5
 """How much of the way to a rung makes a trial one that is waited for."""

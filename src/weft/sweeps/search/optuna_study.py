@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.errors import ConfigError, MissingExtraError, install_command
 from weft.spec.space import Choices, Parameter, Space, params_of, same
-from weft.sweeps.record.trial import Trial, TrialState
+from weft.sweeps.record.trials_file import Trial, TrialState
 from weft.sweeps.search.samplers import MAX_DRAWS, IsNew
 
 NAME = "weft_trial"

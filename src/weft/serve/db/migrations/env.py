@@ -1,4 +1,4 @@
-"""What Alembic runs: the scripts in `versions`, inside the transaction that `weft.serve.db.migrate` has begun."""
+"""What Alembic runs: the scripts in `versions`, inside the transaction that `weft.serve.db.engine` has begun."""
 
 from alembic import context
 
