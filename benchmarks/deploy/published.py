@@ -15,9 +15,11 @@ as the published plans suggest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from weft.plan.bucket import fixed_buckets
+import numpy as np
+
+from weft.plan.bucket import Buckets, fixed_buckets
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.cost.hardware import GB, LINK_SHARE, Hardware, find_hardware
 from weft.plan.cost.padded import PaddedBatch, PaddedTime, fit_padded
@@ -27,7 +29,8 @@ from weft.plan.deploy import DeployProblem, ReplicaKind
 from weft.plan.deploy.candidates import possible_layouts
 from weft.plan.deploy.price import fit_replica
 from weft.plan.deploy.workload import DeployJob, LengthSpread
-from weft.plan.dispatch import RatedReplica, ReplicaTime
+from weft.plan.dispatch import ReplicaTime
+from weft.plan.dispatch.replica_time import BucketCosts
 from weft.plan.layout import ReplicaLayout
 
 LONGEST = 16_384
@@ -133,6 +136,30 @@ TABLE_11 = (
 
 FIGURE_4 = dict(zip((2048, 4096, 8192, 16_384), (196, 62, 16, 4), strict=True))
 """Samples of each length in the batch of Figure 4, for 16 GPUs and the layouts of Table 3 without stages."""
+
+
+@dataclass(frozen=True)
+class RatedReplica:
+    """A replica known by a table of its tokens per GPU and second at some lengths, in full chunks."""
+
+    layout: ReplicaLayout
+    rates: Mapping[int, float]
+    """By length; a sample is priced by the first length that holds it."""
+    is_packed: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest in the table."""
+        return max(self.rates)
+
+    def costs(self, buckets: Buckets) -> BucketCosts:
+        """Tokens over the rate; there is no cost per chunk."""
+        known = sorted(self.rates)
+        bounds = np.asarray(buckets.bounds)
+        holds = bounds <= self.most_tokens
+        row = [self.rates[known[min(i, len(known) - 1)]] for i in np.searchsorted(known, bounds)]
+        slope = bounds / (np.asarray(row) * self.layout.num_devices)
+        return BucketCosts(slope, np.zeros(len(bounds)), holds.astype(np.float64))
 
 
 def figure_4() -> DeployProblem:

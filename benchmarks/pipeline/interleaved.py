@@ -7,17 +7,25 @@ interleave_pcie     the same on two L40S, whose link is PCIe
 interleave_hidden_nvlink, interleave_hidden_pcie    share of the time of all-reduces that is hidden so
 interleave_muxtune_nvlink, interleave_muxtune_pcie  the same as the first two in the order of MuxTune's algorithm 1
 
+MuxTune's algorithm 1 (section 3.4.2): every group's graph is cut into subgraphs (`segment`): runs of frozen operators,
+each with the all-reduce at its end, and every adapter by itself. Then Kahn's algorithm over all graphs at once
+(`launch_order`): of the subgraphs that wait for nothing, those of the least depth come first, and of these the one that
+computes longest is launched next. So the groups take turns, and the longest computations hide what is under way.
+
 Seconds are the hardware table's; links are assumed: what the table says of NVLink and PCIe.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.cost.hardware import find_hardware
-from weft.plan.cost.operators import layer_graph
+from weft.plan.cost.operators import Graph, layer_graph
 from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
-from weft.plan.interleave import between_sums, in_turns, launch_order, one_after_another, segment
+from weft.plan.interleave import Launch, Subgraph, between_sums, in_turns, one_after_another
 from weft.plan.simulate.two_streams import run_order
 
 MODEL, DEGREE, NUM_GROUPS = "llama-3.1-8b", 2, 2
@@ -43,4 +51,80 @@ def measure_interleaved() -> dict[str, float]:
         found[f"interleave_{link}"] = alone_s / paired_s
         found[f"interleave_hidden_{link}"] = (alone_s - paired_s) / reduce_s
         found[f"interleave_muxtune_{link}"] = alone_s / published_s
+    return found
+
+
+def segment(graph: Graph, group: int = 0) -> list[Subgraph]:
+    """The subgraphs of one graph, in an order in which they could be launched."""
+    members: list[list[int]] = []
+    home: dict[int, int] = {}
+    before: list[set[int]] = []
+    """All subgraphs that come before each, however far."""
+    is_open = -1
+    for place, operator in enumerate(graph):
+        needed = {home[need] for need in operator.needs}
+        joins = is_open >= 0 and operator.kind != "adapter"
+        # What waits for the open run by way of another subgraph cannot be part of it.
+        joins = joins and not any(is_open in before[other] for other in needed if other != is_open)
+        if not joins:
+            members.append([])
+            before.append(set())
+        own = is_open if joins else len(members) - 1
+        members[own].append(place)
+        home[place] = own
+        for other in needed - {own}:
+            before[own] |= {other, *before[other]}
+        if operator.kind == "frozen":
+            is_open = own
+        elif operator.kind == "reduce" or is_open in before[own]:
+            is_open = -1
+    return _in_order(graph, group, members, home)
+
+
+def launch_order(groups: Sequence[Sequence[Subgraph]]) -> list[Launch]:
+    """Algorithm 1: the order in which the subgraphs of all groups are launched; ties by group and place."""
+    waiting = {(g, i): len(own.needs) for g, group in enumerate(groups) for i, own in enumerate(group)}
+    followers: dict[Launch, list[Launch]] = {}
+    for g, group in enumerate(groups):
+        for i, own in enumerate(group):
+            for need in own.needs:
+                followers.setdefault((g, need), []).append((g, i))
+    ready = [_rank(groups, launch) for launch, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    found: list[Launch] = []
+    while ready:
+        *_, launch = heapq.heappop(ready)
+        found.append(launch)
+        for follower in followers.get(launch, []):
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, _rank(groups, follower))
+    return found
+
+
+def _rank(groups: Sequence[Sequence[Subgraph]], launch: Launch) -> tuple[int, float, Launch]:
+    own = groups[launch[0]][launch[1]]
+    return own.depth, -own.compute_s, launch
+
+
+def _in_order(graph: Graph, group: int, members: list[list[int]], home: dict[int, int]) -> list[Subgraph]:
+    """The subgraphs of those members, each behind all that it needs."""
+    needs = [{home[need] for place in own for need in graph[place].needs} - {i} for i, own in enumerate(members)]
+    depths: dict[int, int] = {}
+    # What a subgraph needs was begun before it, or while it was open by an adapter that needs what came before.
+    left = list(range(len(members)))
+    while left:
+        known = [i for i in left if needs[i] <= depths.keys()]
+        for i in known:
+            depths[i] = 1 + max((depths[need] for need in needs[i]), default=-1)
+        left = [i for i in left if i not in depths]
+    order = sorted(depths, key=lambda i: (depths[i], members[i][0]))
+    number = {i: new for new, i in enumerate(order)}
+    found = []
+    for i in order:
+        operators = [graph[place] for place in members[i]]
+        reduce_s = sum(operator.seconds for operator in operators if operator.kind == "reduce")
+        compute_s = sum(operator.seconds for operator in operators) - reduce_s
+        own_needs = tuple(sorted(number[need] for need in needs[i]))
+        found.append(Subgraph(group, tuple(members[i]), compute_s, reduce_s, own_needs, depths[i]))
     return found

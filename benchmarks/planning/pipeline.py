@@ -29,7 +29,7 @@ from benchmarks.pipeline.four_jobs import (
 )
 from benchmarks.pipeline.lengths import MIXES, LengthMix, queues
 from benchmarks.planning.group import JobLengths, group_jobs
-from weft.plan.pack.published import pack_published
+from benchmarks.planning.published import pack_published
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.simulate.choose import best_pipeline

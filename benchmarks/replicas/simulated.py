@@ -1,7 +1,7 @@
 """What eight GPUs add to one, predicted: nothing here has run on eight.
 
 sim8_jobs     64 jobs of mixed lengths, from ten minutes to four hours on one GPU, four at a time on each: the predicted
-              time on one replica over that on eight (`simulate/placed.py`, with the cost of every move).
+              time on one replica over that on eight (`simulate_placed`, with the cost of every move).
 sim8_trials   120 configurations of PLoRA's space (batches 1 to 32, ranks 8 to 128, samples of 1,024 tokens) with
               Qwen2.5-7B's shape on H200: the makespan that the packing planner finds for one GPU over that for eight.
 sim8          the smaller of both.
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from weft.errors import PlanError
 from weft.plan.admit import Applicant, Budget
 from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
-from weft.plan.place import Candidate, Replica
-from weft.plan.simulate.placed import simulate_placed
+from weft.plan.place import MOVE_S, Candidate, Replica, place
 from weft.plan.sweep import Configuration, plan_sweep
 
 NUM_GPUS, NUM_JOBS, MAX_JOBS = 8, 64, 4
@@ -24,6 +27,7 @@ SHORTEST_S, LONGEST_S = 600.0, 14_400.0
 BATCHES, RANKS, NUM_OTHERS = (1, 2, 4, 8, 16, 32), (8, 16, 32, 64, 128), 4
 """PLoRA's Table 1; the others are four settings of learning rate and alpha, which change no time."""
 NUM_SAMPLES, SAMPLE_TOKENS = 4096, 1024
+ROUNDING = 1e-9
 MODEL, DEVICE = "qwen2.5-7b", "h200"
 
 
@@ -61,3 +65,54 @@ def trials_speedup(trials: list[Configuration]) -> float:
     shape = ModelShape.from_config(find_shape(MODEL).config().to_dict(), MODEL)
     one, eight = (plan_sweep(trials, shape, DEVICE, gpus).makespan_s for gpus in (1, NUM_GPUS))
     return one / eight
+
+
+@dataclass(frozen=True)
+class PlacedRun:
+    """When the jobs would end."""
+
+    ends_s: Mapping[str, float]
+    """Of every job, in the order in which they end."""
+    num_moves: int
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last one ends."""
+        return max(self.ends_s.values(), default=0.0)
+
+
+def simulate_placed(
+    candidates: Sequence[Candidate], replicas: Sequence[Replica], *, move_s: float = MOVE_S
+) -> PlacedRun:
+    """The predicted run of all jobs to their end; a PlanError if some never get a seat.
+
+    At the start and whenever a job ends, `plan.place` decides again; in between, the jobs of a replica share its time
+    in equal parts. A job that moves needs `move_s` seconds of its new replica more. Nothing else takes time.
+    """
+    speed = {replica.name: replica.speed for replica in replicas}
+    left = {c.job: c for c in candidates}
+    ends_s: dict[str, float] = {}
+    now_s, num_moves = 0.0, 0
+    while left:
+        placement = place(list(left.values()), replicas, move_s=move_s)
+        if not placement.replica_of:
+            raise PlanError(f"no replica can take what is left: {', '.join(sorted(left)[:4])}.", where="replicas")
+        num_moves += len(placement.moves)
+        moved = {move.job: move_s * speed[move.target] for move in placement.moves}
+        left = {job: _seated(c, placement.replica_of.get(job), moved.get(job, 0.0)) for job, c in left.items()}
+        num_on = Counter(placement.replica_of.values())
+        rates = {job: speed[name] / num_on[name] for job, name in placement.replica_of.items()}
+        step_s = min(left[job].seconds_left / rate for job, rate in rates.items())
+        now_s += step_s
+        for job, rate in rates.items():
+            rest_s = left[job].seconds_left - step_s * rate
+            if rest_s <= ROUNDING * now_s:
+                ends_s[job] = now_s
+                del left[job]
+            else:
+                left[job] = replace(left[job], seconds_left=rest_s)
+    return PlacedRun(ends_s, num_moves)
+
+
+def _seated(candidate: Candidate, name: str | None, extra_s: float) -> Candidate:
+    return replace(candidate, replica=name, seconds_left=candidate.seconds_left + extra_s)

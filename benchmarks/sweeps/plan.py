@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 
+from benchmarks.sweeps.published import plan_published
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.shape import ModelShape
 from weft.plan.families.layer_form import LayerForm
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep, violations
 from weft.plan.sweep.cost import SweepSetting
-from weft.plan.sweep.published import plan_published
 from weft.plan.sweep.solo import Solo
 
 BATCHES, RANKS, NUM_OTHERS = (1, 2, 4, 8, 16, 32), (8, 16, 32, 64, 128), 4

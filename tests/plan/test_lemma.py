@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.lemma import NOOP, lemma_violations, with_noops
+from benchmarks.planning.published import lemma_violations
+from weft.plan.lemma import NOOP, with_noops
 from weft.plan.types import Microbatch, Segment
 
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.group import JobLengths, deal_head_tail, group_jobs
+from benchmarks.planning.published import lemma_violations
 from weft.errors import PlanError
-from weft.plan.lemma import lemma_distance, lemma_violations
+from weft.plan.lemma import lemma_distance
 from weft.plan.types import Microbatch, Segment
 
 jobs_lists = st.lists(st.tuples(st.integers(1, 3000).map(float), st.integers(1, 64)), min_size=1, max_size=12).map(

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_cases import CAPACITY, fewest_by_force, jobs_to_pack, problems, segments_of, valid_packings
 
-from weft.plan.pack import RoundLimits, pack_published
+from benchmarks.planning.published import pack_published
+from weft.plan.pack import RoundLimits
 from weft.plan.pack.milp import min_bins, min_smallest
 from weft.plan.types import Batch, JobQueue
 

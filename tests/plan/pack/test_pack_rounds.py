@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_cases import CAPACITY, all_segments, fewest_by_force, jobs_to_pack, problems, segments_of
 
+from benchmarks.planning.published import lemma_violations
 from weft.errors import PlanError
 from weft.plan.cost.types import LinearCost
-from weft.plan.lemma import lemma_violations
 from weft.plan.pack import RoundLimits, pack_rounds
 from weft.plan.pack.packer import PackingWork
 from weft.plan.types import Batch, JobQueue, Microbatch

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_streams import streams
 
+from benchmarks.planning.published import lemma_violations
 from weft.errors import PlanError
 from weft.plan.check import violations
 from weft.plan.cost.types import LinearCost
-from weft.plan.lemma import lemma_distance, lemma_violations
+from weft.plan.lemma import lemma_distance
 from weft.plan.pipeline.build import Schedule, build, peak_bytes
 from weft.plan.pipeline.split import layer_seconds, split_layers
 from weft.plan.program import Backward, Forward, Program

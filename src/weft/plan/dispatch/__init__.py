@@ -3,13 +3,12 @@
 from weft.plan.dispatch.balanced import dispatch
 from weft.plan.dispatch.baselines import dispatch_by_length, dispatch_evenly
 from weft.plan.dispatch.fleet import Fleet
-from weft.plan.dispatch.replica_time import RatedReplica, ReplicaModel, ReplicaTime
+from weft.plan.dispatch.replica_time import ReplicaModel, ReplicaTime
 from weft.plan.dispatch.types import Dispatch
 
 __all__ = [
     "Dispatch",
     "Fleet",
-    "RatedReplica",
     "ReplicaModel",
     "ReplicaTime",
     "dispatch",

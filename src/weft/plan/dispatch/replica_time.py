@@ -10,7 +10,6 @@ and chunks mix buckets: slope is then that of a bucket's mean sample, base that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,27 +92,3 @@ class ReplicaTime:
         mean, pairs = np.asarray(buckets.tokens) / counts, np.asarray(buckets.pairs) / counts
         slope, base = c1 * pairs + c3 * mean + c5, c2 * pairs + c4 * mean + c6
         return BucketCosts(slope, base, np.where(size > 0, self.most_tokens / mean, 0.0))
-
-
-@dataclass(frozen=True)
-class RatedReplica:
-    """A replica known by a table of its tokens per GPU and second at some lengths, in full chunks."""
-
-    layout: ReplicaLayout
-    rates: Mapping[int, float]
-    """By length; a sample is priced by the first length that holds it."""
-    is_packed: bool = False
-
-    @property
-    def most_tokens(self) -> int:
-        """The longest in the table."""
-        return max(self.rates)
-
-    def costs(self, buckets: Buckets) -> BucketCosts:
-        """Tokens over the rate; there is no cost per chunk."""
-        known = sorted(self.rates)
-        bounds = np.asarray(buckets.bounds)
-        holds = bounds <= self.most_tokens
-        row = [self.rates[known[min(i, len(known) - 1)]] for i in np.searchsorted(known, bounds)]
-        slope = bounds / (np.asarray(row) * self.layout.num_devices)
-        return BucketCosts(slope, np.zeros(len(bounds)), holds.astype(np.float64))

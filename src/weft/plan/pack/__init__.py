@@ -2,8 +2,7 @@
 
 from weft.plan.pack.greedy import pack
 from weft.plan.pack.planners import planner_named
-from weft.plan.pack.published import pack_published
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import PackedRound, RoundLimits, RoundPlan
 
-__all__ = ["PackedRound", "RoundLimits", "RoundPlan", "pack", "pack_published", "pack_rounds", "planner_named"]
+__all__ = ["PackedRound", "RoundLimits", "RoundPlan", "pack", "pack_rounds", "planner_named"]

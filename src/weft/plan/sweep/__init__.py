@@ -1,6 +1,6 @@
 """Which configurations of a sweep train together, on how many GPUs, and when.
 
-`plan_sweep` plans; `violations` checks any plan; `published` holds PLoRA's planner beside it.
+`plan_sweep` plans; `violations` checks any plan.
 """
 
 from weft.plan.sweep.check import violations

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from weft.plan.lemma import lemma_violations, with_noops
+from weft.plan.lemma import with_noops
 from weft.plan.pack import milp
 from weft.plan.pack.bins import Bins, first_fit
 from weft.plan.pack.bounds import fewest_bins
@@ -85,3 +85,27 @@ def _may_move(s: Segment, now: Bins, order: list[Bins], limits: RoundLimits) -> 
     flat[-1] = Microbatch((*flat[-1].segments, s))
     recent = [Microbatch(tuple(x for x in m.segments if x.job == s.job)) for m in flat]
     return not lemma_violations(recent, limits.lemma_distance)
+
+
+def lemma_violations(stream: Sequence[Microbatch], apart: int) -> list[str]:
+    """Where a job's next global batch comes less than `apart` microbatches after its last; empty if nowhere."""
+    newest: dict[str, tuple[int, int]] = {}
+    """Of each job: its latest batch so far, and the last microbatch that holds a sample of that or an earlier one."""
+    before: dict[str, int] = {}
+    """Of each job: the last microbatch that holds a sample of a batch before its latest."""
+    problems: list[str] = []
+    for place, microbatch in enumerate(stream):
+        for job, step in sorted({(s.job, s.step) for s in microbatch.segments}):
+            latest, last = newest.get(job, (step, place))
+            if step < latest:
+                problems.append(f"microbatch {place}: step {step} of {job} comes after its step {latest} has begun")
+                continue
+            if step > latest:
+                before[job] = last
+            if job in before and place < before[job] + apart:
+                problems.append(
+                    f"microbatch {place}: step {step} of {job} comes {place - before[job]} after the one before it; "
+                    f"at least {apart} are needed"
+                )
+            newest[job] = (step, place)
+    return problems

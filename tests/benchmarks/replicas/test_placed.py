@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.replicas.simulated import simulate_placed
 from weft.errors import PlanError
 from weft.plan.admit import Applicant, Budget
 from weft.plan.place import Candidate, Replica
-from weft.plan.simulate.placed import simulate_placed
 
 
 def jobs(*seconds: float) -> list[Candidate]:
