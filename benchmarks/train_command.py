@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft import processes
 from weft.store.run_dir import RunDirectory
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -49,8 +50,19 @@ class TrainCommand:
         return self.folder / f"{out}.log"
 
 
+def prepare_processes() -> None:
+    """Child processes of this one compute in one thread: libraries read that when the fork server imports them."""
+    before = dict(os.environ)
+    os.environ.update(ONE_THREAD)
+    try:
+        processes.prepare()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def child_processes(parent: int, words: Sequence[str]) -> list[int]:
-    """Process ids of what a process has started, itself or by its starter, and one of the words names; oldest first."""
+    """Process ids of what a process has started, itself or by its fork server, that one of the words names."""
     parents, ages = dict[int, int](), dict[int, int]()
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -27,7 +27,7 @@ from pathlib import Path
 from benchmarks.replicas.killed_node import NodeCluster, has_ray
 from benchmarks.replicas.trained import SmallJobs
 from benchmarks.replicas.two_ranks import differing_adapters
-from benchmarks.train_command import JOBS_FILE, ONE_THREAD, TrainCommand
+from benchmarks.train_command import JOBS_FILE, ONE_THREAD, TrainCommand, prepare_processes
 from weft.engine.events import Event, JobWarning, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import execute_run, prepare_run
@@ -175,6 +175,7 @@ class _Runs:
             spec: RunSpec, specs: Sequence[JobSpec], wall: WallClock | None
         ) -> tuple[RunSpec, RunEngine, tuple[str, ...]]:
             order = rank_order(spec, specs)
+            prepare_processes()
             ranks = RankPool(order, [ONE_THREAD] * 2) if open_ranks is None else open_ranks(order)
             groups.append(WatchedGroup(ranks, 2))
             threading.Thread(target=disturb, args=groups, daemon=True).start()

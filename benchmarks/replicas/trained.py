@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train_command import ONE_THREAD
+from benchmarks.train_command import ONE_THREAD, prepare_processes
 from weft.engine.events import Event, JobStarted, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import PreparedRun, execute_run, prepare_run
@@ -176,6 +176,7 @@ def _train(jobs: SmallJobs, num_ranks: int, watch: Pace | Killing) -> None:
     def load(
         spec: RunSpec, specs: Sequence[JobSpec], wall: WallClock | None
     ) -> tuple[RunSpec, RunEngine, tuple[str, ...]]:
+        prepare_processes()
         ranks = RankGroup(RankPool(rank_order(spec, specs), [ONE_THREAD] * num_ranks), num_ranks)
         return load_replicated(spec, ranks, clock=datetime.datetime.now(), wall=wall)
 

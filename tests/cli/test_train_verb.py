@@ -260,7 +260,7 @@ def test_train_when_a_layout_is_one_device_then_nothing_is_begun_for_others(
     monkeypatch.chdir(tmp_path)
     write_jobs(tmp_path, broken=False)
     begun: list[None] = []
-    monkeypatch.setattr("weft.starter.begin", lambda: begun.append(None))
+    monkeypatch.setattr("weft.processes.prepare", lambda: begun.append(None))
     monkeypatch.setattr("weft.cli.train.train_order", lambda *given, **named: None)
     assert weft("train", "jobs.yaml", *(() if layout is None else ("--layout", layout))).code == 0
     assert bool(begun) == begins

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft import starter
+from weft import processes
 from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.restart import through_losses
@@ -90,7 +90,7 @@ def train(
         forecast = forecaster_here(spec) if may_change else None
     elif not dry_run and not stages.chosen.is_one_device:
         # Beside what this process imports itself, from the next line on.
-        starter.begin()
+        processes.prepare()
     try:
         stages.check(spec, options.flags)
     except ConfigError as error:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.spread.planner import SpreadPlanner
 from weft.spec import BackboneSpec
-from weft.starter.child_process import ForkedProcess
 
 SPEC = BackboneSpec("tiny", device="cpu")
 
@@ -58,13 +58,21 @@ def engine_on(stages: StageProcesses) -> Engine:
     return Engine(StagedExecutor(stages, tokenizer), capacity=32, planner=planner)
 
 
+def assert_may_fork(child: Path) -> None:
+    """The server that has forked a process has one thread and no GPU: forks would lack other threads and lose a GPU."""
+    server = child.parent / (child / "stat").read_text().rpartition(")")[2].split()[1]
+    assert server.name != str(os.getpid())
+    assert len(list((server / "task").iterdir())) == 1
+    assert not [file for file in (server / "fd").iterdir() if os.readlink(file).startswith("/dev/nvidia")]
+
+
 def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stages):
     """Any thread may ask them. When one of them is killed, all end, and whoever asks hears it in a sentence, always."""
     own = [*jobs(), paired()]
     one = Engine(load_backbone(SPEC), capacity=32)
     submit(one, *own)
     expected = finish(one)
-    assert all(isinstance(process.wait_begun(), ForkedProcess) for process in stages.processes)
+    assert_may_fork(Path(f"/proc/{stages.processes[0].pid}"))
     engine = engine_on(stages)
     submit(engine, *own)
     for name, outcome in finish(engine).items():

@@ -15,10 +15,10 @@ from pathlib import Path
 from weft.parallel.replicas.messages import EndRank, RankJoined, RankOrder
 from weft.parallel.replicas.rank_link import Inbox, RankEnded, RankHandle
 from weft.parallel.replicas.rank_listener import KEY_VARIABLE, RankListener
-from weft.starter import ChildProcess, ProcessOrder, start_process
+from weft.processes import ChildProcess
 from weft.store.scratch import ScratchFolder
 
-PROGRAM = "weft.__main__"
+PROGRAM = "weft.cli.main"
 END_S = 10.0
 """Seconds a rank has to end by itself."""
 LAST_WORDS_S = 1.0
@@ -64,9 +64,7 @@ class RankPool:
 
     def launch(self, address: str, variables: Mapping[str, str], log: Path) -> ChildProcess | subprocess.Popen[bytes]:
         """The process of a rank, which connects to that address; other pools may have other ones."""
-        order = ProcessOrder(PROGRAM, ("rank", "--connect", address), variables, name=log.stem)
-        with log.open("ab") as out:
-            return start_process(order, out.fileno())
+        return ChildProcess(PROGRAM, ("rank", "--connect", address), variables=variables, name=log.stem, log=log)
 
     def kill(self, rank: RankHandle) -> None:
         """Ends a rank at once; returns when it is gone."""

@@ -27,8 +27,8 @@ from weft.parallel.stages.stage_devices import choose_backend, process_variables
 from weft.parallel.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
 from weft.plan.layout import copies, rings, stage_names
 from weft.plan.pipeline.append import Lists
+from weft.processes import ChildProcess
 from weft.spec import BackboneSpec
-from weft.starter import ChildProcess, ProcessOrder, start_process
 from weft.store.scratch import ScratchFolder
 
 PROGRAM = "weft.parallel.stages.stage_process"
@@ -210,11 +210,9 @@ class StageProcesses:
     def _start(self, order: StageOrder) -> None:
         mine, its = Pipe()
         variables = process_variables(self._gpus[order.process] if self._gpus else None)
-        wanted = ProcessOrder(PROGRAM, (), variables, f"weft-stage-{order.process}")
-        with self._log(order.process).open("wb") as out:
-            process = start_process(wanted, out.fileno(), [its.fileno()])
-        its.close()
-        index = order.process
+        index, log = order.process, self._log(order.process)
+        log.unlink(missing_ok=True)
+        process = ChildProcess(PROGRAM, connections=[its], variables=variables, name=f"weft-stage-{index}", log=log)
         if index < len(self.processes):
             self._connections[index].close()
         self.processes[index : index + 1] = [process]

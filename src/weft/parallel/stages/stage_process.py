@@ -1,7 +1,4 @@
-"""A stage in a process of its own: it answers what its coordinator asks, and ends when that is gone.
-
-Started as `python -m weft.parallel.stages.stage_process FD`, with one end of a pipe.
-"""
+"""A stage in a process of its own: it answers what its coordinator asks, and ends when that is gone."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import faulthandler
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -39,9 +35,8 @@ LONGEST_WAIT = datetime.timedelta(hours=12)
 """For another stage. The coordinator ends all stages when one is gone or silent, so nobody waits for that long."""
 
 
-def main() -> None:
+def main(connection: Connection) -> None:
     """Serves the coordinator at the other end of a pipe."""
-    connection = Connection(int(sys.argv[1]))
     # Whoever wonders what a stage waits for asks with `kill -USR1`, and reads it in the stage's log.
     faulthandler.register(signal.SIGUSR1)
     lock = threading.Lock()
@@ -213,7 +208,3 @@ def _answered(member: StageMember, what: str, given: tuple[Any, ...]) -> Any:
                 next(running)
         except StopIteration as end:
             return end.value
-
-
-if __name__ == "__main__":
-    main()
