@@ -1,8 +1,8 @@
-"""Child processes that have torch and our code from their first moment.
+"""Child processes of this machine: forks that have torch and our code from their first moment, and fresh programs.
 
-They are forks of multiprocessing's fork server, which imports for all of them, once per command and beside the
-command's own imports, and never touches a GPU. Each child has a session and a log of its own. It ends when the other
-end of its connection does, however its parent ended.
+Forks are made by multiprocessing's fork server, which imports for all of them, once per command and beside the
+command's own imports, and never touches a GPU. Each has a session and a log of its own. It ends when the other end of
+its connection does, however its parent ended.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ EXIT_CODE_S = 5.0
 _SERVER_LOST = 255
 """The exit code that multiprocessing reports for processes whose server is gone."""
 _PR_SET_NAME = 15
+_PROGRAM = f"import sys; from {__name__} import run_program; run_program(*sys.argv[1:])"
 _LOCK = threading.Lock()
 """multiprocessing reads the end of any child when it starts another."""
 
@@ -156,6 +157,44 @@ class ChildProcess:
         return self.returncode
 
 
+class ChildProgram:
+    """A Python of its own that runs the `main` of a module with a connection to this process.
+
+    It has nothing that this process has imported, and does not run what this one was started with. Ctrl-C is for this
+    process; the program ends when the connection does, which is its to notice.
+    """
+
+    def __init__(self, module: str, variables: Mapping[str, str] | None = None) -> None:
+        """`variables`: of its environment, beside those of this process."""
+        self.connection, theirs = multiprocessing.Pipe()
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-W", "ignore", "-c", _PROGRAM, module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": paths, **(variables or {})},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Waits for its end; its exit code, or minus the signal that ended it."""
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """Ends it at once; what it has sent can still be read."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Ends it at once."""
+        self.kill()
+        self.connection.close()
+
+
 def prepare() -> None:
     """Starts the fork server if none runs; its imports take seconds, which nobody waits for here."""
     if isinstance(_context(), ForkServerContext):
@@ -197,3 +236,9 @@ def _run(
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
     sys.argv = [module, *arguments]
     importlib.import_module(module).main(*connections)
+
+
+def run_program(module: str, descriptor: str) -> None:
+    """What a new program does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    importlib.import_module(module).main(Connection(int(descriptor)))

@@ -30,7 +30,7 @@ def test_help_when_shown_then_nothing_heavy_is_imported():
 @pytest.mark.parametrize("name", VERBS)
 def test_verb_when_listed_then_by_the_first_sentence_of_its_own_help(name: str):
     """Help is shown without importing any verb, so it says again what they say of themselves."""
-    said = VERBS[name].command(name).help
+    said = VERBS[name].command(name, "weft.cli").help
     assert said.splitlines()[0] == VERBS[name].sentence
 
 

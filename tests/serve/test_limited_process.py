@@ -49,4 +49,4 @@ def test_call_when_it_takes_too_long_then_its_process_is_ended():
     process = LimitedProcess(FileLimits(seconds=0.001))
     with pytest.raises(DataError, match=r"took more than the 0\.001 s that a file may take to be read"):
         process.call(time.sleep, 3600)
-    assert process._process is None
+    assert process._program is None

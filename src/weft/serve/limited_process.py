@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.errors import DataError
+from weft.processes import ChildProgram
 
 T = TypeVar("T")
 
@@ -39,8 +38,7 @@ class LimitedProcess:
 
     def __init__(self, limits: FileLimits) -> None:
         self._limits = limits
-        self._process: BaseProcess | None = None
-        self._connection: Connection | None = None
+        self._program: ChildProgram | None = None
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Returns what a function returns or raises what it raises; a DataError says which limit it has passed."""
@@ -62,34 +60,28 @@ class LimitedProcess:
 
     def close(self) -> None:
         """Ends the process at once."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-        self._connection = self._process = None
+        if self._program is not None:
+            self._program.close()
+        self._program = None
 
     def _connected(self) -> Connection:
-        if self._connection is None:
+        if self._program is None:
             # Never a fork: other threads of this process hold locks, and perhaps a GPU.
-            context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs, self._limits.memory_bytes), daemon=True)
-            self._process.start()
-            theirs.close()
-        return self._connection
+            self._program = ChildProgram(__name__)
+            self._program.connection.send(self._limits.memory_bytes)
+        return self._program.connection
 
     def _likely_cause(self) -> str:
         return f"; it may have needed more than {_size(self._limits.memory_bytes)} of memory"
 
 
-def _serve(connection: Connection, memory_bytes: int) -> None:
+def main(connection: Connection) -> None:
     """Runs one function after another until the other side is gone."""
-    # Ctrl-C is for the process that started this one, whose end is also the end of this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A function may take long after that; the end of the process that started this one is also the end of this one.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     with contextlib.suppress(EOFError, OSError):
+        memory_bytes: int = connection.recv()
         while True:
             function, arguments = connection.recv()
             connection.send(_outcome(function, arguments, memory_bytes))

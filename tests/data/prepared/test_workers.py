@@ -95,6 +95,6 @@ def test_worker_when_it_dies_then_that_is_said(write: Write, tmp_path: Path):
     source = find_source(write("train.jsonl", ROWS), tmp_path)
     with workers() as made:
         assert len(next(made.convert(chunks_of(source), "supervised", "completion")).samples) == 20
-        os.kill(made._workers[0]._process.pid, signal.SIGKILL)
+        os.kill(made._workers[0]._program.pid, signal.SIGKILL)
         with pytest.raises(WeftError, match=r"^a process that prepares data ended by signal 9\."):
             next(made.convert(chunks_of(source), "supervised", "completion"))

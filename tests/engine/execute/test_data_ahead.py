@@ -74,7 +74,7 @@ def test_data_when_it_was_prepared_ahead_then_it_is_found_and_is_the_same(
 @pytest.mark.faults
 def test_data_when_the_process_that_prepares_it_dies_then_nobody_waits(ahead: DataAhead, tmp_path: Path):
     """It is then prepared here, as ever."""
-    os.kill(ahead._process.pid, signal.SIGKILL)
+    os.kill(ahead._program.pid, signal.SIGKILL)
     ahead.wait("good")
     ahead.wait_for_all()
     assert load(JOBS[0], tmp_path).summary.num_rows == 30
@@ -91,7 +91,7 @@ def test_process_when_whoever_started_it_is_killed_then_it_ends(tmp_path: Path):
         "from weft.spec import JobSpec\n"
         "jobs = (JobSpec('endless', ('endless.jsonl.gz',), max_steps=1),)\n"
         f"ahead = DataAhead(Request('tiny', jobs, pathlib.Path({str(tmp_path)!r}), datetime.datetime.now(), False))\n"
-        "print(ahead._process.pid, flush=True)\n"
+        "print(ahead._program.pid, flush=True)\n"
         "ahead.wait_for_all()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:

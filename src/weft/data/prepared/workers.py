@@ -1,21 +1,15 @@
 """Processes that convert chunks of rows side by side; what they return comes in the order of the chunks.
 
-They are programs of their own, so whatever started this process is not run again, and they end when it does. Each has
-a chunk at hand and another one waiting, which a thread of its own takes in: so nobody waits for anybody who waits, and
-memory holds a few chunks for each process, however many there are.
+Each has a chunk at hand and another one waiting, which a thread of its own takes in: so nobody waits for anybody who
+waits, and memory holds a few chunks for each process, however many there are.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -24,6 +18,7 @@ from weft.data.prepared.convert import ConvertedChunk, Converter
 from weft.data.rows.chunks import Chunk
 from weft.data.tokens.without_torch import do_without_torch
 from weft.errors import WeftError
+from weft.processes import ChildProgram
 
 AT_HAND = 2
 """Chunks that a process has: while it converts one, the next is there already."""
@@ -33,28 +28,21 @@ class Worker:
     """One process and the way to it."""
 
     def __init__(self, converter: Converter) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
-            # One thread each: there are as many processes as cores.
-            variables = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import main; main({theirs.fileno()})"],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **variables},
-            )
-        self._connection.send(converter)
+        # One thread each: there are as many processes as cores.
+        self._program = ChildProgram(__name__, {"TOKENIZERS_PARALLELISM": "false"})
+        self._program.connection.send(converter)
 
     def send(self, *task: Any) -> None:
         """Gives it something to do."""
         try:
-            self._connection.send(task)
+            self._program.connection.send(task)
         except OSError:
             raise self._death() from None
 
     def receive(self) -> ConvertedChunk:
         """Waits for what became of it; what is wrong with a row is raised here."""
         try:
-            found = self._connection.recv()
+            found = self._program.connection.recv()
         except (EOFError, OSError):
             raise self._death() from None
         if isinstance(found, Exception):
@@ -64,12 +52,10 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process at once."""
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        self._program.close()
 
     def _death(self) -> WeftError:
-        code = self._process.wait()
+        code = self._program.wait()
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
         return WeftError(
             f"a process that prepares data ended {how}.",
@@ -116,12 +102,9 @@ class Workers:
             worker.close()
 
 
-def main(descriptor: int) -> None:
+def main(connection: Connection[Any, Any]) -> None:
     """Converts chunks until the other side is gone."""
-    # Ctrl-C is for the process that started this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     do_without_torch()
-    connection: Connection[Any, Any] = Connection(descriptor)
     try:
         converter: Converter = connection.recv()
         # What is there by now stays: the garbage collector need not look at it again and again.

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import datetime
 import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +23,7 @@ from weft.data.prepared.progress import Standing, shower, shown_by
 from weft.data.tokens.without_torch import do_without_torch
 from weft.errors import ConfigError, DataError, WeftError
 from weft.model.source import load_tokenizer
+from weft.processes import ChildProgram
 from weft.spec import JobSpec
 
 WORTH_BYTES = 2**20
@@ -49,19 +46,13 @@ class DataAhead:
     """The data of jobs, in preparation."""
 
     def __init__(self, request: Request) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", f"from {__name__} import main; main({theirs.fileno()})"],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+        self._program = ChildProgram(__name__)
         self._found: dict[str, WeftError | None] = {}
         self._is_over = False
         self._news = threading.Condition()
         self._show = shower()
         with suppress(OSError):  # it has ended already
-            self._connection.send(request)
+            self._program.connection.send(request)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -79,16 +70,15 @@ class DataAhead:
 
     def close(self) -> None:
         """Ends the process, whatever it is at."""
-        self._process.kill()
-        self._process.wait()
+        self._program.kill()
         self._listener.join()
-        self._connection.close()
+        self._program.close()
 
     def _listen(self) -> None:
         """Takes in what is found of jobs, and shows how far it has come, until the process ends."""
         with suppress(EOFError, OSError):
             while True:
-                news = self._connection.recv()
+                news = self._program.connection.recv()
                 if self._show is not None and (news is None or isinstance(news, Standing)):
                     self._show(news)
                     continue
@@ -118,12 +108,9 @@ def _num_bytes(jobs: Sequence[JobSpec], base_dir: Path) -> int:
     return sum(file.num_text_bytes for file in files.values())
 
 
-def main(descriptor: int) -> None:
+def main(connection: Connection[Any, Any]) -> None:
     """Prepares the data of one job after the other, and ends when whoever asked for it does."""
-    # Ctrl-C is for the process that started this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     do_without_torch()
-    connection: Connection[Any, Any] = Connection(descriptor)
     try:
         request: Request = connection.recv()
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
