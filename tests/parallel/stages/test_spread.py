@@ -19,6 +19,8 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 from weft.engine.engine import Engine
 from weft.engine.events import Event
 from weft.engine.lookahead import LookaheadPlanner
+from weft.parallel.stages.gradient import JobShare
+from weft.parallel.stages.spread_sums import SpreadPart, judge_sums
 from weft.plan.check import violations
 from weft.plan.cost.types import LinearCost
 from weft.plan.program import Measure, Program
@@ -248,3 +250,12 @@ def turned_measures(program: Program) -> Program:
         turned = [run[::-1] if isinstance(run[0], Measure) else run for run in runs]
         stages.append(tuple(itertools.chain.from_iterable(turned)))
     return replace(program, stages=tuple(stages))
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True)])
+def test_gradient_when_one_replica_has_a_loss_that_is_not_finite_then_no_replica_steps(flags):
+    """Also where the gradients themselves are finite."""
+    share = JobShare(sizes={}, trained=(), modules=(), target_names=(), shared={})
+    replicas = [([SpreadPart(is_finite, {}, None)], [share]) for is_finite in flags]
+    verdict, _ = judge_sums(replicas, lambda gradient: torch.tensor(1.0))
+    assert not verdict.is_finite
