@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adapter_on import adapter_on
+from covering import chosen, slow
 from tiny_families import plain_model
 from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, train
 from torch import nn
@@ -77,7 +78,7 @@ def train_plainly(name: str, job: LiveJob, start: dict[str, ModuleTensors]) -> t
     return params, losses
 
 
-@pytest.mark.parametrize("name", DESCRIBED)
+@pytest.mark.parametrize("name", chosen(DESCRIBED, 0, 5))
 def test_job_when_trained_beside_others_then_equals_plain_autograd(name):
     """Twenty steps in fp32, in every family that has a description."""
     backbone = random_backbone(name)
@@ -146,7 +147,7 @@ def test_job_when_neighbours_recompute_or_offload_then_all_have_the_bits_they_ha
         assert_same_bits(together[job[0].name], train(backbone, [job])[job[0].name])
 
 
-@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+@pytest.mark.parametrize("quantize", [slow("int8"), "nf4"])
 def test_job_when_the_base_is_quantised_then_learns_and_has_the_bits_it_has_alone(quantize):
     backbone = load_backbone(BackboneSpec("tiny", device="cpu", quantize=quantize))
     me = (job_spec("me", adapter=SPEC, seed=3, max_steps=4), random_data(3))
@@ -155,7 +156,7 @@ def test_job_when_the_base_is_quantised_then_learns_and_has_the_bits_it_has_alon
     assert_same_bits(train(backbone, [me, (job_spec("lora", seed=5, max_steps=3), random_data(5))])["me"], alone)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3"])
+@pytest.mark.parametrize("name", [slow("llama"), "phi3"])
 def test_generate_when_the_adapter_is_on_blocks_then_writes_what_transformers_writes_with_it(name):
     """With a cache of keys and values, beside a prompt without an adapter."""
     backbone = random_backbone(name)

@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from covering import slow
 from test_exact import (
     BOUND,
     CAPACITY,
@@ -98,7 +99,7 @@ def test_vera_when_trained_beside_others_then_equals_peft_alone():
     assert_equal_peft("llama_bias", "reference", made(settings), dropping_loss)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "fused"])
+@pytest.mark.parametrize("kernels", [slow("reference"), "fused"])
 def test_lora_when_a_is_frozen_then_equals_peft_without_gradients_of_a(kernels):
     settings: list[dict[str, Any]] = [
         {"adapter": {"r": 4, "freeze_a": True, "lora_dropout": 0.3}, "weight_decay": 0.1, "global_batch_size": 6},
@@ -111,7 +112,7 @@ def test_lora_when_a_is_frozen_then_equals_peft_without_gradients_of_a(kernels):
 
 
 @pytest.mark.filterwarnings("ignore:Using Rank-Stabilized LoRA")
-@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("init", ["pissa", slow("olora")])
 def test_lora_when_it_starts_as_a_part_of_the_weight_then_equals_peft_and_fits_the_base_as_it_was(init, tmp_path):
     """PEFT takes the part out of the base; Weft subtracts it, and writes a LoRA of twice the rank."""
     settings = {"r": 3, "lora_alpha": 5, "init_lora_weights": init, "use_rslora": True, "rank_pattern": {"q_proj": 2}}

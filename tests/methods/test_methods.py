@@ -6,12 +6,14 @@ import copy
 import dataclasses
 import functools
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from covering import each_value
 from tiny_models import (
     Job,
     Outcome,
@@ -50,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in METHODS} 
 }
 """Every method, with settings that suit a model of a few dozen features, and some once more with others."""
 CASE_NAMES = sorted(CASES)
+PATHS = ("reference", "fused")
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora_fa": {"method": "lora", "freeze_a": True},
     "pissa": {"method": "lora", "r": 4, "init_lora_weights": "pissa"},
@@ -154,8 +157,7 @@ def test_merge_when_done_then_the_plain_model_computes_what_the_slot_does(case):
     torch.testing.assert_close(logits(backbone, slot), plain_logits(plain), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "fused"])
-@pytest.mark.parametrize("case", [*CASE_NAMES, *VARIANTS])
+@pytest.mark.parametrize(("case", "kernels"), [*product(CASE_NAMES, PATHS), *each_value(list(VARIANTS), PATHS)])
 def test_job_when_others_train_beside_it_then_both_have_the_bits_they_have_alone(case, kernels):
     """On a fused backbone too, where a method without kernels has microbatches of its own; beside one of each kind of
     place. All methods beside each other are in the next tests."""
