@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow
 from replicated_runs import files_of, opened, run_spec, train, write_data
 
 from weft import faults
@@ -99,7 +100,7 @@ def ask_anew(engine: Any, event: Event) -> None:
         engine._is_stale = True
 
 
-@pytest.mark.parametrize(("num_ranks", "max_jobs"), [(1, None), (2, 1), (3, None)])
+@pytest.mark.parametrize(("num_ranks", "max_jobs"), [slow(1, None), (2, 1), (3, None)])
 def test_run_when_over_any_number_of_ranks_then_leaves_the_files_of_one_engine(
     data, expected, tmp_path, num_ranks, max_jobs
 ):
@@ -116,7 +117,7 @@ def test_run_when_over_any_number_of_ranks_then_leaves_the_files_of_one_engine(
     assert RunDirectory.record_of(tmp_path / "out").layouts == (layout,)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, slow(2)])
 def test_run_when_jobs_are_dealt_out_at_random_all_the_time_then_changes_no_bit(
     data, expected, tmp_path, monkeypatch, seed
 ):
