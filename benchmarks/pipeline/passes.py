@@ -26,6 +26,7 @@ from weft.model.random_model import build
 from weft.model.stage_runner import StageRunner, stage_runner
 from weft.parallel.stages.load_stages import cut_layers
 from weft.plan.cost.published_shapes import Shape
+from weft.plan.cost.shape import ModelShape
 from weft.spec import AdapterSpec
 
 NUM_JOBS, BATCH = 4, 4
@@ -64,8 +65,8 @@ class OneDevice:
 
     def stages(self, number: int) -> list[Backbone]:
         """The same in so many parts."""
-        config = self.shape.config().to_dict()
-        return [self.backbone(part) for part in cut_layers(config, self.shape.layers, number)]
+        shape = ModelShape.from_config(self.shape.config().to_dict())
+        return [self.backbone(part) for part in cut_layers(shape, number)]
 
 
 @dataclass

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.engine import Engine
+from weft.model.resolve import resolve
 from weft.parallel.stages.load_stages import StageLayout, load_stages
 from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.build import Schedule
@@ -85,7 +86,9 @@ def record_run(num_stages: int, schedule: Schedule) -> RecordedRun:
     with tempfile.TemporaryDirectory(prefix="weft-pipeline-") as name:
         spec = write_jobs(Path(name))
         engine = Engine(
-            load_stages(BackboneSpec("tiny", device="cpu"), StageLayout((num_stages,))), capacity=CAPACITY, planner=plan
+            load_stages(resolve(BackboneSpec("tiny", device="cpu")), StageLayout((num_stages,))),
+            capacity=CAPACITY,
+            planner=plan,
         )
         try:
             for job in spec.jobs:

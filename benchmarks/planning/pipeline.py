@@ -28,11 +28,11 @@ from benchmarks.pipeline.four_jobs import (
     split_cost,
 )
 from benchmarks.pipeline.lengths import MIXES, LengthMix, queues
+from benchmarks.planning.best_pipeline import best_pipeline
 from benchmarks.planning.group import JobLengths, group_jobs
 from benchmarks.planning.published import pack_published
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build
-from weft.plan.simulate.choose import best_pipeline
 from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.timeline import Timeline
 from weft.plan.types import JobQueue, Microbatch

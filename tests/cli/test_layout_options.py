@@ -9,10 +9,13 @@ import pytest
 import torch
 from tiny_families import plain_model
 
-from weft.cli import auto_layout
-from weft.cli.auto_layout import Machine, machine_of, predicted_on, with_layout
 from weft.cli.layout_options import LayoutOptions
+from weft.cli.train import _forecaster
 from weft.errors import WeftError
+from weft.model.resolve import resolve
+from weft.parallel.stages import auto_layout
+from weft.parallel.stages.auto_layout import Machine, machine_here, machine_of, predicted_on
+from weft.plan.choose_layout import LayoutOption
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.pipeline.build import Schedule
 from weft.spec import AdapterSpec, JobSpec, RunSpec
@@ -25,6 +28,23 @@ def refusal(layout: str | None, schedule: str | None = None, flags: tuple[str, .
     with pytest.raises(WeftError) as found:
         LayoutOptions(layout, schedule).check(spec, flags)
     return str(found.value)
+
+
+def notes(layout: LayoutOptions, spec: RunSpec, machine: Machine | None = None) -> tuple[str, ...]:
+    return layout.notes(spec, resolve(spec.backbone, None if machine is None else machine.elsewhere))
+
+
+H100 = Machine(find_hardware("h100"), None, is_here=False)
+
+
+def choose(
+    spec: RunSpec, asked: LayoutOptions, machine: Machine | None = None
+) -> tuple[LayoutOptions, tuple[str, ...], bool, LayoutOption | None]:
+    """The options in the place of auto, the reasons, whether the layout may change, and what is predicted of it."""
+    machine = machine or machine_here(spec)
+    model = resolve(spec.backbone, machine.elsewhere)
+    options, found = asked.choose(spec, model, Path(), machine)
+    return options, found.lines, _forecaster(spec, asked, model, machine) is not None, found.predicted
 
 
 @pytest.mark.parametrize(
@@ -73,17 +93,17 @@ def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
     options.check(spec, ())
     assert options.stages is not None
     assert (options.stages.replica_sizes, options.stages.tensor) == ((2,), 2)
-    note, alone = options.notes(spec)
+    note, alone = notes(options, spec)
     assert note.startswith("tensor:2 splits sums, so bits belong to this layout")
     assert note.endswith("about 1e-5 from one device's")
     assert alone == "every microbatch runs alone: the schedule that was asked for knows no pairs."
-    assert [*LayoutOptions("tensor:2").notes(spec)] == [*LayoutOptions("tensor:2,stages:2").notes(spec)] == [note]
-    _, alone = LayoutOptions("tensor:2").notes(replace(spec, planner="greedy"))
+    assert [*notes(LayoutOptions("tensor:2"), spec)] == [*notes(LayoutOptions("tensor:2,stages:2"), spec)] == [note]
+    _, alone = notes(LayoutOptions("tensor:2"), replace(spec, planner="greedy"))
     assert alone.endswith("the greedy planner knows no pairs.")
-    assert len(LayoutOptions("tensor:2").notes(spec, find_hardware("h100"))) == 2
-    *_, alone = LayoutOptions("tensor:2").notes(replace(spec, kernels="reference"), find_hardware("h100"))
+    assert len(notes(LayoutOptions("tensor:2"), spec, H100)) == 2
+    *_, alone = notes(LayoutOptions("tensor:2"), replace(spec, kernels="reference"), H100)
     assert alone.endswith("on GPUs pairs are for the fused kernels.")
-    (note,) = LayoutOptions("tensor:2").notes(replace(spec, quantize="fp8"))
+    (note,) = notes(LayoutOptions("tensor:2"), replace(spec, quantize="fp8"))
     assert note.endswith("about a rounding to 8-bit floats from one device's")
     assert LayoutOptions("tensor:1").stages is None
 
@@ -91,7 +111,7 @@ def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
 def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is_said_why():
     """Whatever the machine has; nobody but `weft train` chooses."""
     spec = RunSpec(base_model="tiny", device="cpu", jobs=(JobSpec("job", ("data.jsonl",), sums="free"),))
-    options, reasons, may_change, predicted = with_layout(spec, LayoutOptions("auto"), Path())
+    options, reasons, may_change, predicted = choose(spec, LayoutOptions("auto"))
     assert may_change and predicted is not None
     options.check(spec, ())
     assert not options.is_auto and "GiB a device" in reasons[0] and reasons[0].endswith("(chosen, predicted)")
@@ -111,7 +131,7 @@ def test_layout_when_shards_are_combined_then_says_what_each_holds(layout, sizes
     options, spec = LayoutOptions(layout), RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
     options.check(spec, ())
     assert options.stages is not None and (options.stages.replica_sizes, options.stages.shards) == (sizes, shards)
-    assert options.notes(spec)[0].startswith(held)
+    assert notes(options, spec)[0].startswith(held)
     assert refusal(layout, "gpipe").endswith(f"leave it out with {layout}.")
 
 
@@ -128,17 +148,17 @@ def test_layout_when_it_is_shards_then_says_what_a_device_holds_and_when_gatheri
     options.check(spec, ())
     assert options.stages is not None
     assert (options.stages.replica_sizes, options.stages.shards) == ((1,) * 4, (4,))
-    held, hidden = options.notes(spec)
+    held, hidden = notes(options, spec)
     assert held.startswith("each of 4 devices holds about ")
     assert "links assumed" in hidden and "tokens a microbatch on" in hidden
     assert LayoutOptions("shards:1").stages is None
-    assert LayoutOptions("shards:1").notes(spec) == LayoutOptions("stages:2").notes(spec) == ()
+    assert notes(LayoutOptions("shards:1"), spec) == notes(LayoutOptions("stages:2"), spec) == ()
 
 
 def test_layout_when_jobs_are_spread_over_replicas_in_stages_then_a_note_says_that_they_are_not_grouped():
     alone = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
     two = replace(alone, jobs=(*JOBS, JobSpec("other", ("data.jsonl",), sums="free")))
-    (note,) = LayoutOptions("stages:1+stages:2").notes(two)
+    (note,) = notes(LayoutOptions("stages:1+stages:2"), two)
     assert note.endswith("groups are not tried while jobs with free sums are spread over all")
     at_home = replace(alone, jobs=(*JOBS, JobSpec("other", ("data.jsonl",))))
     for layout, spec in (
@@ -147,8 +167,8 @@ def test_layout_when_jobs_are_spread_over_replicas_in_stages_then_a_note_says_th
         ("spread:2", two),
         ("stages:2", two),
     ):
-        assert LayoutOptions(layout).notes(spec) == ()
-    assert LayoutOptions("stages:1+stages:2").notes(replace(two, planner="greedy")) == ()
+        assert notes(LayoutOptions(layout), spec) == ()
+    assert notes(LayoutOptions("stages:1+stages:2"), replace(two, planner="greedy")) == ()
 
 
 def test_jobs_when_they_compare_with_a_reference_then_what_it_is_asked_counts_for_the_layout(tmp_path):
@@ -157,7 +177,7 @@ def test_jobs_when_they_compare_with_a_reference_then_what_it_is_asked_counts_fo
     (tmp_path / "pairs.jsonl").write_text(row * 8)
     jobs = [JobSpec(n, ("pairs.jsonl",), objective=n, global_batch_size=4, max_steps=2) for n in ("dpo", "orpo")]
     spec = RunSpec(base_model="tiny", device="cpu", jobs=tuple(jobs))
-    asked, alone = auto_layout._jobs(spec, auto_layout._train_data(spec, tmp_path))
+    asked, alone = auto_layout._jobs(spec, auto_layout._train_data(spec, resolve(spec.backbone), tmp_path))
     assert asked.tokens == pytest.approx(1.5 * alone.tokens, abs=1)
 
 
@@ -214,42 +234,42 @@ def test_layout_when_it_is_auto_with_a_schedule_then_one_in_stages_is_taken_and_
     jobs = tuple(JobSpec(name, ("data.jsonl",), sums="free") for name in "ab")
     spec = RunSpec(base_model="tiny", device="cpu", jobs=jobs)
     cores = Machine(find_hardware("cpu"), 2)
-    options, reasons, may_change, _ = with_layout(spec, LayoutOptions("auto", "1f1b"), Path(), cores)
+    options, reasons, may_change, _ = choose(spec, LayoutOptions("auto", "1f1b"), cores)
     assert (options.layout, options.schedule, may_change) == ("stages:2", "1f1b", False)
     assert "spread:2 cannot be: --schedule: is for one replica in stages; leave it out with spread:2." in reasons
-    alone, reasons, _, _ = with_layout(spec, LayoutOptions("auto", "1f1b"), Path(), cores._replace(num_devices=1))
+    alone, reasons, _, _ = choose(spec, LayoutOptions("auto", "1f1b"), cores._replace(num_devices=1))
     assert (alone, reasons) == (LayoutOptions(), ("one device, because none in stages can be",))
 
 
 def test_layout_when_jobs_keep_some_from_it_then_another_or_one_device_and_the_reason_once():
     jobs = tuple(JobSpec(name, ("data.jsonl",), optim="adamw_8bit", sums="free") for name in "ab")
     spec = RunSpec(base_model="tiny", device="cpu", jobs=jobs)
-    options, reasons, _, _ = with_layout(spec, LayoutOptions("auto"), Path(), Machine(find_hardware("cpu"), 2))
+    options, reasons, _, _ = choose(spec, LayoutOptions("auto"), Machine(find_hardware("cpu"), 2))
     assert options.layout == "spread:2"
-    options, reasons, _, _ = with_layout(spec, LayoutOptions("auto", "1f1b"), Path(), Machine(find_hardware("cpu"), 2))
+    options, reasons, _, _ = choose(spec, LayoutOptions("auto", "1f1b"), Machine(find_hardware("cpu"), 2))
     assert options == LayoutOptions()
     assert any("stages:2" in line and "adamw_8bit keeps blocks" in line for line in reasons)
     rows = tuple(JobSpec(name, ("data.jsonl",), adapter=AdapterSpec(trainable_token_indices=(3,))) for name in "ab")
-    options, reasons, _, _ = with_layout(replace(spec, jobs=rows, device="auto"), LayoutOptions("auto"), Path(), GPUS)
+    options, reasons, _, _ = choose(replace(spec, jobs=rows, device="auto"), LayoutOptions("auto"), GPUS)
     assert options == LayoutOptions() and any("rows of tokens has no kernels" in line for line in reasons)
 
 
 def test_machine_when_devices_are_named_then_all_figures_are_theirs():
     """Nothing of this machine is left in them, and what would be refused there is refused here."""
     spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
-    _, reasons, may_change, _ = with_layout(spec, LayoutOptions("auto"), Path(), GPUS)
+    _, reasons, may_change, _ = choose(spec, LayoutOptions("auto"), GPUS)
     assert all("of 139.8 GiB a device" in line for line in reasons) and not may_change
-    assert LayoutOptions("stages:2").notes(spec, GPUS.elsewhere)[0].startswith("nobody has seen a layout")
-    assert "(h200, links assumed)" in LayoutOptions("shards:2").notes(spec, GPUS.elsewhere)[2]
-    LayoutOptions("tensor:2").check(spec, (), GPUS.elsewhere)
-    bits, untried = LayoutOptions("tensor:2").notes(spec, GPUS.elsewhere)
+    assert notes(LayoutOptions("stages:2"), spec, GPUS)[0].startswith("nobody has seen a layout")
+    assert "(h200, links assumed)" in notes(LayoutOptions("shards:2"), spec, GPUS)[2]
+    LayoutOptions("tensor:2").check(spec, (), resolve(spec.backbone, GPUS.elsewhere))
+    bits, untried = notes(LayoutOptions("tensor:2"), spec, GPUS)
     assert bits.endswith("about a rounding to bfloat16 from one device's") and untried.startswith("nobody has seen")
     with pytest.raises(WeftError, match="got 99 stages"):
-        LayoutOptions("stages:99").check(spec, (), GPUS.elsewhere)
+        LayoutOptions("stages:99").check(spec, (), resolve(spec.backbone, GPUS.elsewhere))
     with pytest.raises(WeftError, match="spread:5 has 5 devices, and --gpus says 4"):
-        predicted_on(spec, "spread:5", Path(), GPUS)
+        predicted_on(spec, resolve(spec.backbone), "spread:5", Path(), GPUS)
     with pytest.raises(WeftError, match="say how many h200 there are with --gpus N"):
-        with_layout(spec, LayoutOptions("auto"), Path(), machine_of(spec, "h200", None))
+        choose(spec, LayoutOptions("auto"), machine_of(spec, "h200", None))
     assert machine_of(spec, "cpu", None) == machine_of(spec, "auto", None)
     assert machine_of(spec, "auto", 64).num_devices == 64
 
@@ -257,7 +277,7 @@ def test_machine_when_devices_are_named_then_all_figures_are_theirs():
 def test_prediction_when_a_layout_is_one_device_by_another_name_then_it_is_called_as_it_was():
     spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
     for layout in ("shards:1", "tensor:1", "spread:1"):
-        (line,) = predicted_on(spec, layout, Path(), Machine(find_hardware("cpu"), 2)).lines
+        (line,) = predicted_on(spec, resolve(spec.backbone), layout, Path(), Machine(find_hardware("cpu"), 2)).lines
         assert line.startswith(f"{layout}: up to ")
 
 
@@ -274,7 +294,7 @@ def test_machine_when_it_has_gpus_then_a_layout_over_them_is_chosen_that_stays(m
     machine = machine_of(spec, "auto", None)
     assert (machine.hardware.name, machine.num_devices, machine.hardware.memory_bytes) == ("h200", 4, 50 * 2**30)
     # What the run would have of it is asked of the machine, which has no GPUs here.
-    options, reasons, may_change, _ = with_layout(spec, LayoutOptions("auto"), Path(), machine)
+    options, reasons, may_change, _ = choose(spec, LayoutOptions("auto"), machine)
     assert options.layout == "spread:4" and "of 50.0 GiB a device" in reasons[0] and not may_change
     for others, said in ((["NVIDIA H100"], "has unlike GPUs"), (["Tesla T4"] * 4, "nothing is known of Tesla T4")):
         names[: len(others)] = others

@@ -12,15 +12,11 @@ import pytest
 import torch
 from test_train_verb import write_jobs
 
-from weft.cli.plan import _balanced
 from weft.model.random_model import build
 from weft.model.source import TINY
-from weft.plan.cost.analytic import AnalyticCost
-from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.profile import load_profile
 from weft.plan.cost.published_shapes import SHAPES
-from weft.plan.cost.shape import ModelShape
-from weft.plan.simulate.forecast import forecast
+from weft.plan.simulate.layout_forecast import forecast_layout
 from weft.store.peft_files import read_adapter
 from weft.wording import size
 
@@ -91,6 +87,16 @@ def test_plan_when_the_layout_is_auto_then_all_are_said_and_lengths_are_those_of
         "plan", "jobs.yaml", "jobs.0.max_length=2048", "--steps", "2", "device=cpu", "--layout", "auto", "--json"
     )
     assert json.loads(longer.out)["layout"] == options
+
+
+def test_plan_when_stages_are_asked_for_then_they_are_the_layout_of_as_many(weft, here):
+    """Another spelling, which a note says."""
+    asked = ("plan", "jobs.yaml", "--steps", "2", "--device", "h200", "--json")
+    stages, layout = (
+        json.loads(weft(*asked, *words).out) for words in (("--stages", 2), ("--layout", "stages:2", "--gpus", 2))
+    )
+    assert stages.pop("notes") == ["--stages 2 is another spelling of --layout stages:2.", *layout.pop("notes")]
+    assert stages == layout
 
 
 def test_plan_when_a_layout_has_stages_then_jobs_keep_the_order_that_the_run_keeps(weft, here):
@@ -234,7 +240,7 @@ def test_plan_when_a_planner_is_named_then_it_is_the_one_that_plans(weft, here):
 
 def test_plan_when_asked_for_what_cannot_be_then_one_sentence(refused, here):
     for options, part in (
-        (("--stages", "99"), "tiny has 6 layers"),
+        (("--stages", "99"), "got 99 stages; the model has 6 layers"),
         (("--device", "h300"), "Did you mean h200"),
         (("capacity=1",), "capacity"),
         (("planner=best",), "accepted are auto, greedy, exact"),
@@ -301,22 +307,6 @@ def test_train_when_the_planner_is_unknown_then_one_sentence_and_nothing_written
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("stages", [2, 4, 7])
-def test_plan_when_a_pipeline_has_a_heavy_head_then_its_last_stage_gets_fewer_layers(stages):
-    """A head of 2.4 layers' weights: shared out by time the slowest stage is faster than with equal stages."""
-    shape = ModelShape("8b", 4096, 14336, 32, 32, 8, 128, 128256)
-    even = AnalyticCost(shape, find_hardware("h200"), stages)
-    split, measured = _balanced(even, None, 8192)
-    assert measured is None and sum(split.split) == 32 and split.split[-1] == min(split.split) < 32 // stages
-
-    def slowest(cost: AnalyticCost) -> float:
-        return max(cost.forward_s([8192], stage) + cost.backward_s([8192], stage) for stage in range(stages))
-
-    assert slowest(split) < slowest(even)
-    one = AnalyticCost(shape, find_hardware("h200"))
-    assert _balanced(one, None, 8192) == (one, None)
-
-
 def test_plan_when_capacity_is_auto_then_it_is_that_of_the_device_that_is_planned_for(weft, here, monkeypatch):
     def capacity(*words: str) -> int:
         found = weft("plan", "jobs.yaml", "--steps", "1", "--json", *words)
@@ -336,12 +326,12 @@ def test_plan_when_a_device_has_too_little_memory_for_auto_then_takes_less_and_k
     """As training would there."""
     asked: list[int] = []
 
-    def planned(jobs, capacity, *others):
+    def planned(jobs, capacity, *others, **options):
         asked.append(capacity)
-        found = forecast(jobs, capacity, *others)
+        found = forecast_layout(jobs, capacity, *others, **options)
         return replace(found, device_bytes=max(found.stage_bytes) - (capacity > 5000))
 
-    monkeypatch.setattr("weft.plan.simulate.forecast.forecast", planned)
+    monkeypatch.setattr("weft.plan.simulate.layout_forecast.forecast_layout", planned)
     words = ("plan", "jobs.yaml", "--steps", "1", "--json", "--device", "h200")
     found = json.loads(weft(*words).out)
     assert found["capacity"] == 4096 and found["fits"] and asked == [8192, 4096]

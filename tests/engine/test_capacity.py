@@ -34,6 +34,7 @@ from weft.job_state import JobState
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone, load_skeleton
 from weft.model.packed import PackedBatch
+from weft.model.resolve import resolve
 from weft.model.scores import PendingScores
 from weft.spec import BackboneSpec
 from weft.store.run_dir import RunDirectory
@@ -312,7 +313,7 @@ def test_load_within_when_there_is_no_gpu_then_the_limit_is_noted_as_idle():
 @pytest.mark.parametrize(("spare", "chosen"), [(8, 8192), (7.9, 4096), (-28, 4096), (-28.1, 2048), (-999, 2048)])
 def test_start_capacity_when_the_gpu_is_small_then_leaves_room_for_the_jobs_that_fill_it(monkeypatch, spare, chosen):
     """`spare`: how many usual jobs fit beside a microbatch of 8,192 tokens; one of 4,096 makes room for 32 more."""
-    backbone = load_skeleton("tiny")
+    backbone = load_skeleton(resolve(BackboneSpec("tiny")))
     width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
     job_bytes, token_bytes = 16 * width * 16, width * backbone.dtype.itemsize
     total = int((8192 * token_bytes + spare * job_bytes) * 1.05) + 8

@@ -29,6 +29,7 @@ from weft.engine.execute.memory import ExpectedJobs
 from weft.kernels.device import Stream, beside, on_stream, record
 from weft.model.load import load_backbone
 from weft.model.model_part import ModelPart
+from weft.model.resolve import resolve
 from weft.model.shards.peers import TorchPeers
 from weft.model.source import load_tokenizer
 from weft.parallel.stages.load_stages import StageLayout, load_stages
@@ -181,7 +182,7 @@ def in_layout(small: BackboneSpec, layout: StageLayout, jobs_file: Path, planner
     adapters = tuple(job.adapter for job in load_run(jobs_file).jobs)
     expected = ExpectedJobs(adapters, len(adapters))
     with phase("processes have loaded and met"):
-        executor = load_stages(small, layout, 0.2, expected)
+        executor = load_stages(resolve(small), layout, 0.2, expected)
     assert isinstance(executor.stages, StageProcesses)
     try:
         with ended_in_time(executor.stages):

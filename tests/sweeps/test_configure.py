@@ -7,6 +7,7 @@ from pathlib import Path
 
 from weft.engine.execute.local import executor_on
 from weft.model.load import load_skeleton
+from weft.model.resolve import resolve
 from weft.objectives.preference.dpo import Dpo
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.configure import Configurations
@@ -20,7 +21,7 @@ def test_data_when_trials_differ_in_their_objective_then_share_samples_and_nothi
     spec = sweep_from_mapping(
         settings(job={**job, "adapter": {"method": "prompt_tuning"}}, space=space), base_dir=Path()
     )
-    made = Configurations(spec, executor_on(load_skeleton(spec.base_model)), Path())
+    made = Configurations(spec, executor_on(load_skeleton(resolve(spec.backbone))), Path())
     weak, strong, longer = (
         made.data(made.job(f"t{i}", {"beta": beta, "num_virtual_tokens": number}))
         for i, (beta, number) in enumerate([(0.1, 2), (0.5, 2), (0.5, 4)])

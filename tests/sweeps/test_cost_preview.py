@@ -10,6 +10,7 @@ import pytest
 from weft.engine.execute.local import executor_on
 from weft.errors import ConfigError, PlanError
 from weft.model.load import load_skeleton
+from weft.model.resolve import resolve
 from weft.plan.cost.hardware import DEVICES
 from weft.plan.sweep import violations
 from weft.spec.load_sweep import sweep_from_mapping
@@ -19,7 +20,7 @@ from weft.sweeps.cost_preview import plan_elsewhere, sampled
 
 def planned(given):
     spec = sweep_from_mapping(given, base_dir=Path())
-    return sampled(spec, Configurations(spec, executor_on(load_skeleton(spec.base_model)), Path()))
+    return sampled(spec, Configurations(spec, executor_on(load_skeleton(resolve(spec.backbone))), Path()))
 
 
 def test_configurations_when_sampled_then_are_different_and_as_many_as_the_budget_allows(settings):
@@ -51,7 +52,7 @@ def test_configurations_when_they_are_evaluated_then_count_the_tokens_of_every_t
         )
     )
     spec = sweep_from_mapping(settings(), base_dir=Path())
-    whole = Configurations(spec, executor_on(load_skeleton(spec.base_model)), Path())
+    whole = Configurations(spec, executor_on(load_skeleton(resolve(spec.backbone))), Path())
     each = whole.data(whole.job("t", {})).eval.summary.num_tokens
     assert [c.forward_tokens for c in (epochs, often, rungs)] == [3 * each, 5 * each, 3 * each]
     command = {"command": "echo 1", "mode": "min"}

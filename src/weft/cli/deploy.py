@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -10,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.deploy_inputs import PlannedRun, measured_kind, read_pools, replica_kinds, told_source
 from weft.cli.user_path import run_place, user_path
 from weft.errors import ConfigError
 from weft.report.console import output_console
@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
     from weft.cli.layout_options import LayoutOptions
     from weft.cli.train import Said
+    from weft.model.resolve import ResolvedModel
+    from weft.plan.cost.analytic import BackboneSetup
+    from weft.plan.cost.shape import ModelShape
     from weft.plan.deploy import ReplicaKind
     from weft.plan.deploy.kinds import GpuPool
+    from weft.plan.deploy.workload import DeployJob
     from weft.plan.replan import RemainingJob
     from weft.plan.simulate.deploy_forecast import DeployForecast
     from weft.spec import RunSpec
+    from weft.spec.cluster import ClusterSpec
     from weft.store.remote.run_url import RunUrl
 
 BAR = 16
@@ -62,6 +67,7 @@ def deploy(
     Seconds and memory are predicted, from the hardware table or from a profile. Nothing is trained without --execute.
     """
     from weft.plan.cost.profile import load_profile
+    from weft.plan.deploy.inputs import measured_kind, read_pools, replica_kinds, told_source
     from weft.plan.simulate.deploy_forecast import forecast_deployment
     from weft.spec.cluster import load_cluster
 
@@ -113,7 +119,7 @@ def deploy(
 
 
 def _train(
-    ordered: tuple[Path, RunSpec],
+    ordered: tuple[Path, RunSpec, ResolvedModel],
     options: LayoutOptions,
     pools: Sequence[GpuPool],
     kinds_for: Callable[[Sequence[RemainingJob]], list[ReplicaKind]],
@@ -125,17 +131,121 @@ def _train(
     """Trains the jobs of a file in a layout, which is planned anew when they come and go."""
     from weft.cli.replica_options import ReplicaOptions
     from weft.cli.train import Order, train_order
-    from weft.kernels.device import is_cpu
-    from weft.model.load import choose_device
     from weft.plan.replan.cluster import ClusterForecaster
 
-    jobs_file, run = ordered
-    options.check(run, ())
+    jobs_file, run, model = ordered
+    options.check(run, (), model)
     forecast = ClusterForecaster({pool.name: pool.num_gpus for pool in pools}, kinds_for)
     # Whether a GPU's memory is free for other replicas once its own are closed, nobody has tried.
-    may_change = sum(forecast.pools.values()) > 1 and is_cpu(choose_device(run.backbone))
-    order = Order(run, jobs_file, (), False, ReplicaOptions(), options, said, forecast if may_change else None)
+    may_change = sum(forecast.pools.values()) > 1 and model.is_cpu
+    order = Order(run, jobs_file, (), False, ReplicaOptions(), options, said, model, forecast if may_change else None)
     train_order(order, out or run_place(run.output_dir), resume=resume)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Which jobs a cluster is planned for, and the backbone they train on."""
+
+    base_model: str
+    quantize: str
+    recompute: str
+    jobs_file: Path | None
+    """None: jobs are known by their lengths only."""
+
+    @classmethod
+    def of(cls, spec: ClusterSpec, path: Path, jobs_file: Path | None) -> PlannedRun:
+        """What a cluster file says, and for the rest the jobs file: that of `--jobs`, or the one it names."""
+        if jobs_file is None and spec.jobs_file is not None:
+            jobs_file = path.parent / spec.jobs_file
+        if jobs_file is not None:
+            from weft.spec import load_run
+
+            run = load_run(jobs_file)
+            base_model, quantize, recompute = run.base_model, run.quantize, run.recompute
+        elif not spec.jobs:
+            raise ConfigError(
+                "there are no jobs to plan for; name a jobs file by --jobs, or write jobs.", where=f"{path}: jobs"
+            )
+        elif spec.base_model is None:
+            raise ConfigError("is missing; jobs without a jobs file do not say it.", where=f"{path}: base_model")
+        else:
+            base_model, quantize, recompute = spec.base_model, "none", "none"
+        return cls(spec.base_model or base_model, spec.quantize or quantize, spec.recompute or recompute, jobs_file)
+
+    def to_execute(self, spec: ClusterSpec, path: Path) -> tuple[Path, RunSpec, ResolvedModel]:
+        """The jobs file, its run and the model; refuses what could not be trained from here as it is planned."""
+        from weft.model.resolve import resolve
+        from weft.spec import load_run
+
+        if self.jobs_file is None:
+            found = "jobs are known by their lengths only; name a jobs file by --jobs, or as jobs_file."
+            raise ConfigError(found, where=f"--execute: {path}")
+        run = load_run(self.jobs_file)
+        for name in ("base_model", "quantize", "recompute"):
+            planned, own = getattr(self, name), getattr(run, name)
+            if planned != own:
+                found = f"is {own} there and {planned} in {path}; leave it out of the latter."
+                raise ConfigError(found, where=f"{self.jobs_file}: {name}")
+        model = resolve(run.backbone)
+        for place, machine in enumerate(spec.machines):
+            if (machine.gpu == "cpu") != model.is_cpu:
+                here = "CPU" if model.is_cpu else "GPU"
+                found = f"plans for {machine.gpu}, and the run would be on a {here}; name what is here."
+                raise ConfigError(found, where=f"{path}: machines.{place}.gpu")
+        num = sum(machine.count for machine in spec.machines)
+        if num > 1:
+            found = f"has {num} machines; the replicas of one run are processes of this machine, so name one."
+            raise ConfigError(found, where=f"{path}: machines")
+        return self.jobs_file, run, model
+
+    def setup(self, ranks: tuple[int, ...]) -> BackboneSetup:
+        """The backbone with adapters of these ranks."""
+        from weft.plan.cost.analytic import BackboneSetup
+
+        return BackboneSetup(_shape(self.base_model), ranks, self.quantize, self.recompute)
+
+    def jobs(self, spec: ClusterSpec) -> tuple[list[DeployJob], tuple[int, ...]]:
+        """The jobs and the ranks of their adapters."""
+        from weft.plan.deploy.workload import DeployJob, LengthSpread
+
+        if self.jobs_file is not None:
+            return _read_jobs(self.jobs_file)
+        jobs = [
+            DeployJob(job.name, job.global_batch_size, LengthSpread(**vars(job.lengths)), job.sums == "free")
+            for job in spec.jobs
+        ]
+        return jobs, tuple(job.r for job in spec.jobs)
+
+
+def _read_jobs(path: Path) -> tuple[list[DeployJob], tuple[int, ...]]:
+    """The jobs of a jobs file, with the lengths of their own samples."""
+    from weft.data.load import load_job_data
+    from weft.methods.registry import cost_ranks
+    from weft.model.source import load_tokenizer
+    from weft.plan.deploy.workload import DeployJob, KnownLengths, batch_samples
+    from weft.spec import load_run
+
+    run = load_run(path)
+    tokenizer = load_tokenizer(run.base_model)
+    jobs = []
+    for job in run.jobs:
+        data = load_job_data(job, tokenizer, path.parent).train
+        lengths = tuple(int(n) for n in data.samples.lengths)
+        size = batch_samples(job.batch_size, data.num_groups, len(lengths))
+        jobs.append(DeployJob(job.name, size, KnownLengths(lengths), job.sums == "free"))
+    return jobs, tuple(cost_ranks(job.adapter).widest for job in run.jobs)
+
+
+def _shape(base_model: str) -> ModelShape:
+    """The sizes of a published shape, or of a model whose configuration is there."""
+    from weft.model.resolve import resolve
+    from weft.plan.cost.published_shapes import EMBEDDED, SHAPES
+    from weft.plan.cost.shape import ModelShape
+    from weft.spec import BackboneSpec
+
+    if base_model in SHAPES and base_model != EMBEDDED:
+        return ModelShape.from_config(SHAPES[base_model].config().to_dict(), base_model)
+    return resolve(BackboneSpec(base_model)).shape
 
 
 def _show(found: DeployForecast, num_jobs: int, console: Console, source: str, *, is_executed: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,11 +15,12 @@ from weft.plan.layout import Layout as ReplicaLayouts
 from weft.plan.pipeline.build import Schedule
 
 if TYPE_CHECKING:
+    from weft.model.resolve import ResolvedModel
     from weft.parallel.replicas.places import ReplicaPlaces
+    from weft.parallel.stages.auto_layout import ChosenLayout, Machine
     from weft.parallel.stages.load_stages import StageLayout
-    from weft.plan.cost.hardware import Hardware
     from weft.plan.homes import PlannedReplicas
-    from weft.spec import BackboneSpec, JobSpec, RunSpec
+    from weft.spec import JobSpec, RunSpec
 
 _KINDS = (
     "Divide the layers of one backbone into N stages, each in its own process; or tensor:N: every layer over N "
@@ -73,19 +75,19 @@ class LayoutOptions:
             raise ConfigError("auto is for weft train, sweep and plan; say a layout, such as stages:2.", where=WHERE)
         return parse_layout(self.layout, where=WHERE, or_auto=self.may_be_auto)
 
-    def places(self, backbone: BackboneSpec, jobs: Iterable[JobSpec]) -> ReplicaPlaces | None:
+    def places(self, model: ResolvedModel | None, jobs: Iterable[JobSpec]) -> ReplicaPlaces | None:
         """Where its replicas are, each with jobs of its own; None where one engine trains on all there are.
 
         That is so for a single replica, and where replicas share a job: one whose sums are free. `planned` may have
         some hold only a part of the jobs, which one engine knows.
         """
         parts = self.chosen.apart
-        if len(parts) == 1 or self.planned is not None or any(job.sums == "free" for job in jobs):
+        if model is None or len(parts) == 1 or self.planned is not None or any(job.sums == "free" for job in jobs):
             return None
         from weft.parallel.replicas.places import layout_places
         from weft.parallel.stages.stage_devices import find_gpus
 
-        gpus = find_gpus(backbone, self.chosen.num_devices, self.devices)
+        gpus = find_gpus(model, self.chosen.num_devices, self.devices)
         numbers = self.devices.split(",") if self.devices is not None else [str(k) for k, _ in enumerate(gpus)]
         divided: list[StageLayout | None] = []
         seen: list[str | None] = []
@@ -99,29 +101,52 @@ class LayoutOptions:
         return layout_places(divided, seen)
 
     @staticmethod
-    def stages_in(spec: RunSpec) -> Callable[[ReplicaLayouts], StageLayout | None]:
+    def stages_in(spec: RunSpec, model: ResolvedModel) -> Callable[[ReplicaLayouts], StageLayout | None]:
         """How a run's replicas are divided in any layout, which is checked first; None for one that is not divided."""
 
         def stages_of(layout: ReplicaLayouts) -> StageLayout | None:
             options = LayoutOptions(str(layout))
-            options.check(spec, ())
+            options.check(spec, (), model)
             return options.stages
 
         return stages_of
 
-    def notes(self, spec: RunSpec, elsewhere: Hardware | None = None) -> tuple[str, ...]:
-        """What whoever said so should know of it; `elsewhere`: its devices, if not those of this machine."""
+    def notes(self, spec: RunSpec, model: ResolvedModel) -> tuple[str, ...]:
+        """What a user should know of it."""
         if self.stages is None:
             return ()
-        from weft.parallel.load_staged import layout_notes, pair_notes
+        from weft.parallel.stages.load_stages import layout_notes, pair_notes
 
         stages = self.stages
-        return (*layout_notes(spec, stages, elsewhere), *pair_notes(spec, stages, elsewhere))
+        return (*layout_notes(spec, model, stages), *pair_notes(spec, model, stages))
 
-    def check(self, spec: RunSpec, replica_flags: Sequence[str], elsewhere: Hardware | None = None) -> None:
-        """ConfigError or ModelError for what cannot be, before any weight is read; `replica_flags`: said as well.
+    def choose(
+        self,
+        spec: RunSpec,
+        model: ResolvedModel,
+        base_dir: Path,
+        machine: Machine,
+        check_more: Callable[[LayoutOptions], None] | None = None,
+    ) -> tuple[LayoutOptions, ChosenLayout]:
+        """The same with a layout in the place of auto, and why it is that one.
 
-        `elsewhere`: the devices it is planned for, if not those of this machine.
+        `check_more`: raises what else keeps a layout from being taken.
+        """
+        from weft.parallel.stages.auto_layout import choose_for
+
+        def check(layout: ReplicaLayouts) -> None:
+            options = replace(self, layout=str(layout))
+            options.check(spec, (), model)
+            if check_more is not None:
+                check_more(options)
+
+        found = choose_for(spec, model, base_dir, machine, check, in_stages=self.schedule is not None)
+        return LayoutOptions() if found.layout.is_one_device else replace(self, layout=str(found.layout)), found
+
+    def check(self, spec: RunSpec, replica_flags: Sequence[str], model: ResolvedModel | None = None) -> None:
+        """ConfigError or ModelError for what is not possible, before any weight is read.
+
+        `replica_flags`: options that were given besides; `model`: None if it is yet to be resolved.
         """
         self.check_alone(replica_flags)
         sizes, schedule = self._sizes, self._read_schedule()
@@ -134,9 +159,10 @@ class LayoutOptions:
         if self.stages is None and self.devices is not None:
             raise ConfigError(f"are for several devices, and {self.layout} is one; leave them out.", where="--devices")
         if self.stages is not None:
+            from weft.model.resolve import resolve
             from weft.parallel.stages.load_stages import check_layout
 
-            check_layout(spec, self.stages, elsewhere)
+            check_layout(spec, model or resolve(spec.backbone), self.stages)
 
     def check_alone(self, replica_flags: Sequence[str]) -> None:
         """ConfigError if other options say which replicas there are, or one of these says nothing that is known."""

@@ -41,6 +41,7 @@ from weft.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from weft.model.resolve import ResolvedModel
     from weft.parallel.replicas.places import ReplicaPlaces
     from weft.spec import JobSpec
     from weft.store.remote.run_url import RunUrl
@@ -108,19 +109,26 @@ def sweep(
         raise ConfigError("is for the devices that are here; leave it out of a plan for others.", where="--layout")
     if device is not None:
         _check_device(device)
+    model: ResolvedModel | None = None
     try:
-        if layouts.is_auto:
+        if layout is not None:
+            from weft.model.resolve import resolve
+
             layouts.check_alone(options.flags)
-            layouts = _chosen_layout(spec, layouts, sweep_file.parent, output_console())
-        _check_layout(spec, layouts, options.flags)
+            model = resolve(spec.backbone)
+            if layouts.is_auto:
+                layouts = _chosen_layout(spec, model, layouts, sweep_file.parent, output_console())
+        _check_layout(spec, model, layouts, options.flags)
         if device is not None or gpus is not None:
             _plan_elsewhere(spec, sweep_file, output_console(), device, gpus or 1)
             return
         if dry_run:
             options.check(spec.backbone)
-        places = None if dry_run else _places(spec, options, layouts)
+        places = None if dry_run else _places(spec, options, layouts, model)
         place = _place(out or run_place(spec.output_dir))
-        order = Order(spec, sweep_file, place, resume=resume, dry_run=dry_run, places=places, layout=layouts)
+        order = Order(
+            spec, sweep_file, place, resume=resume, dry_run=dry_run, places=places, layout=layouts, model=model
+        )
         raise typer.Exit(_sweep(order, output_console()))
     except ConfigError as error:
         raise _placed(error, sweep_file, changes) from None
@@ -170,32 +178,44 @@ class Order:
     """Where the replicas are; None: one in this process."""
     layout: LayoutOptions
     """How one lies over devices."""
+    model: ResolvedModel | None
+    """None without a layout: it is resolved where it is loaded."""
 
 
-def _chosen_layout(spec: SweepSpec, asked: LayoutOptions, base_dir: Path, console: Console) -> LayoutOptions:
+def _chosen_layout(
+    spec: SweepSpec, model: ResolvedModel, asked: LayoutOptions, base_dir: Path, console: Console
+) -> LayoutOptions:
     """A layout in the place of auto, by the trials that begin together, and all that may come; says why it is that."""
-    from weft.cli.auto_layout import with_layout
+    from weft.parallel.stages.auto_layout import machine_here
     from weft.sweeps.search.samplers import first_trials
 
     shared = {field.name: getattr(spec, field.name) for field in fields(RunSpec)}
     beginning = RunSpec(**shared | {"jobs": tuple(first_trials(spec))})
-    found = with_layout(beginning, asked, base_dir, check_more=lambda options: _check_layout(spec, options, ()))
+
+    def check_more(options: LayoutOptions) -> None:
+        _check_layout(spec, model, options, ())
+
+    options, found = asked.choose(beginning, model, base_dir, machine_here(beginning), check_more)
     for line in found.lines:
         _line(console, f"layout    {line}")
-    return found.options
+    return options
 
 
-def _check_layout(spec: SweepSpec, layout: LayoutOptions, replica_flags: Sequence[str]) -> None:
+def _check_layout(
+    spec: SweepSpec, model: ResolvedModel | None, layout: LayoutOptions, replica_flags: Sequence[str]
+) -> None:
     """Raises what keeps trials from being trained in a layout, as far as that is known before anything is read."""
-    layout.check(spec, replica_flags)
+    layout.check(spec, replica_flags, model)
     stages = layout.stages
-    if stages is not None:
+    if model is not None and stages is not None:
         from weft.parallel.stages.load_stages import check_job
 
-        check_trials(spec, lambda job: check_job(spec.backbone, job, stages))
+        check_trials(spec, lambda job: check_job(model, job, stages))
 
 
-def _places(spec: SweepSpec, options: ReplicaOptions, layout: LayoutOptions) -> ReplicaPlaces | None:
+def _places(
+    spec: SweepSpec, options: ReplicaOptions, layout: LayoutOptions, model: ResolvedModel | None
+) -> ReplicaPlaces | None:
     """Where the replicas are; None where one engine is enough. ConfigError for what cannot be."""
     needs_one = spec.early_stop.rule == "halving" and (spec.max_tokens is not None or spec.max_seconds is not None)
     places = options.places(spec.backbone)
@@ -204,7 +224,7 @@ def _places(spec: SweepSpec, options: ReplicaOptions, layout: LayoutOptions) -> 
         raise ConfigError(f"{found}; use asha, or no --replicas.", where="early_stop")
     if needs_one or layout.chosen.is_one_device:
         return places
-    return places or layout.places(spec.backbone, probe_jobs(spec))
+    return places or layout.places(model, probe_jobs(spec))
 
 
 def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSweepEngine:
@@ -213,9 +233,9 @@ def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSwe
     from weft.parallel.replicas.load import load_steered
     from weft.parallel.replicas.places import rank_order
 
-    places, stages = order.places, order.layout.stages
-    if places is None and stages is not None and not order.dry_run:
-        return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
+    places, stages, model = order.places, order.layout.stages, order.model
+    if places is None and model is not None and stages is not None and not order.dry_run:
+        return lambda spec, jobs, wall: load_staged(spec, model, jobs, stages, wall)
     if places is None:
         return load_engine
 
@@ -296,7 +316,7 @@ def _train(prepared: PreparedSweep, order: Order, folder: Path, console: Console
 
     _introduce(prepared, order.places, console)
     if order.dry_run:
-        for note in order.layout.notes(order.spec):
+        for note in order.layout.notes(order.spec, order.model) if order.model is not None else ():
             _line(console, f"note      {note}")
         if order.layout.stages is not None:
             _line(console, f"note      the plan is of one device; {order.layout.layout} is checked and not planned")

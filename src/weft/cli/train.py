@@ -20,7 +20,7 @@ from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
 from weft.cli.restart import through_losses
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
-from weft.errors import ConfigError, StorageError
+from weft.errors import ConfigError, StorageError, WeftError
 from weft.report.console import output_console
 from weft.spec import RunSpec, load_run
 from weft.spec.load import locate
@@ -30,10 +30,13 @@ from weft.wording import counted, size
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
+    from weft.model.resolve import ResolvedModel
     from weft.parallel.replicas.places import ReplicaPlaces
     from weft.parallel.replicas.rank_group import RankGroup
+    from weft.parallel.stages.auto_layout import Machine
     from weft.plan.choose_layout import LayoutOption
     from weft.plan.replan import Forecaster
+    from weft.plan.replan.devices import DeviceForecaster
     from weft.store.remote.run_url import RunUrl
     from weft.store.run_dir import RunDirectory
 
@@ -81,23 +84,30 @@ def train(
     reasons: tuple[str, ...] = ()
     predicted: LayoutOption | None = None
     forecast: Forecaster | None = None
+    model: ResolvedModel | None = None
     said = Said(("weft", "train", str(jobs_file), *changes), (*options.flags, *stages.flags))
     if stages.is_auto:
-        from weft.cli.auto_layout import forecaster_here, with_layout
+        from weft.model.resolve import resolve
+        from weft.parallel.stages.auto_layout import machine_here
 
         stages.check_alone(options.flags)
-        stages, reasons, may_change, predicted = with_layout(spec, stages, jobs_file.parent)
-        forecast = forecaster_here(spec) if may_change else None
-    elif not dry_run and not stages.chosen.is_one_device:
-        # Beside what this process imports itself, from the next line on.
-        processes.prepare()
+        model, machine = resolve(spec.backbone), machine_here(spec)
+        forecast = _forecaster(spec, stages, model, machine)
+        stages, (_, reasons, predicted) = stages.choose(spec, model, jobs_file.parent, machine)
+    elif not stages.chosen.is_one_device:
+        if not dry_run:
+            # Beside what this process imports itself, from the next line on.
+            processes.prepare()
+        from weft.model.resolve import resolve
+
+        model = resolve(spec.backbone)
     try:
-        stages.check(spec, options.flags)
+        stages.check(spec, options.flags, model)
     except ConfigError as error:
         if error.where is None or not error.where.startswith("jobs."):
             raise
         raise error.at(locate(error.where, jobs_file, changes)) from None
-    order = Order(spec, jobs_file, changes, keep_going, options, stages, said, forecast)
+    order = Order(spec, jobs_file, changes, keep_going, options, stages, said, model, forecast)
     console = output_console()
     for reason in reasons:
         console.print(f"layout    {reason}", markup=False, highlight=False, soft_wrap=True)
@@ -111,19 +121,39 @@ def train(
         if is_taken and not resume:
             _note(console, f"{place} holds a run: train with --resume, or into another --out")
         options.check(spec.backbone)
-        run = _prepare(replace(order, replicas=ReplicaOptions(), layout=LayoutOptions(), forecast=None), console)
+        alone = replace(order, replicas=ReplicaOptions(), layout=LayoutOptions(), model=None, forecast=None)
+        run = _prepare(alone, console)
         told: tuple[str, ...] = ()
         if not reasons and stages.layout is not None:
-            from weft.cli.auto_layout import machine_here, predicted_on
+            from weft.model.resolve import resolve
+            from weft.parallel.stages.auto_layout import machine_here, predicted_on
 
+            model = model or resolve(spec.backbone)
             # Of GPUs that the hardware table does not have nothing is predicted.
             with suppress(ConfigError):
-                predicted, _, told = predicted_on(spec, stages.layout, jobs_file.parent, machine_here(spec))
+                predicted, _, told = predicted_on(spec, model, stages.layout, jobs_file.parent, machine_here(spec))
         if predicted is not None and predicted.layout.is_one_device:
             predicted = None
-        _show_plan(run, told, stages.notes(spec), predicted, console)
+        _show_plan(run, told, () if model is None else stages.notes(spec, model), predicted, console)
         return
     train_order(order, place, resume=resume)
+
+
+def _forecaster(spec: RunSpec, asked: LayoutOptions, model: ResolvedModel, machine: Machine) -> DeviceForecaster | None:
+    """Chooses the layout again when jobs come and go; None if it stays.
+
+    Nobody has tried whether a GPU's memory is free for other replicas once its first ones are closed; and a schedule
+    is for stages, which another layout might not have.
+    """
+    from weft.parallel.stages.auto_layout import device_forecaster
+
+    if not machine.is_cpu or asked.schedule is not None:
+        return None
+    try:
+        LayoutOptions("stages:2").check(spec, (), model)
+    except WeftError:
+        return None
+    return device_forecaster(spec, model, machine)
 
 
 def train_order(order: Order, place: Path | RunUrl, *, resume: bool) -> NoReturn:
@@ -160,6 +190,8 @@ class Order:
     replicas: ReplicaOptions
     layout: LayoutOptions
     said: Said
+    model: ResolvedModel | None = None
+    """None: it is resolved where it is loaded."""
     forecast: Forecaster | None = None
     """What the layout is chosen anew by when jobs come and go; None: it stays."""
 
@@ -168,7 +200,7 @@ class Order:
         """Where its replicas are, if each has an engine of its own."""
         if self.forecast is not None:
             return None
-        return self.replicas.places(self.spec.backbone) or self.layout.places(self.spec.backbone, self.spec.jobs)
+        return self.replicas.places(self.spec.backbone) or self.layout.places(self.model, self.spec.jobs)
 
     def locate(self, setting: str) -> str:
         """Where a setting was written, for mistakes that show only later."""
@@ -323,23 +355,24 @@ def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> 
     """What loads the engine of a run: here, over stages, in a layout that follows the jobs, or over ranks."""
     from weft.engine.train import load_engine
 
-    if order.forecast is not None:
+    model = order.model
+    if model is not None and order.forecast is not None:
         from weft.parallel.load_staged import FollowedLayout, load_following
 
-        stages_in = LayoutOptions.stages_in(order.spec)
+        stages_in = LayoutOptions.stages_in(order.spec, model)
         follow = FollowedLayout(order.layout.chosen, order.forecast, stages_in, order.layout.planned)
-        return lambda spec, jobs, wall: load_following(spec, jobs, follow, wall)
+        return lambda spec, jobs, wall: load_following(spec, model, jobs, follow, wall)
     if ranks is not None:
         from weft.parallel.replicas.load import load_replicated
 
-        notes = order.layout.notes(order.spec)
+        notes = () if model is None else order.layout.notes(order.spec, model)
         return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall, notes=notes)
     stages = order.layout.stages
-    if stages is None:
+    if model is None or stages is None:
         return load_engine
     from weft.parallel.load_staged import load_staged
 
-    return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
+    return lambda spec, jobs, wall: load_staged(spec, model, jobs, stages, wall)
 
 
 def _show_plan(

@@ -14,7 +14,7 @@ from weft.adapters.devices import Devices
 from weft.adapters.frozen import Dense, FrozenWeight, quantise
 from weft.adapters.linear import SlotLinear
 from weft.errors import ModelError
-from weft.kernels.device import has_gpu, is_cpu, is_gpu, total_bytes
+from weft.kernels.device import is_gpu, total_bytes
 from weft.kernels.storage.fp8 import has_fp8
 from weft.model.backbone import Backbone
 from weft.model.model_files import check_weight_files
@@ -23,58 +23,47 @@ from weft.model.original_weights import OriginalWeights
 from weft.model.packing import attention, own_attention
 from weft.model.packing.selfcheck import check_packing
 from weft.model.path import Memory
+from weft.model.resolve import ResolvedModel, resolve
 from weft.model.shards.peers import Peers
 from weft.model.shards.sharing import share_layers
-from weft.model.source import Source, find_source, gguf, load_tokenizer, quiet, readable, reason
+from weft.model.source import Source, gguf, load_tokenizer, quiet, readable, reason
 from weft.model.tensor_parallel import divide
 from weft.plan.families.obstacles import OBSTACLES
 from weft.plan.families.registry import FAMILIES, REFERENCE_FAMILIES
 from weft.spec import BackboneSpec
 
 
-def choose_device(spec: BackboneSpec) -> torch.device:
-    """The device to train on."""
-    if spec.device == "cuda" and not has_gpu():
-        raise ModelError("cuda is asked for, but torch sees no GPU; use cpu or auto.", where="device")
-    if spec.device == "auto":
-        return torch.device("cuda" if has_gpu() else "cpu")
-    return torch.device(spec.device)
-
-
-def choose_dtype(spec: BackboneSpec, device: torch.device) -> torch.dtype:
-    """The type of the frozen weights."""
-    if spec.dtype == "auto":
-        return torch.float32 if is_cpu(device) else torch.bfloat16
-    return torch.float32 if spec.dtype == "float32" else torch.bfloat16
-
-
 def load_backbone(
-    spec: BackboneSpec, part: ModelPart | None = None, peers: Peers | None = None, devices: Devices | None = None
+    described: BackboneSpec | ResolvedModel,
+    part: ModelPart | None = None,
+    peers: Peers | None = None,
+    devices: Devices | None = None,
 ) -> Backbone:
     """The frozen model, or a part of it, ready for adapters.
 
     With `peers` it has a slice of every layer's weights, with `devices` it shares every layer with them.
     """
     attention.register()
-    device = choose_device(spec)
+    resolved = resolve(described)
+    spec, source, device = resolved.spec, resolved.source, resolved.device
     # Weights to be quantised or divided go to their device linear by linear: whole they may not fit there.
     waits = (spec.quantize != "none" or devices is not None) and peers is None
-    model = _read_model(spec, packed=True, part=part, is_spread=peers is not None, waits=waits)
+    model = _read_model(resolved, packed=True, part=part, is_spread=peers is not None, waits=waits)
     model = model.to("cpu" if waits else device)
-    backbone = Backbone(model, load_tokenizer(spec.base_model), spec.base_model, part)
+    backbone = Backbone(model, load_tokenizer(source), spec.base_model, part)
     if not backbone.linears:
-        raise ModelError("has no linear modules to adapt.", where=f"base_model {spec.base_model}")
-    _check_untested(backbone, find_source(spec.base_model))
+        raise ModelError("has no linear modules to adapt.", where=resolved.where)
+    _check_untested(backbone, source)
     if spec.quantize != "none" or devices is not None:
         _store_linears(backbone, spec.quantize, device, devices, has_numbers=peers is None)
     if spec.quantize != "none":
-        _remember_originals(backbone, find_source(spec.base_model))
+        _remember_originals(backbone, source)
     backbone.use_kernels(spec.kernels, Memory(spec.recompute, spec.offload))  # type: ignore[arg-type]
     if backbone.path.name == "reference" and (spec.recompute != "none" or spec.offload):
         setting = "offload" if spec.recompute == "none" else "recompute"
         raise ModelError(f"only the fused kernels have it, and here runs {backbone.kernels}.", where=setting)
     if peers is not None:
-        share_layers(backbone, peers, _reader(backbone, find_source(spec.base_model), spec.quantize))
+        share_layers(backbone, peers, _reader(backbone, source, spec.quantize))
     return backbone
 
 
@@ -92,15 +81,14 @@ def _check_untested(backbone: Backbone, source: Source) -> None:
         raise ModelError(f"{family} {OBSTACLES[family]}.", where=error.where) from error
 
 
-def load_skeleton(base_model: str) -> Backbone:
+def load_skeleton(resolved: ResolvedModel) -> Backbone:
     """The backbone with its modules and their shapes but no weights: enough to check adapters, whatever its size."""
     from transformers import AutoModelForCausalLM
 
-    source = find_source(base_model)
-    config = _read_config(source)
+    source, config = resolved.source, resolved.transformers_config
     with quiet(), readable(source, f"the {config.model_type} model cannot be made", _cause), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return Backbone(model, load_tokenizer(base_model), base_model)
+    return Backbone(model, load_tokenizer(source), resolved.spec.base_model)
 
 
 def _store_linears(
@@ -168,11 +156,12 @@ def fp8_copies(num_weights: int, device: torch.device) -> int:
 
 def load_plain_model(spec: BackboneSpec) -> Any:
     """The transformers model itself, on its device, without slots, never quantised."""
-    return _read_model(spec).to(choose_device(spec))
+    resolved = resolve(spec)
+    return _read_model(resolved).to(resolved.device)
 
 
 def _read_model(
-    spec: BackboneSpec,
+    resolved: ResolvedModel,
     *,
     packed: bool = False,
     part: ModelPart | None = None,
@@ -186,14 +175,13 @@ def _read_model(
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    source = find_source(spec.base_model)
-    config = _read_config(source)
+    spec, source, device = resolved.spec, resolved.source, resolved.device
+    config = resolved.transformers_config
     if source.gguf_file is None and os.path.isdir(source.path):
         check_weight_files(Path(source.path))
     options: dict[str, Any] = (
         {"attn_implementation": own_attention.attention_to_load(config.model_type)} if packed else {}
     )
-    device = choose_device(spec)
     if is_gpu(device) and spec.quantize == "none" and not waits and importlib.util.find_spec("accelerate"):
         # Straight from the files, several at once, with no second copy on the way.
         options["device_map"] = {"": device}
@@ -205,7 +193,7 @@ def _read_model(
     with quiet(), readable(source, f"the {config.model_type} model cannot be loaded", _cause):
         loaded: Any = kind.from_pretrained(
             source.path,
-            dtype=choose_dtype(spec, device),
+            dtype=resolved.dtype,
             use_safetensors=None if source.gguf_file else True,
             # Found below, with their names; transformers would only point to a report.
             ignore_mismatched_sizes=True,
@@ -231,36 +219,6 @@ def _check_tie(model: Any, source: Source) -> None:
         source.name, source.path, model.base_model_prefix, plain_parameter(model).dtype
     ).differ(*ends):
         setattr(model, TIED, False)
-
-
-def load_config(source: Source) -> dict[str, Any]:
-    """A model's configuration as plain values, without its weights."""
-    settings: dict[str, Any] = _read_config(source).to_dict()
-    return settings
-
-
-def _read_config(source: Source) -> Any:
-    from transformers import AutoConfig
-
-    with quiet(), readable(source, "config.json cannot be loaded", _cause):
-        config = AutoConfig.from_pretrained(source.path, **gguf(source))
-    _check_family(config, source)
-    return config
-
-
-def _check_family(config: Any, source: Source) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    where = f"base_model {source.name}"
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{config.model_type} is an encoder-decoder; Weft trains decoder-only models.", where=where)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"{config.model_type} is no model that writes text from left to right; Weft trains decoder-only models.",
-            where=where,
-        )
-    if config.model_type == "falcon" and config.alibi:
-        raise ModelError("falcon with alibi is not supported yet; with rotary positions it is.", where=where)
 
 
 def _check_weights(found: Any, source: Source) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft.adapters.linear_modules import linear_modules
-from weft.plan.families.registry import FAMILIES, describe
+from weft.plan.families.registry import FAMILIES
 
 WHOLE = "weft_linears"
 """Where a part of a model keeps the paths of all linears of the whole."""
@@ -86,11 +86,6 @@ def plain_parameter(model: nn.Module) -> nn.Parameter:
     No linear's does: those of a layer may be quantised, or on other devices.
     """
     return next(own for name, own in model.named_parameters() if ".frozen." not in name)
-
-
-def num_layers(config: dict[str, Any]) -> int | None:
-    """How many layers a model of this configuration can be cut between; None if nobody knows where they are."""
-    return describe(config).sizes.num_layers if config.get("model_type") in FAMILIES else None
 
 
 def take_out_linears(model: Any) -> None:

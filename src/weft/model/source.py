@@ -51,11 +51,11 @@ def find_source(base_model: str) -> Source:
     return Source(base_model, base_model)
 
 
-def load_tokenizer(base_model: str) -> Any:
+def load_tokenizer(base_model: str | Source) -> Any:
     """The tokenizer alone; much quicker than the model."""
     from transformers import AutoTokenizer
 
-    source = find_source(base_model)
+    source = find_source(base_model) if isinstance(base_model, str) else base_model
     with quiet(), readable(source, "the tokenizer cannot be loaded"):
         return AutoTokenizer.from_pretrained(source.path, **gguf(source))
 

@@ -13,16 +13,15 @@ from weft.engine.execute.memory import COMPILING, ExpectedJobs
 from weft.engine.execute.movable import MovableExecutor, OpenReplicas
 from weft.engine.execute.protocol import Executor
 from weft.engine.layout_keeper import LayoutKeeper
+from weft.model.resolve import ResolvedModel
 from weft.parallel.stages.load_stages import (
     StageLayout,
-    gather_costs,
+    layout_notes,
     load_stages,
-    rounding_note,
+    pair_notes,
     stage_cost,
-    untried_notes,
     why_no_pairs,
 )
-from weft.plan.cost.hardware import Hardware
 from weft.plan.cost.rows import choose_capacity
 from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import Layout
@@ -33,7 +32,7 @@ from weft.plan.replan import Forecaster
 from weft.plan.simulate.choose import pipeline_planner
 from weft.plan.simulate.choose_spread import FastestSpread
 from weft.plan.spread.planner import SpreadPlanner
-from weft.spec import BackboneSpec, JobSpec, RunSpec
+from weft.spec import JobSpec, RunSpec
 from weft.wall_clock import Activity, WallClock
 
 RunT = TypeVar("RunT", bound=RunSpec)
@@ -52,22 +51,26 @@ class FollowedLayout:
 
 
 def load_staged(
-    spec: RunT, jobs: Sequence[JobSpec], layout: StageLayout, wall: WallClock | None = None
+    spec: RunT, model: ResolvedModel, jobs: Sequence[JobSpec], layout: StageLayout, wall: WallClock | None = None
 ) -> tuple[RunT, Engine, tuple[str, ...]]:
     """The engine of a run on one or more replicas of several stages, each in a process of this machine.
 
     Like `load_engine`.
     """
     wall = wall or WallClock()
-    executor = load_stages(spec.backbone, layout, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
-    planner = stage_planner(spec.backbone, spec.planner, layout, _row_tile(spec, jobs, executor))
+    executor = load_stages(model, layout, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
+    planner = stage_planner(model, spec.planner, layout, _row_tile(spec, jobs, executor))
     engine = _engine(spec, jobs, executor, planner, wall)
-    notes = (*layout_notes(spec, layout), *pair_notes(spec, layout), *((COMPILING,) if executor.is_compiling else ()))
+    notes = (
+        *layout_notes(spec, model, layout),
+        *pair_notes(spec, model, layout),
+        *((COMPILING,) if executor.is_compiling else ()),
+    )
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
 
 
 def load_following(
-    spec: RunT, jobs: Sequence[JobSpec], layout: FollowedLayout, wall: WallClock | None = None
+    spec: RunT, model: ResolvedModel, jobs: Sequence[JobSpec], layout: FollowedLayout, wall: WallClock | None = None
 ) -> tuple[RunT, Engine, tuple[str, ...]]:
     """The same in a layout that follows the jobs; the first was chosen for all of these."""
     wall = wall or WallClock()
@@ -75,14 +78,14 @@ def load_following(
     def open_in(wanted: Layout) -> OpenReplicas:
         stages = layout.stages_of(wanted)
         if stages is None:
-            return lambda: executor_on(spec.backbone)
-        return lambda: load_stages(spec.backbone, stages, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
+            return lambda: executor_on(model)
+        return lambda: load_stages(model, stages, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
 
     def planner_in(wanted: Layout, planned: PlannedReplicas | None) -> Planner:
         stages = layout.stages_of(wanted)
         if stages is None:
             return planner_named(spec.planner)
-        return stage_planner(spec.backbone, spec.planner, dataclasses.replace(stages, planned=planned), row_tile)
+        return stage_planner(model, spec.planner, dataclasses.replace(stages, planned=planned), row_tile)
 
     executor = MovableExecutor(open_in(layout.first))
     row_tile = _row_tile(spec, jobs, executor)
@@ -96,7 +99,7 @@ def load_following(
     )
     engine.keep_layout(keeper)
     stages = layout.stages_of(layout.first)
-    notes = () if stages is None else layout_notes(spec, stages)
+    notes = () if stages is None else layout_notes(spec, model, stages)
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
 
 
@@ -119,44 +122,14 @@ def _engine(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor, planner:
     )
 
 
-def layout_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> tuple[str, ...]:
-    """What whoever chose a layout should know of it, but for pairs; `elsewhere`: its devices, if not those of this
-    machine."""
-    if layout.tensor > 1:
-        found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
-        away = f"about {rounding_note(spec.backbone, elsewhere)} from one device's"
-        return (f"{found}: the same again with it, and {away}", *untried_notes(spec.backbone, elsewhere))
-    return (
-        *untried_notes(spec.backbone, elsewhere),
-        *(note for cost in gather_costs(spec.backbone, layout, elsewhere) for note in cost.notes()),
-        *_grouping_notes(spec, layout),
-    )
-
-
-def pair_notes(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> tuple[str, ...]:
-    """Why devices that share every layer run no two microbatches side by side; nothing where that is decided later."""
-    alone = why_no_pairs(spec.backbone, spec.planner, layout, elsewhere) if layout.tensor > 1 else None
-    return () if alone is None else (f"every microbatch runs alone: {alone}",)
-
-
-def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
-    """Why jobs are not grouped, where replicas in stages would try it."""
-    sizes = layout.replica_sizes
-    if len(sizes) == 1 or max(sizes) == 1 or len(spec.jobs) == 1 or spec.planner == "greedy":
-        return ()
-    if not any(job.sums == "free" for job in spec.jobs):
-        return ()
-    return ("each replica packs its jobs together: groups are not tried while jobs with free sums are spread over all",)
-
-
-def stage_planner(backbone: BackboneSpec, name: str, layout: StageLayout, row_tile: int) -> Planner:
+def stage_planner(model: ResolvedModel, name: str, layout: StageLayout, row_tile: int) -> Planner:
     """The planner of a run whose `planner` is this name, for replicas that are divided."""
     sizes = layout.replica_sizes
     if layout.schedule is not None:
         return PipelinePlanner(layout.schedule, *sizes)
-    costs = {size: stage_cost(backbone, size, row_tile, layout.tensor) for size in sizes}
+    costs = {size: stage_cost(model, size, row_tile, layout.tensor) for size in sizes}
     if len(sizes) == 1:
-        in_pairs = layout.tensor > 1 and why_no_pairs(backbone, name, layout) is None
+        in_pairs = layout.tensor > 1 and why_no_pairs(model, name, layout) is None
         return pipeline_planner(name, costs[sizes[0]], in_pairs=in_pairs)
     planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned, layout.shards)
     return planner if max(sizes) == 1 or name == "greedy" else FastestSpread(planner, row_tile)

@@ -21,8 +21,8 @@ from weft.engine.execute.protocol import ReplicaFacts
 from weft.errors import ConfigError, PlanError
 from weft.kernels.device import default_device, device_name
 from weft.methods.registry import cost_ranks, method_of
-from weft.model.load import load_config, load_skeleton
-from weft.model.source import find_source
+from weft.model.load import load_skeleton
+from weft.model.resolve import resolve
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.rows import capacities
 from weft.plan.cost.shape import ALL_LINEAR, ModelShape
@@ -43,14 +43,15 @@ def plan_elsewhere(spec: SweepSpec, base_dir: Path, device: str, gpus: int) -> S
     """The plan for hardware that need not be here: reads the model's files but not its weights, and all of the data."""
     space = space_of(spec)
     sampler_name(spec, space)
-    configurations = Configurations(spec, executor_on(load_skeleton(spec.base_model)), base_dir)
+    model = resolve(spec.backbone, find_hardware(device))
+    configurations = Configurations(spec, executor_on(load_skeleton(model)), base_dir)
     configurations.check(space, spec.trials)
     return plan_configurations(spec, configurations, device, gpus)
 
 
 def plan_configurations(spec: SweepSpec, configurations: Configurations, device: str, gpus: int = 1) -> SweepPlan:
     """The plan of a sweep with its own capacity, which may be that of the device, recompute and quantize."""
-    shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
+    shape = ModelShape.from_config(configurations.executor.facts.config, spec.base_model)
     chosen = sampled(spec, configurations)
     plan = partial(plan_sweep, chosen, shape, device, gpus, quantize=spec.quantize, recompute=spec.recompute)
     *larger, least = capacities(spec.capacity, find_hardware(device).name, longest_of(spec))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from weft.data.sample import Sample
 from weft.engine.execute.memory import COMPILING, ExpectedJobs, load_within
@@ -20,6 +19,9 @@ from weft.model.ahead import compile_ahead
 from weft.model.ahead.compile_ahead import CompileAhead, read_config, start
 from weft.model.ahead.request import KernelRequest
 from weft.model.packed import Placed, pack_samples
+from weft.model.resolve import resolve
+from weft.model.source import find_source
+from weft.plan.cost.hardware import DEVICES
 from weft.spec import AdapterSpec, BackboneSpec
 
 H200 = GpuKind("NVIDIA H200", (9, 0), 132, 2**37)
@@ -96,7 +98,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with a GPU, and a compiler that notes what it is asked; where Triton keeps kernels there."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compile_ahead, "choose_device", lambda spec: torch.device("cuda"))
     monkeypatch.setattr(compile_ahead, "capability", lambda device: (9, 0))
     monkeypatch.setattr(compile_ahead, "gpu_kind", lambda device: H200)
     use_program(monkeypatch, FINISHES)
@@ -106,7 +107,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def asked(cache: Path, spec: BackboneSpec, *adapters: AdapterSpec, have_free: bool = False) -> KernelRequest | None:
     """What another process is asked to compile; None if none is started."""
     before = set(cache.glob("*"))
-    ahead = start(spec, adapters, len(adapters), have_free=have_free)
+    ahead = start(resolve(spec, DEVICES["h200"]), adapters, len(adapters), have_free=have_free)
     if ahead is None:
         return None
     with contextlib.closing(ahead):
@@ -135,7 +136,6 @@ def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(gpu)
         (BackboneSpec("tiny", dtype="float32"), AdapterSpec()),
         (BackboneSpec("tiny"), AdapterSpec(method="dora", lora_dropout=0.1)),
         (BackboneSpec("no/such-model-anywhere"), AdapterSpec()),
-        (BackboneSpec("./no-such-directory"), AdapterSpec()),
     ],
 )
 def test_request_when_no_kernel_is_launched_or_known_then_is_none(gpu, spec, adapter):
@@ -144,7 +144,7 @@ def test_request_when_no_kernel_is_launched_or_known_then_is_none(gpu, spec, ada
 
 
 def test_start_when_there_is_no_gpu_then_does_nothing():
-    assert start(BackboneSpec("tiny", device="cpu"), [AdapterSpec()], 1) is None
+    assert start(resolve(BackboneSpec("tiny", device="cpu")), [AdapterSpec()], 1) is None
 
 
 def test_start_when_everything_was_compiled_before_then_does_nothing(gpu):
@@ -184,8 +184,8 @@ def test_backbone_when_its_kernels_are_being_compiled_then_says_so_and_the_first
 
 
 def test_read_config_when_a_directory_has_one_then_gives_it_without_transformers(tmp_path):
-    assert read_config("tiny")["model_type"] == "llama"  # type: ignore[index]
-    assert read_config("no/such-model-anywhere") is None
+    assert read_config(find_source("tiny"))["model_type"] == "llama"  # type: ignore[index]
+    assert read_config(find_source("no/such-model-anywhere")) is None
 
 
 def run_here(mode: str, folder: Path) -> subprocess.Popen[bytes]:

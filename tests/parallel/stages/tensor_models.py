@@ -12,6 +12,7 @@ from thread_devices import ThreadDevices, thread_devices
 
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
+from weft.model.resolve import resolve
 from weft.model.tensor_parallel import divide
 from weft.parallel.stages.load_stages import find_parts
 from weft.parallel.stages.stage_group import LocalStages
@@ -77,7 +78,7 @@ def tensor_executor(
 def loaded_executor(spec: BackboneSpec, count: int) -> StagedExecutor:
     """A model that is read from its files, every layer of which is shared by so many threads."""
     team = thread_devices(count)
-    (part,) = find_parts(spec, 1, count)
+    (part,) = find_parts(resolve(spec), 1, count)
     return _executor([[load_backbone(spec, part, devices=devices)] for devices in team], [team])
 
 

@@ -18,6 +18,7 @@ from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobWarning, StepDone
 from weft.model.load import load_backbone
+from weft.model.resolve import resolve
 from weft.objectives.preference.dpo import Dpo
 from weft.parallel.stages.load_stages import find_parts
 from weft.parallel.stages.stage_pool import StageLostError, StageProcesses
@@ -44,7 +45,7 @@ def some_jobs(sums: dict[str, str]) -> list[Any]:
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[StageProcesses]:
     """Two whole replicas, each in a process; tests leave them without jobs."""
-    group = StageProcesses(SPEC, find_parts(SPEC, 1), find_parts(SPEC, 1))
+    group = StageProcesses(SPEC, find_parts(resolve(SPEC), 1), find_parts(resolve(SPEC), 1))
     yield group
     group.close()
 

@@ -14,6 +14,7 @@ from test_lost_replica import SPEC, Disturbed, kill, some_jobs
 from tiny_models import flat, train
 
 from weft.model.load import load_backbone
+from weft.model.resolve import resolve
 from weft.parallel.stages.load_stages import find_parts
 from weft.parallel.stages.stage_pool import StageProcesses
 
@@ -28,7 +29,7 @@ LOST_BY = {
 @pytest.fixture(scope="module")
 def group() -> Iterator[StageProcesses]:
     """Two shards and a whole replica; tests leave them without jobs."""
-    found = StageProcesses(SPEC, *[find_parts(SPEC, 1)] * 3, shards=SHARDS)
+    found = StageProcesses(SPEC, *[find_parts(resolve(SPEC), 1)] * 3, shards=SHARDS)
     yield found
     found.close()
 

@@ -21,6 +21,7 @@ from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.engine.lookahead import LookaheadPlanner
 from weft.methods.registry import has_kernels
+from weft.model.resolve import resolve
 from weft.model.source import load_tokenizer
 from weft.objectives.distillation import Distillation
 from weft.objectives.preference.dpo import Dpo
@@ -181,7 +182,7 @@ def test_jobs_when_programs_with_pairs_are_appended_then_have_the_bits_that_they
     monkeypatch.setattr(LookaheadPlanner, "_at_once", lambda self, asked: self._make(self._planner, asked).program)
     alone = FastestPipeline(2, LinearCost())
     tokenizer: Any = load_tokenizer(SPEC.base_model)
-    group = StageProcesses(SPEC, find_parts(SPEC, 2, tensor=2), tensor=2)
+    group = StageProcesses(SPEC, find_parts(resolve(SPEC), 2, tensor=2), tensor=2)
     try:
         found = []
         for planner in (alone, dataclasses.replace(alone, pairs=PairTimes(COST, known))):
@@ -208,7 +209,7 @@ def test_processes_when_they_run_pairs_then_jobs_have_the_bits_that_they_have_wi
         (job_spec("b", adapter={"r": 4}, **step), random_data(2, num_samples=5)),
     ]
     tokenizer: Any = load_tokenizer(SPEC.base_model)
-    group = StageProcesses(SPEC, find_parts(SPEC, 1, tensor=2), tensor=2)
+    group = StageProcesses(SPEC, find_parts(resolve(SPEC), 1, tensor=2), tensor=2)
     try:
         found = []
         for planner in (ALONE, in_pairs, in_pairs):

@@ -8,6 +8,7 @@ from tiny_models import assert_same_bits, finish, small_job, submit, train
 
 from weft.engine.engine import Engine
 from weft.model.load import load_backbone
+from weft.model.resolve import resolve
 from weft.parallel.stages.load_stages import find_parts
 from weft.parallel.stages.stage_group import LocalStages
 from weft.parallel.stages.staged import StagedExecutor
@@ -31,7 +32,7 @@ def test_jobs_when_the_backbone_is_quantised_then_have_the_bits_of_one_device(qu
         ([1, 1], SpreadPlanner((1, 1), (LinearCost(), LinearCost()))),
     ]
     for sizes, planner in layouts:
-        replicas = [[load_backbone(spec, part) for part in find_parts(spec, size)] for size in sizes]
+        replicas = [[load_backbone(spec, part) for part in find_parts(resolve(spec), size)] for size in sizes]
         executor = StagedExecutor(LocalStages(*replicas), replicas[0][0].tokenizer)
         engine = Engine(executor, capacity=48, planner=planner)
         submit(engine, *JOBS)

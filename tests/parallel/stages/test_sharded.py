@@ -20,6 +20,7 @@ from weft.engine.engine import Engine
 from weft.engine.events import Event
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
+from weft.model.resolve import resolve
 from weft.parallel.stages.load_stages import find_parts
 from weft.parallel.stages.stage_group import LocalStages
 from weft.parallel.stages.stage_pool import StageLostError, StageProcesses
@@ -166,7 +167,7 @@ def test_memory_model_says_what_shards_of_stages_hold():
 
 @pytest.fixture
 def processes() -> Iterator[StageProcesses]:
-    group = StageProcesses(SPEC, *[find_parts(SPEC, 2)] * 2, shards=[2], silent_s=10.0)
+    group = StageProcesses(SPEC, *[find_parts(resolve(SPEC), 2)] * 2, shards=[2], silent_s=10.0)
     yield group
     group.close()
     assert all(process.poll() is not None for process in group.processes)

@@ -7,13 +7,14 @@ import torch.distributed as dist
 
 from weft.errors import ConfigError
 from weft.gpu_choice import VISIBLE
+from weft.model.resolve import resolve
 from weft.parallel.stages.stage_devices import choose_backend, find_gpus
 from weft.spec import BackboneSpec
 
 
 @pytest.fixture
 def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.model.load.has_gpu", lambda: True)
+    monkeypatch.setattr("weft.model.resolve.has_gpu", lambda: True)
     monkeypatch.setenv(VISIBLE, "4,6")
 
 
@@ -24,7 +25,7 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_gpus_when_there_are_enough_then_each_process_has_one(number, chosen, found):
     """Or those that were chosen, one of them for several if that was said."""
-    assert find_gpus(BackboneSpec("tiny"), number, chosen) == found
+    assert find_gpus(resolve(BackboneSpec("tiny")), number, chosen) == found
 
 
 @pytest.mark.usefixtures("_two_gpus")
@@ -38,14 +39,14 @@ def test_gpus_when_there_are_enough_then_each_process_has_one(number, chosen, fo
 )
 def test_gpus_when_there_are_too_few_then_refused_with_what_would_fit(number, chosen, said):
     with pytest.raises(ConfigError) as found:
-        find_gpus(BackboneSpec("tiny"), number, chosen)
+        find_gpus(resolve(BackboneSpec("tiny")), number, chosen)
     assert str(found.value).startswith(said)
 
 
 def test_gpus_when_the_run_is_on_a_cpu_then_there_are_none_and_none_is_chosen():
-    assert find_gpus(BackboneSpec("tiny", device="cpu"), 8, None) == ()
+    assert find_gpus(resolve(BackboneSpec("tiny", device="cpu")), 8, None) == ()
     with pytest.raises(ConfigError, match="--devices: are for GPUs, and this run is on a CPU"):
-        find_gpus(BackboneSpec("tiny", device="cpu"), 2, "0,0")
+        find_gpus(resolve(BackboneSpec("tiny", device="cpu")), 2, "0,0")
 
 
 @pytest.mark.parametrize("has_nccl", [True, False])

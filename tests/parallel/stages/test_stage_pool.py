@@ -17,6 +17,7 @@ from tiny_models import assert_same_bits, finish, job_spec, random_data, submit,
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.model.load import load_backbone
+from weft.model.resolve import resolve
 from weft.model.source import load_tokenizer
 from weft.objectives.preference.dpo import Dpo
 from weft.parallel.stages.load_stages import StageLayout, find_parts, load_stages
@@ -33,7 +34,7 @@ SPEC = BackboneSpec("tiny", device="cpu")
 
 @pytest.fixture
 def stages() -> Iterator[StageProcesses]:
-    group = StageProcesses(SPEC, find_parts(SPEC, 2), silent_s=10.0)
+    group = StageProcesses(SPEC, find_parts(resolve(SPEC), 2), silent_s=10.0)
     yield group
     group.close()
     assert all(process.poll() is not None for process in group.processes)
@@ -112,7 +113,7 @@ def test_jobs_when_replicas_are_processes_then_have_the_bits_of_one_device(sizes
         for seed, (name, kind) in enumerate(sums.items())
     ]
     expected = train(load_backbone(SPEC), own, capacity=32)
-    executor = load_stages(SPEC, StageLayout(sizes))
+    executor = load_stages(resolve(SPEC), StageLayout(sizes))
     try:
         engine = Engine(executor, capacity=32, planner=SpreadPlanner(sizes, (LinearCost(), LinearCost())))
         submit(engine, *own)
@@ -129,7 +130,7 @@ def test_job_when_processes_share_a_stage_then_ends_near_one_device_and_they_end
     # Where a gradient is nearly zero, AdamW makes a step of its rounding.
     given = jobs(optim="sgd")
     expected = train(load_backbone(spec), given, capacity=32)["job"]
-    group = StageProcesses(spec, find_parts(spec, 1, tensor=2), tensor=2, silent_s=10.0)
+    group = StageProcesses(spec, find_parts(resolve(spec), 1, tensor=2), tensor=2, silent_s=10.0)
     try:
         engine = engine_on(group)
         submit(engine, *given)

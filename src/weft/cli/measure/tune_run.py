@@ -26,9 +26,9 @@ from weft.cli.measure.trials import (
 from weft.data.load import load_job_data
 from weft.engine.train import OpenEngine, load_engine
 from weft.errors import ConfigError, WeftError
-from weft.kernels.device import device_name, is_cpu
+from weft.kernels.device import device_name
 from weft.kernels.tuning import tuning_file
-from weft.model.load import choose_device
+from weft.model.resolve import ResolvedModel, resolve
 from weft.model.source import load_tokenizer
 from weft.parallel.load_staged import load_staged
 from weft.plan.cost.rows import choose_capacity
@@ -41,44 +41,44 @@ def tune_run(
 ) -> None:
     """Measures trials of so many global batches of every job, and shows them; results known before are taken over."""
     spec = load_run(jobs_file, overrides)
+    model = resolve(spec.backbone)
     if layouts is not None:
         for asked in layouts:
-            _options(asked).check(spec, ())
-    device = choose_device(spec.backbone)
-    now = Trial(choose_capacity(spec.capacity, "cpu" if is_cpu(device) else "gpu", spec.longest))
-    known = _remembered(spec, jobs_file, steps, device_name(device))
+            _options(asked).check(spec, (), model)
+    now = Trial(choose_capacity(spec.capacity, "cpu" if model.is_cpu else "gpu", spec.longest))
+    known = _remembered(spec, model, jobs_file, steps)
 
     def measure(trial: Trial) -> TrialResult:
         before = None if again else known.get(trial)
-        result = before or measure_trial(spec, jobs_file.parent, trial, steps, _opener(trial.layout))
+        result = before or measure_trial(spec, jobs_file.parent, trial, steps, _opener(model, trial.layout))
         if before is None:
             known.put(result)
         told = result.problem or f"{result.tokens_per_s:,.0f} tokens/s"
         typer.echo(f"{trial.layout}, capacity {trial.capacity:,}: {told}{' (measured before)' if before else ''}")
         return result
 
-    tried = layouts if layouts is not None else _possible_layouts(spec)
+    tried = layouts if layouts is not None else _possible_layouts(spec, model)
     _show(search(now, capacities_around(now.capacity, spec.longest), tried, measure), jobs_file, overrides)
 
 
-def _remembered(spec: RunSpec, jobs_file: Path, steps: int, device: str) -> RememberedTrials:
+def _remembered(spec: RunSpec, model: ResolvedModel, jobs_file: Path, steps: int) -> RememberedTrials:
     """Where results are kept, under all that they depend on; refuses data that cannot be read."""
-    tokenizer = load_tokenizer(spec.base_model)
+    tokenizer = load_tokenizer(model.source)
     lengths = {
         job.name: [int(n) for n in load_job_data(job, tokenizer, jobs_file.parent).train.samples.lengths]
         for job in spec.jobs
     }
-    facts = run_facts(spec, lengths, steps, f"{device}, {os.cpu_count()} cores")
+    facts = run_facts(spec, lengths, steps, f"{device_name(model.device)}, {os.cpu_count()} cores")
     return RememberedTrials(tuning_file().with_name("trials.json"), facts)
 
 
-def _possible_layouts(spec: RunSpec) -> list[str]:
+def _possible_layouts(spec: RunSpec, model: ResolvedModel) -> list[str]:
     """Stages that the model and this machine allow."""
     found = []
     for number in (2, 4):
         try:
             if number <= (os.cpu_count() or 1):
-                _options(f"stages:{number}").check(spec, ())
+                _options(f"stages:{number}").check(spec, (), model)
                 found.append(f"stages:{number}")
         except WeftError:
             pass
@@ -89,11 +89,11 @@ def _options(layout: str) -> LayoutOptions:
     return LayoutOptions(None if layout == ONE_DEVICE else layout, may_be_auto=False)
 
 
-def _opener(layout: str) -> OpenEngine:
+def _opener(model: ResolvedModel, layout: str) -> OpenEngine:
     stages = _options(layout).stages
     if stages is None:
         return load_engine
-    return lambda spec, jobs, wall: load_staged(spec, jobs, stages, wall)
+    return lambda spec, jobs, wall: load_staged(spec, model, jobs, stages, wall)
 
 
 def _show(found: Found, jobs_file: Path, overrides: Sequence[str]) -> None:

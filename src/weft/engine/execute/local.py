@@ -51,6 +51,7 @@ from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.model.out_of_memory import is_device_fault, memory_errors
 from weft.model.packed import PackedBatch
+from weft.model.resolve import ResolvedModel
 from weft.spec import AdapterSpec, BackboneSpec
 
 
@@ -340,11 +341,11 @@ class LocalExecutor:
         return ExecutedJob(given, weights, reference)
 
 
-def executor_on(replica: Executor | Backbone | BackboneSpec | str) -> Executor:
+def executor_on(replica: Executor | Backbone | BackboneSpec | ResolvedModel | str) -> Executor:
     """An executor as it is, or one in this process on a backbone, which is loaded if it is only described."""
     if isinstance(replica, str):
         replica = BackboneSpec(replica)
-    if isinstance(replica, BackboneSpec):
+    if isinstance(replica, BackboneSpec | ResolvedModel):
         replica = load_backbone(replica)
     return LocalExecutor(replica) if isinstance(replica, Backbone) else replica
 

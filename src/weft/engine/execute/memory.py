@@ -27,9 +27,10 @@ from weft.kernels.device import (
 )
 from weft.model.ahead import compile_ahead
 from weft.model.backbone import Backbone
-from weft.model.load import choose_device, load_backbone
+from weft.model.load import load_backbone
 from weft.model.model_part import ModelPart
 from weft.model.out_of_memory import memory_errors
+from weft.model.resolve import ResolvedModel, resolve
 from weft.model.shards.peers import Peers
 from weft.plan.admit import MARGIN, Budget
 from weft.plan.cost.rows import capacities
@@ -133,12 +134,12 @@ class ExpectedJobs:
         """These, of which at most so many train at a time; None: all."""
         return cls(tuple(job.adapter for job in jobs), most or len(jobs), any(job.sums == "free" for job in jobs))
 
-    def compile_ahead(self, spec: BackboneSpec, tensor: int = 1) -> compile_ahead.CompileAhead | None:
+    def compile_ahead(self, resolved: ResolvedModel, tensor: int = 1) -> compile_ahead.CompileAhead | None:
         """Begins to compile the kernels they need, where that has not been done before.
 
         `tensor`: devices that share every layer.
         """
-        return compile_ahead.start(spec, self.adapters, self.most, have_free=self.have_free, tensor=tensor)
+        return compile_ahead.start(resolved, self.adapters, self.most, have_free=self.have_free, tensor=tensor)
 
 
 USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank in (16, 64)), 32)
@@ -146,38 +147,39 @@ USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank i
 
 
 def load_within(
-    spec: BackboneSpec, limit: float | str | None, expected: ExpectedJobs
+    described: BackboneSpec | ResolvedModel, limit: float | str | None, expected: ExpectedJobs
 ) -> tuple[Backbone, tuple[str, ...]]:
     """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know.
 
     The kernels that the expected jobs need are compiled meanwhile, where that has not been done before.
     """
-    device = choose_device(spec)
+    resolved = resolve(described)
+    device = resolved.device
     notes: tuple[str, ...] = ()
     if limit is not None and not is_gpu(device):
         notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
-    ahead = expected.compile_ahead(spec)
-    backbone = load_part_within(spec, limit)
+    ahead = expected.compile_ahead(resolved)
+    backbone = load_part_within(resolved, limit)
     backbone.ahead = ahead
     return backbone, notes if ahead is None or ahead.is_ready else (*notes, COMPILING)
 
 
 def load_part_within(
-    spec: BackboneSpec,
+    resolved: ResolvedModel,
     limit: float | str | None,
     part: ModelPart | None = None,
     peers: Peers | None = None,
     devices: Devices | None = None,
 ) -> Backbone:
     """A backbone, a part of it, or of every layer, within a memory limit; ModelError where it does not fit."""
-    device = choose_device(spec)
+    device = resolved.device
     if limit is not None and is_gpu(device):
         limit_memory(device, memory_fraction(limit, total_bytes(device)))
     try:
         with memory_errors():
-            return load_backbone(spec, part, peers, devices)
+            return load_backbone(resolved, part, peers, devices)
     except torch.OutOfMemoryError:
         within = "" if limit is None else f" within a memory_limit of {limit}"
         what = "does not fit the GPU's memory" if part is None else "has a part that does not fit its GPU's memory"
         instead = "use a larger GPU" if part is None else "divide it over more devices"
-        raise ModelError(f"{what}{within}; quantize it, or {instead}.", where=f"base_model {spec.base_model}") from None
+        raise ModelError(f"{what}{within}; quantize it, or {instead}.", where=resolved.where) from None

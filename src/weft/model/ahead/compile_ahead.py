@@ -31,10 +31,10 @@ from weft.kernels.lora.tables import FREE
 from weft.kernels.tuning import tuning_file
 from weft.methods.registry import has_kernels, method_of
 from weft.model.ahead.request import READY, KernelRequest
-from weft.model.load import choose_device, choose_dtype
-from weft.model.source import find_source
+from weft.model.resolve import ResolvedModel
+from weft.model.source import Source
 from weft.plan.families.registry import why_unfit
-from weft.spec import AdapterSpec, BackboneSpec
+from weft.spec import AdapterSpec
 
 PROGRAM = (sys.executable, "-P", "-W", "ignore", "-m", "weft.model.ahead.child")
 LONGEST_WAIT_S = 120.0
@@ -102,13 +102,13 @@ class CompileAhead:
 
 
 def start(
-    spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False, tensor: int = 1
+    resolved: ResolvedModel, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False, tensor: int = 1
 ) -> CompileAhead | None:
     """Begins to compile what adapters on a backbone will launch; None where there is nothing to do.
 
     `have_free`: the sums of some of them are free; `tensor`: devices that share every layer.
     """
-    request = _request(spec, adapters, num_jobs, have_free=have_free, tensor=tensor)
+    request = _request(resolved, adapters, num_jobs, have_free=have_free, tensor=tensor)
     if request is None:
         return None
     marker = _marker(request)
@@ -122,18 +122,17 @@ def start(
 
 
 def _request(
-    spec: BackboneSpec, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False, tensor: int = 1
+    resolved: ResolvedModel, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False, tensor: int = 1
 ) -> KernelRequest | None:
     """None where no Triton kernel is launched, or nobody can say which."""
-    device = choose_device(spec)
-    dtype = choose_dtype(spec, device)
+    spec, device, dtype = resolved.spec, resolved.device, resolved.dtype
     fused = [adapter for adapter in adapters if has_kernels(adapter)]
     if not (has_streams(device) and has_triton() and fused) or os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if spec.kernels == "reference" or dtype == torch.float32 or capability(device) < (8, 0):
         return None
     try:
-        config = read_config(spec.base_model)
+        config = read_config(resolved.source)
         if config is None or why_unfit(config):
             return None
     except Exception:  # whatever is wrong with the model's files, loading says it better
@@ -161,9 +160,8 @@ def _num_trained(adapter: AdapterSpec) -> int:
     return len(method.groups) - len(method.frozen(adapter))
 
 
-def read_config(base_model: str) -> Mapping[str, Any] | None:
+def read_config(source: Source) -> Mapping[str, Any] | None:
     """A model's config.json without transformers, which takes seconds to import; None if it is not on this machine."""
-    source = find_source(base_model)
     path: Any = Path(source.path) / "config.json"
     try:
         if not os.path.isdir(source.path):

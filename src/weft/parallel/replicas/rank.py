@@ -19,6 +19,7 @@ from weft.engine.execute.memory import COMPILING, ExpectedJobs, load_within
 from weft.engine.execute.protocol import Executor, ReplicaFaultError, ReplicaMemoryError
 from weft.errors import StorageError, WeftError
 from weft.job_state import JobState, Reason
+from weft.model.resolve import ResolvedModel, resolve
 from weft.model.weight_sample import weight_sample
 from weft.parallel.load_staged import stage_planner
 from weft.parallel.replicas.controller_link import ControllerLink, RankConnection
@@ -100,12 +101,13 @@ class Rank:
         self._index = index
         self._directory: RankDirectory | None = None
         layout = order.layouts[index] if order.layouts else None
-        executor, weights, notes = _open_replica(order, layout)
+        model = resolve(order.backbone)
+        executor, weights, notes = _open_replica(order, model, layout)
         self.engine = Engine(
             executor,
             capacity=order.capacity,
             longest=order.longest,
-            planner=_planner(order, layout, executor),
+            planner=_planner(order, model, layout, executor),
             max_jobs=order.max_jobs,
             tenant_weights=order.tenant_weights,
         )
@@ -122,7 +124,7 @@ class Rank:
         self._num_obeyed = 0
         budget = self.engine.budget(order.adapters)
         facts, capacity = self.engine.executor.facts, self.engine.limits.capacity
-        speed = _speed(order, facts.layout, self.engine.row_tile, capacity)
+        speed = _speed(order, model, facts.layout, self.engine.row_tile, capacity)
         link.tell(RankReady(facts, capacity, budget, weights, speed, notes))
 
     def serve(self) -> None:
@@ -291,30 +293,32 @@ class Rank:
         return load_job_data(order.spec, tokenizer, order.base_dir, clock=order.clock)
 
 
-def _open_replica(order: RankOrder, layout: StageLayout | None) -> tuple[Executor, str | None, tuple[str, ...]]:
+def _open_replica(
+    order: RankOrder, model: ResolvedModel, layout: StageLayout | None
+) -> tuple[Executor, str | None, tuple[str, ...]]:
     """A rank's replica, or replicas; a digest of its weights if it has all of them, and what is worth telling."""
     expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters), order.have_free)
     if layout is None:
-        backbone, notes = load_within(order.backbone, order.memory_limit, expected)
+        backbone, notes = load_within(model, order.memory_limit, expected)
         return executor_on(backbone), weight_sample(backbone.model), notes
-    staged = load_stages(order.backbone, layout, order.memory_limit, expected)
+    staged = load_stages(model, layout, order.memory_limit, expected)
     return staged, None, (COMPILING,) if staged.is_compiling else ()
 
 
-def _planner(order: RankOrder, layout: StageLayout | None, executor: Executor) -> Planner:
+def _planner(order: RankOrder, model: ResolvedModel, layout: StageLayout | None, executor: Executor) -> Planner:
     if layout is None:
         return planner_named(order.planner)
     capacity = choose_capacity(order.capacity, executor.facts.device_kind, order.longest)
-    return stage_planner(order.backbone, order.planner, layout, executor.row_tile(capacity))
+    return stage_planner(model, order.planner, layout, executor.row_tile(capacity))
 
 
-def _speed(order: RankOrder, layout: Layout, row_tile: int, capacity: int) -> float:
+def _speed(order: RankOrder, model: ResolvedModel, layout: Layout, row_tile: int, capacity: int) -> float:
     """Tokens that a rank is predicted to train in a second; 1 where all are alike."""
     if len({str(own) for own in order.layouts}) < 2:
         return 1.0
     found = 0.0
     for replica in layout.replicas:
-        cost = stage_cost(order.backbone, replica.stages, row_tile, replica.tensor)
+        cost = stage_cost(model, replica.stages, row_tile, replica.tensor)
         stages = range(replica.stages)
         slowest = max(cost.forward_s([capacity], s) + cost.backward_s([capacity], s) for s in stages)
         found += replica.shards * capacity / slowest

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+
+import torch
 
 from weft.engine.execute.memory import ExpectedJobs
 from weft.errors import ConfigError, ModelError
-from weft.kernels.device import device_name, is_cpu
-from weft.model.load import choose_device, load_config
-from weft.model.model_part import ModelPart, num_layers
-from weft.model.source import find_source, load_tokenizer
+from weft.model.model_part import ModelPart
+from weft.model.resolve import ResolvedModel
+from weft.model.source import load_tokenizer
 from weft.model.tensor_parallel import why_undivided
 from weft.parallel.stages.refusals import refuse_cut, refuse_undivided, refuse_without_kernels
 from weft.parallel.stages.stage_devices import find_gpus
@@ -19,20 +18,21 @@ from weft.parallel.stages.stage_pool import StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
 from weft.plan.cost.gather import GatherCost
-from weft.plan.cost.hardware import DEVICES, Hardware, find_hardware
+from weft.plan.cost.hardware import DEVICES
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
 from weft.plan.families.registry import FAMILIES
 from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import copies
 from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.split import split_layers
-from weft.spec import BackboneSpec, JobSpec, RunSpec
+from weft.plan.pipeline.split import split_model
+from weft.spec import JobSpec, RunSpec
 from weft.wording import counted
 
 WHERE = "--layout"
 ANY_GPU = "a100-40"
 """What one is taken for that the table does not have: plans are compared with each other, not with a clock."""
+UNTRIED = "nobody has seen a layout train on several GPUs yet: compare an adapter with one device's."
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StageLayout:
 
 
 def load_stages(
-    spec: BackboneSpec,
+    model: ResolvedModel,
     layout: StageLayout,
     memory_limit: float | str | None = None,
     expected: ExpectedJobs | None = None,
@@ -69,12 +69,12 @@ def load_stages(
     The kernels that the expected jobs need are compiled meanwhile, once for all stages: a part of a model has those of
     the whole.
     """
-    replicas = [find_parts(spec, size, layout.tensor) for size in layout.replica_sizes]
-    tokenizer = load_tokenizer(spec.base_model)
-    gpus = find_gpus(spec, layout.num_devices, layout.gpus)
-    ahead = None if expected is None else expected.compile_ahead(spec, layout.tensor)
+    replicas = [find_parts(model, size, layout.tensor) for size in layout.replica_sizes]
+    tokenizer = load_tokenizer(model.source)
+    gpus = find_gpus(model, layout.num_devices, layout.gpus)
+    ahead = None if expected is None else expected.compile_ahead(model, layout.tensor)
     processes = StageProcesses(
-        spec,
+        model.spec,
         *replicas,
         shards=layout.shards,
         tensor=layout.tensor,
@@ -84,20 +84,17 @@ def load_stages(
     return StagedExecutor(processes, tokenizer, shards=layout.shards, ahead=ahead)
 
 
-def stage_cost(spec: BackboneSpec, num_stages: int, row_tile: int, tensor: int = 1) -> AnalyticCost:
-    """What stages on this machine are taken to cost: enough to tell one plan from another."""
-    parts, config = find_parts(spec, num_stages), load_config(find_source(spec.base_model))
-    split = tuple(part.end - part.first for part in parts)
-    setup, hardware = BackboneSetup(ModelShape.from_config(config)), _hardware(spec) or DEVICES[ANY_GPU]
-    return setup.cost(hardware, num_stages, tensor, row_tile=row_tile, split=split)
+def stage_cost(model: ResolvedModel, num_stages: int, row_tile: int, tensor: int = 1) -> AnalyticCost:
+    """The cost model of stages on this machine: enough to compare plans."""
+    split = split_model(model.shape, num_stages)
+    hardware = model.hardware or DEVICES[ANY_GPU]
+    return BackboneSetup(model.shape).cost(hardware, num_stages, tensor, row_tile=row_tile, split=split)
 
 
-def why_no_pairs(
-    backbone: BackboneSpec, planner: str, layout: StageLayout, elsewhere: Hardware | None = None
-) -> str | None:
+def why_no_pairs(model: ResolvedModel, planner: str, layout: StageLayout) -> str | None:
     """Why no two microbatches of devices that share every layer run side by side; None if they may.
 
-    `planner`: that of the run, by its name; `elsewhere`: as in `check_layout`.
+    `planner`: that of the run, by its name.
     """
     if len(layout.replica_sizes) > 1:
         return "pairs are for one replica."
@@ -105,120 +102,116 @@ def why_no_pairs(
         return "the schedule that was asked for knows no pairs."
     if planner == "greedy":
         return "the greedy planner knows no pairs."
-    is_plain = backbone.kernels == "reference" or backbone.dtype == "float32"
-    if is_plain and not _is_on_cpu(backbone, elsewhere):
+    is_plain = model.spec.kernels == "reference" or model.spec.dtype == "float32"
+    if is_plain and not model.is_cpu:
         # Of one GPU, autograd goes back through one graph at a time.
         return "on GPUs pairs are for the fused kernels."
     return None
 
 
-def untried_notes(spec: BackboneSpec, elsewhere: Hardware | None = None) -> tuple[str, ...]:
-    """What whoever has a layout trained on GPUs should know."""
-    if _is_on_cpu(spec, elsewhere):
-        return ()
-    return ("nobody has seen a layout train on several GPUs yet: compare an adapter with one device's.",)
+def layout_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tuple[str, ...]:
+    """What a user should know of a layout, but for pairs."""
+    untried = () if model.is_cpu else (UNTRIED,)
+    if layout.tensor > 1:
+        found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
+        return (f"{found}: the same again with it, and about {_rounding(model)} from one device's", *untried)
+    gathering = [note for cost in _gather_costs(model, layout) for note in cost.notes()]
+    return (*untried, *gathering, *_grouping_notes(spec, layout))
 
 
-def rounding_note(spec: BackboneSpec, elsewhere: Hardware | None = None) -> str:
+def pair_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tuple[str, ...]:
+    """Why devices that share every layer run no two microbatches side by side; nothing where that is decided later."""
+    alone = why_no_pairs(model, spec.planner, layout) if layout.tensor > 1 else None
+    return () if alone is None else (f"every microbatch runs alone: {alone}",)
+
+
+def _rounding(model: ResolvedModel) -> str:
     """How far devices that share layers are from one device, whose sums are not split."""
-    if spec.quantize == "fp8":
+    if model.spec.quantize == "fp8":
         return "a rounding to 8-bit floats"
-    is_wide = spec.dtype == "float32" or (spec.dtype == "auto" and _is_on_cpu(spec, elsewhere))
-    return "1e-5" if is_wide else "a rounding to bfloat16"
+    return "1e-5" if model.dtype == torch.float32 else "a rounding to bfloat16"
 
 
-def _is_on_cpu(spec: BackboneSpec, elsewhere: Hardware | None) -> bool:
-    """Whether devices are CPUs: those of another kind if such are named, else those of this machine."""
-    return is_cpu(choose_device(spec)) if elsewhere is None else elsewhere.name == "cpu"
-
-
-def _hardware(spec: BackboneSpec) -> Hardware | None:
-    """What the table says of the device that a backbone is for; None if it says nothing."""
-    with suppress(ConfigError):
-        return find_hardware(device_name(choose_device(spec)))
-    return None
-
-
-def gather_costs(spec: BackboneSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> list[GatherCost]:
-    """What gathering the weights takes devices that share them, for each kind of copy; empty if nobody knows them."""
-    hardware, sizes = elsewhere or _hardware(spec), layout.replica_sizes
+def _gather_costs(model: ResolvedModel, layout: StageLayout) -> list[GatherCost]:
+    """What gathering takes devices that share weights, for each kind of copy; empty if the table lacks the device."""
+    sizes = layout.replica_sizes
     kinds = {(len(own), sizes[own.start]): None for own in copies(len(sizes), layout.shards) if len(own) > 1}
-    if hardware is None:
+    if model.hardware is None:
         return []
-    bytes_each = {"float32": 4, "bfloat16": 2}.get(spec.dtype, hardware.activation_bytes)
     found = []
     for shards, num_stages in kinds:
-        cost = stage_cost(spec, num_stages, row_tile=1)
-        memory = MemoryModel(cost.shape, spec.quantize, activation_bytes=bytes_each, shards=shards)
-        found.append(GatherCost(replace(memory, num_stages=num_stages, split=cost.split), hardware))
+        memory = MemoryModel(
+            model.shape,
+            model.spec.quantize,
+            activation_bytes=model.dtype.itemsize,
+            shards=shards,
+            num_stages=num_stages,
+            split=stage_cost(model, num_stages, row_tile=1).split,
+        )
+        found.append(GatherCost(memory, model.hardware))
     return found
 
 
-def check_layout(spec: RunSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> None:
-    """Raises what keeps a run from being trained by such replicas, as far as that is known before anything is read.
+def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
+    """Why jobs are not grouped, where replicas in stages would try it."""
+    sizes = layout.replica_sizes
+    if len(sizes) == 1 or max(sizes) == 1 or len(spec.jobs) == 1 or spec.planner == "greedy":
+        return ()
+    if not any(job.sums == "free" for job in spec.jobs):
+        return ()
+    return ("each replica packs its jobs together: groups are not tried while jobs with free sums are spread over all",)
 
-    `elsewhere`: what it is planned for, if not the devices of this machine.
-    """
+
+def check_layout(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> None:
+    """Raises what keeps a run from being trained by such replicas, as far as is known before any weight is read."""
     for size in layout.replica_sizes:
-        find_parts(spec.backbone, size, layout.tensor)
-    if elsewhere is None:
-        find_gpus(spec.backbone, layout.num_devices, layout.gpus)
-    source = find_source(spec.backbone.base_model)
-    if layout.shards and source.gguf_file is not None:
+        find_parts(model, size, layout.tensor)
+    if model.elsewhere is None:
+        find_gpus(model, layout.num_devices, layout.gpus)
+    if layout.shards and model.source.gguf_file is not None:
         raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
     for place, job in enumerate(spec.jobs):
         try:
-            check_job(spec.backbone, job, layout, elsewhere)
+            check_job(model, job, layout)
         except ConfigError as error:
             raise error.at(f"jobs.{place}.{error.where}") from None
 
 
-def check_job(backbone: BackboneSpec, job: JobSpec, layout: StageLayout, elsewhere: Hardware | None = None) -> None:
+def check_job(model: ResolvedModel, job: JobSpec, layout: StageLayout) -> None:
     """ConfigError for settings of a job that keep it from being trained by such replicas."""
     refuse_cut(job, layout.replica_sizes)
     # What auto will mean on a GPU is only sure once the weights are there; who wants no kernels can say so.
-    is_auto = backbone.kernels == "auto" and not _is_on_cpu(backbone, elsewhere)
-    if is_auto or backbone.kernels == "fused":
+    is_auto = model.spec.kernels == "auto" and not model.is_cpu
+    if is_auto or model.spec.kernels == "fused":
         refuse_without_kernels(job.adapter, "adapter.method")
     if layout.tensor > 1:
         refuse_undivided(job)
 
 
-def find_parts(spec: BackboneSpec, num_stages: int, tensor: int = 1) -> list[ModelPart]:
+def find_parts(model: ResolvedModel, num_stages: int, tensor: int = 1) -> list[ModelPart]:
     """Which layers each stage gets; raises what stands in the way, before any weight is read."""
+    spec = model.spec
     if spec.kernels != "fused" and (spec.recompute != "none" or spec.offload):
         raise ConfigError("recompute and offload are for the fused kernels; set kernels=fused too.", where=WHERE)
-    config = load_config(find_source(spec.base_model))
-    count = num_layers(config)
-    if count is None:
-        known = ", ".join(FAMILIES)
-        raise ModelError(
-            f"is a {config['model_type']} model; stages are for those of {known}.",
-            where=f"base_model {spec.base_model}",
-        )
+    kind = model.config["model_type"]
+    if kind not in FAMILIES:
+        raise ModelError(f"is a {kind} model; stages are for those of {', '.join(FAMILIES)}.", where=model.where)
+    count = model.shape.num_layers
     if num_stages > count:
         raise ConfigError(
             f"got {num_stages} stages; the model has {counted(count, 'layer')}, so use 1 to {count}.", where=WHERE
         )
     if tensor > 1:
-        _refuse_tensor(spec, config, tensor)
-    return cut_layers(config, count, num_stages)
+        why = why_undivided(model.config, tensor, spec.quantize)
+        if why is not None:
+            raise ModelError(f"{why}.", where=model.where)
+    return cut_layers(model.shape, num_stages)
 
 
-def _refuse_tensor(spec: BackboneSpec, config: dict[str, Any], count: int) -> None:
-    """ModelError if so many devices cannot share the layers of a backbone."""
-    why = why_undivided(config, count, spec.quantize)
-    if why is not None:
-        raise ModelError(f"{why}.", where=f"base_model {spec.base_model}")
-
-
-def cut_layers(config: dict[str, Any], count: int, num_stages: int) -> list[ModelPart]:
+def cut_layers(shape: ModelShape, num_stages: int) -> list[ModelPart]:
     """Runs of layers that take about as long as each other; the last one has the output head besides."""
-    shape = ModelShape.from_config(config)
-    weights = [float(shape.layer_weights)] * count
-    weights[-1] += shape.head_weights
     parts, first = [], 0
-    for size in split_layers(weights, num_stages):
-        parts.append(ModelPart(first, first + size, count))
+    for size in split_model(shape, num_stages):
+        parts.append(ModelPart(first, first + size, shape.num_layers))
         first += size
     return parts

@@ -12,20 +12,19 @@ import torch.distributed as dist
 from weft.errors import ConfigError
 from weft.gpu_choice import VISIBLE, choose_gpus, visible_gpus
 from weft.kernels.device import is_cpu
-from weft.model.load import choose_device
-from weft.spec import BackboneSpec
+from weft.model.resolve import ResolvedModel
 
 WHERE = "--devices"
 LOOPBACKS = ("lo", "lo0")
 """What systems call the way from a machine to itself."""
 
 
-def find_gpus(spec: BackboneSpec, num_devices: int, chosen: str | None) -> tuple[str, ...]:
+def find_gpus(model: ResolvedModel, num_devices: int, chosen: str | None) -> tuple[str, ...]:
     """The GPU of each process, by the name that CUDA knows it by; none on a CPU. ConfigError for more than there are.
 
     `chosen`: numbers of GPUs, one for each process; a GPU that is named twice has two, which is for tests.
     """
-    if is_cpu(choose_device(spec)):
+    if model.is_cpu:
         if chosen is not None:
             raise ConfigError("are for GPUs, and this run is on a CPU; leave them out.", where=WHERE)
         return ()

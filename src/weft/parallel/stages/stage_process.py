@@ -18,8 +18,8 @@ import torch.distributed as dist
 from weft.engine.execute.memory import load_part_within
 from weft.engine.execute.protocol import ReplicaMemoryError
 from weft.errors import WeftError
-from weft.model.load import choose_device
 from weft.model.out_of_memory import is_out_of_memory
+from weft.model.resolve import resolve
 from weft.model.shards.peers import TorchHostPeers, TorchPeers
 from weft.parallel.stages.host_transport import HostTransport
 from weft.parallel.stages.stage import Stage
@@ -128,7 +128,8 @@ class StageMember:
 
     def __init__(self, order: StageOrder) -> None:
         self._order = order
-        device = choose_device(order.backbone)
+        model = resolve(order.backbone)
+        device = model.device
         self._is_by_host = goes_through_host(device, order.backend)
         self._peers: TorchPeers | None = None
         if ring := order.ring:
@@ -137,7 +138,7 @@ class StageMember:
         self._devices: TorchDevices | None = None
         if order.num_tensor > 1:
             self._devices = tensor_devices(order.tensor, order.num_tensor, device, order.backend)
-        self._backbone = load_part_within(order.backbone, order.memory_limit, order.part, self._peers, self._devices)
+        self._backbone = load_part_within(model, order.memory_limit, order.part, self._peers, self._devices)
         self._stage: Stage | None = None
 
     @property

@@ -13,13 +13,27 @@ from weft.errors import ConfigError
 from weft.plan.cost.fit import Fit, MicrobatchLoad
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.profile import Profile
-from weft.plan.cost.shape import stage_layers
+from weft.plan.cost.shape import ModelShape, stage_layers
 
 PLAIN_LINK = 25e9
 """Bytes per second to a neighbour on a device the table does not know: sixteen lanes of PCIe 4."""
 
 KEPT_TERMS = ("rows", "pairs", "rank_tokens", "rank_rows")
 """Of memory: what a microbatch brings and, all but one layer's working space, leaves until its way back."""
+
+
+def check_profile(profile: Profile, shape: ModelShape, quantize: str, recompute: str, where: str) -> None:
+    """ConfigError for a profile of another backbone, or of one that is stored or run in another way."""
+    setup = profile.setup
+    if (setup.hidden, setup.num_layers, setup.head_weights) != (shape.hidden, shape.num_layers, shape.head_weights):
+        raise ConfigError(
+            f"is of {setup.model}, {setup.num_layers} layers of {setup.hidden} and a head of {setup.head_weights:,}; "
+            f"{shape.name} has {shape.num_layers} of {shape.hidden} and {shape.head_weights:,}.",
+            where=where,
+        )
+    for name, asked in (("quantize", quantize), ("recompute", recompute)):
+        if getattr(setup, name) != asked:
+            raise ConfigError(f"was measured with {name} {getattr(setup, name)}; this run has {asked}.", where=where)
 
 
 @dataclass(frozen=True)

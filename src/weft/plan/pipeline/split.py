@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from weft.errors import PlanError
+from weft.plan.cost.shape import ModelShape
 from weft.plan.cost.types import CostModel
 
 
@@ -35,6 +36,13 @@ def split_layers(layer_s: Sequence[float], num_stages: int) -> tuple[int, ...]:
     for ends_of in reversed(cuts):
         bounds.append(ends_of[bounds[-1]])
     return tuple(end - start for start, end in itertools.pairwise([*bounds, size]))
+
+
+def split_model(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """How many layers of a model each stage holds: by weights, the output head counted into the last layer."""
+    weights = [float(shape.layer_weights)] * shape.num_layers
+    weights[-1] += shape.head_weights
+    return split_layers(weights, num_stages)
 
 
 def layer_seconds(layers: CostModel, num_layers: int, lengths: Sequence[int]) -> list[float]:

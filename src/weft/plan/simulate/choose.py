@@ -1,11 +1,10 @@
-"""The best pipeline for some jobs: packs, builds and simulates a few candidates, and keeps the fastest.
+"""The fastest program for a replica of several stages: packs, builds and simulates a few candidates.
 
-Problem: min makespan over the packing of samples into microbatches and the order of every stage, subject to capacity,
-memory, and each job's steps. A candidate is a distance and a schedule. The distance is how many microbatches lie
-between a job's global batch and its next. At the published S - 1, and even at S where equal microbatches leave no
-bubble, nothing is to spare: the smallest unevenness makes a stage wait for a step. A few more places absorb it, if
-stages may run ahead (`eager`), at the price of more, smaller microbatches. Which of them wins depends on the lengths,
-so all are simulated; deterministic as long as packing is, ties go to the smaller distance.
+Problem: min makespan over the packing of samples into microbatches, subject to capacity, memory, and each job's steps.
+Candidates differ in their distance: how many microbatches lie between a job's global batch and its next. At S stages,
+where equal microbatches leave no bubble, the smallest unevenness makes a stage wait for a step. A few more absorb it,
+as stages run ahead, at the price of more, smaller microbatches. Which wins depends on the lengths, so all are
+simulated; deterministic as long as packing is, ties go to the smaller distance.
 """
 
 from __future__ import annotations
@@ -21,62 +20,22 @@ from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.types import CostModel
 from weft.plan.fuse.groups import PipeCosts, grouped_streams
 from weft.plan.pack.rounds import pack_rounds
-from weft.plan.pack.types import RoundLimits, RoundPlan
+from weft.plan.pack.types import RoundLimits
 from weft.plan.pair import RowsHeld, cut, in_halves, side_by_side, together, two_groups, uncut
 from weft.plan.pipeline.append import joined
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
 from weft.plan.program import Program
 from weft.plan.simulate.interpret import simulate
-from weft.plan.simulate.timeline import Timeline
 from weft.plan.simulate.two_streams import PairTimes
 from weft.plan.types import JobQueue, Limits, Microbatch
 
-SLACKS = (0, 2, 4)
-"""Places to spare, tried in this order."""
-SCHEDULES = (Schedule.MULTI_ADAPTER, Schedule.EAGER)
 UNLIKE = (1.0, 0.25)
 """How much alike the rows of microbatches are kept: more evenness, or fewer empty rows."""
 FEW_TILES = 8
 """Up to so many tiles in a microbatch, an empty one weighs enough that both are tried."""
 WORTH = 0.01
 """Part of the time that several groups, or pairs, must be predicted to save: a cost model tells no finer than that."""
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """The fastest candidate, and what it is expected to do."""
-
-    program: Program
-    timeline: Timeline
-    rounds: RoundPlan
-    schedule: Schedule
-    slack: int
-    """Places by which a job's global batches are further apart than the number of stages."""
-
-
-def best_pipeline(
-    jobs: Sequence[JobQueue],
-    limits: RoundLimits,
-    cost: CostModel,
-    *,
-    memory_bytes: Sequence[int] | None = None,
-    keep_order: bool = False,
-    budget_s: float = 2.0,
-) -> PipelinePlan:
-    """The candidate with the least simulated makespan; `budget_s` is for the exact solves of all packings together."""
-    best: PipelinePlan | None = None
-    for slack in SLACKS:
-        apart = dataclasses.replace(limits, num_stages=limits.num_stages + slack)
-        even = _AverageStage(cost, limits.num_stages)
-        rounds = pack_rounds(jobs, apart, cost=even, budget_s=budget_s / len(SLACKS), keep_order=keep_order)
-        for schedule in SCHEDULES:
-            program = build(schedule, rounds.stream, limits.num_stages, cost=cost, memory_bytes=memory_bytes)
-            timeline = simulate(program, cost)
-            if best is None or timeline.makespan_s < best.timeline.makespan_s:
-                best = PipelinePlan(program, timeline, rounds, schedule, slack)
-    assert best is not None
-    return best
 
 
 @dataclass(frozen=True)
@@ -253,15 +212,19 @@ class FastestPipeline:
         return simulate(whole, self.cost, adapters=self.adapters, pairs=self.pairs).makespan_s
 
 
-def pipeline_planner(named: str, cost: AnalyticCost, *, in_pairs: bool = False) -> FastestPipeline | PipelinePlanner:
+def pipeline_planner(
+    named: str, cost: AnalyticCost, *, in_pairs: bool = False, measured: CostModel | None = None
+) -> FastestPipeline | PipelinePlanner:
     """What plans a replica of several stages that costs so much, by the planner that a run names.
 
-    `in_pairs`: microbatches may run side by side, where that is predicted to pay.
+    `in_pairs`: microbatches may run side by side, where that is predicted to pay; `measured`: seconds come from it.
     """
     if named == "greedy":
         return PipelinePlanner(Schedule.EAGER, cost.num_stages)
     pairs, is_gpu = PairTimes(cost) if in_pairs else None, cost.hardware.name != "cpu"
-    return FastestPipeline(cost.num_stages, cost, row_tile=cost.row_tile, pairs=pairs, pairs_share_room=is_gpu)
+    return FastestPipeline(
+        cost.num_stages, measured or cost, row_tile=cost.row_tile, pairs=pairs, pairs_share_room=is_gpu
+    )
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """What a run will do, before it runs: its next global batches planned, simulated, and drawn out to its end.
 
-One stage is planned by the engine's own planner, and so are several that a run is to have; other pipelines by the
-fastest one found (`simulate/choose.py`) that fits the stages' memory, if any does, which may reorder samples. Time
-comes from the cost model, memory from the memory model, or both from a profile; what follows the planned global batches
-is taken to go on at the same rate, and evaluations come on top.
+Everything is planned by the planner that trains it. Time comes from the cost model, memory from the memory model, or
+both from a profile; what follows the planned global batches is taken to go on at the same rate, and evaluations come on
+top. Several replicas are in `layout_forecast.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from weft.plan.cost.memory import MOMENT_BYTES
 from weft.plan.cost.profiled import ProfiledCost
 from weft.plan.cost.types import CostModel
 from weft.plan.layout import stage_names
-from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner, Program
-from weft.plan.simulate.choose import FastestPipeline, PairChoice, best_pipeline
+from weft.plan.simulate.choose import FastestPipeline, PairChoice
 from weft.plan.simulate.interpret import simulate, simulate_turns
 from weft.plan.simulate.timeline import Timeline
 from weft.plan.types import JobQueue, Limits, Microbatch
@@ -197,7 +194,7 @@ def forecast(
     planner: Planner,
     measured: ProfiledCost | None = None,
 ) -> Forecast:
-    """The forecast of a run on `cost.num_stages` stages, by the planner of such a run or else by the best pipeline.
+    """The forecast of a run on `cost.num_stages` stages, by the planner of such a run.
 
     Time comes from `measured` where it is given, and so does the memory of one stage; otherwise both come from `cost`.
     """
@@ -215,19 +212,12 @@ def forecast(
         timeline = simulate_turns(program, times)
         microbatches = program.microbatches
         schedule, keeps_order, num_held = "one stage", True, [1]
-    elif isinstance(planner, FastestPipeline | PipelinePlanner):
+    else:
         own = [replace(job.queue, home=None if job.is_free else 0) for job in jobs]
         program = planner(own, Limits(capacity, max_microbatches=ALL))
         timeline = simulate(program, times)
         microbatches = [m for m in program.microbatches if m.segments]
         schedule, keeps_order = str(Schedule.EAGER), not all(job.is_free for job in jobs)
-        num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
-    else:
-        free = _free_bytes(cost, capacity, jobs)
-        best = best_pipeline(queues, RoundLimits(capacity, cost.num_stages), times, memory_bytes=free)
-        program, timeline, schedule = best.program, best.timeline, str(best.schedule)
-        microbatches = [m for m in best.rounds.stream if m.segments]
-        keeps_order = best.rounds.keeps_order
         num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
     return Forecast(
         jobs=tuple(jobs),
@@ -278,15 +268,6 @@ def own_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
     """What a job's own rows of the embedding and the output head take, with gradients and moments."""
     each = cost.memory.adapter_bytes_each - MOMENT_BYTES + job.state_bytes
     return math.ceil(job.num_own_rows * cost.shape.hidden * each)
-
-
-def _free_bytes(cost: AnalyticCost, capacity: int, jobs: Sequence[JobOutline]) -> list[int] | None:
-    """What each stage has for microbatches in flight; None if a stage has no room for one: then nothing fits."""
-    rows, memory, ranks = cost.rows([capacity]), cost.memory, [job.cost_rank for job in jobs]
-    taken = [memory.total_bytes(rows, ranks, stage=stage, num_held=0) for stage in range(cost.num_stages)]
-    free = [cost.hardware.memory_bytes - size - unusual_bytes(jobs, cost, s) for s, size in enumerate(taken)]
-    needed = (cost.held_bytes([capacity], stage) for stage in range(cost.num_stages))
-    return free if all(a >= b for a, b in zip(free, needed, strict=True)) else None
 
 
 def _stage_bytes(

@@ -1,6 +1,6 @@
-"""The forecast of a run over several replicas, or over devices that share weights, by the planner that trains it.
+"""The forecast of a run in any layout, by the planner that trains it; the simulator says what each stage does when.
 
-Jobs are at home on one replica, those with free sums on all; what each stage does when, comes from the simulator.
+On several replicas, jobs are at home on one of them, those with free sums on all.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from dataclasses import replace
 
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.gather import ShardCost
+from weft.plan.cost.profiled import ProfiledCost
 from weft.plan.homes import choose_homes
-from weft.plan.layout import copies
+from weft.plan.layout import Layout, copies
+from weft.plan.pack import planner_named
+from weft.plan.pipeline.split import split_model
 from weft.plan.program import Forward, Program
+from weft.plan.simulate.choose import pipeline_planner
 from weft.plan.simulate.choose_spread import FastestSpread
 from weft.plan.simulate.forecast import (
     ALL,
     ROW_TILE,
     Forecast,
     JobOutline,
+    forecast,
     forward_s,
     groups_of,
     most_held,
@@ -28,6 +33,35 @@ from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.timeline import Timeline
 from weft.plan.spread.planner import HomeLoad, SpreadPlanner
 from weft.plan.types import Limits
+
+
+def forecast_layout(
+    jobs: Sequence[JobOutline],
+    capacity: int,
+    cost: AnalyticCost,
+    layout: Layout,
+    *,
+    planner: str = "auto",
+    in_pairs: bool = False,
+    measured: ProfiledCost | None = None,
+) -> Forecast:
+    """The forecast of a run in a layout; `cost` is that of the backbone on one device.
+
+    `planner`: the one that the run names. `in_pairs`: microbatches may run side by side. `measured`: takes the place of
+    the cost model, on one device or one replica in stages.
+    """
+    sizes, tensor = layout.replica_sizes, layout.replicas[0].tensor
+    splits = {n: split_model(cost.shape, n) for n in sizes}
+    costs = [replace(cost, num_stages=n, tensor_parallel=tensor, split=splits[n]) for n in sizes]
+    if len(sizes) > 1:
+        shards = layout.shards if max(layout.shards) > 1 else ()
+        return forecast_replicas(jobs, capacity, costs, shards=shards, planner=planner)
+    if measured is not None:
+        measured = replace(measured, num_stages=sizes[0], split=splits[sizes[0]])
+    if sizes == (1,) and not in_pairs:
+        return forecast(jobs, capacity, costs[0], planner_named(planner), measured)
+    chosen = pipeline_planner(planner, costs[0], in_pairs=in_pairs, measured=measured)
+    return forecast(jobs, capacity, costs[0], chosen, measured)
 
 
 def forecast_replicas(

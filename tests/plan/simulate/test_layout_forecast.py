@@ -11,7 +11,7 @@ from weft.plan.check import violations
 from weft.plan.cost.gather import ShardCost
 from weft.plan.pack import pack
 from weft.plan.simulate.forecast import forecast
-from weft.plan.simulate.replica_forecast import forecast_replicas
+from weft.plan.simulate.layout_forecast import forecast_replicas
 from weft.plan.types import Limits
 
 JOBS = [outline("a", 4, (300, 400)), outline("b", 4, (300, 400))]

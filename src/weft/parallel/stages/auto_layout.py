@@ -1,5 +1,7 @@
-"""`--layout`: chooses one over the devices of a machine, or says what a named one is predicted to do; of the model only
-its configuration and tokenizer are read."""
+"""Chooses a layout over the devices of a machine, or predicts what a named one does.
+
+Of the model, only its configuration and its tokenizer are read.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.cli.layout_options import WHERE, LayoutOptions
 from weft.data.dataset import Dataset
 from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.kernels.device import device_name, gpus, is_cpu, total_bytes
 from weft.methods.registry import cost_ranks
-from weft.model.load import choose_device, load_config
-from weft.model.source import find_source, load_tokenizer
+from weft.model.resolve import ResolvedModel, choose_device
+from weft.model.source import load_tokenizer
+from weft.parallel.stages.load_stages import WHERE
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
-from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
+from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import Hardware, find_hardware
 from weft.plan.cost.rows import capacities
-from weft.plan.cost.shape import ModelShape
-from weft.plan.layout import parse_layout
+from weft.plan.layout import Layout, parse_layout
+from weft.plan.replan import RemainingJob
 from weft.plan.replan.devices import DeviceForecaster
 from weft.spec import JobSpec, RunSpec
 from weft.spec.run import memory_fraction
@@ -51,14 +53,12 @@ class Machine(NamedTuple):
         return None if self.is_here else self.hardware
 
 
-class AutoLayout(NamedTuple):
-    """What auto stands for here."""
+class ChosenLayout(NamedTuple):
+    """The layout that auto stands for on a machine."""
 
-    options: LayoutOptions
+    layout: Layout
     lines: tuple[str, ...]
     """Why it is that one."""
-    may_change: bool
-    """Whether it may be another one when jobs come and go."""
     predicted: LayoutOption | None = None
     """None where there was no choice."""
 
@@ -110,49 +110,39 @@ def machine_of(spec: RunSpec, device: str, num_devices: int | None) -> Machine:
     return Machine(hardware, num_devices, is_here=False)
 
 
-def with_layout(
+def choose_for(
     spec: RunSpec,
-    asked: LayoutOptions,
+    model: ResolvedModel,
     base_dir: Path,
-    machine: Machine | None = None,
-    check_more: Callable[[LayoutOptions], None] | None = None,
-) -> AutoLayout:
-    """What was asked for with a layout in the place of auto: the choice among the devices of a machine, or of this.
+    machine: Machine,
+    check: Callable[[Layout], None],
+    *,
+    in_stages: bool = False,
+) -> ChosenLayout:
+    """The fastest layout of a run on a machine that `check` raises nothing for.
 
-    `check_more`: raises what else keeps a layout from being taken.
+    `in_stages`: one device is no answer as long as there is another.
     """
-    machine = machine or machine_here(spec)
-    choice = _choice(spec, _jobs(spec, _train_data(spec, base_dir)), machine)
-    # Whether a GPU's memory is free for other replicas once its own are closed, nobody has tried; and a schedule is for
-    # stages, which others might not have.
-    may_change = machine.is_cpu and asked.schedule is None
+    choice = _choice(spec, model, _jobs(spec, _train_data(spec, model, base_dir)), machine)
     refused: dict[str, list[str]] = {}
     for option in choice.ranked:
-        if option.layout.is_one_device and asked.schedule is not None:
+        if option.layout.is_one_device and in_stages:
             continue
-        options = replace(asked, layout=str(option.layout))
         try:
-            options.check(spec, (), machine.elsewhere)
-            if check_more is not None:
-                check_more(options)
+            check(option.layout)
         except WeftError as error:
-            refused.setdefault(str(error), []).append(options.layout or "")
+            refused.setdefault(str(error), []).append(str(option.layout))
             continue
-        if option.layout.is_one_device:
-            options = LayoutOptions()
-        lines = (*replace(choice, chosen=option).lines, *_why_not(refused))
-        return AutoLayout(options, lines, may_change, option)
-    why = (
-        "one device, because no other can be" if asked.schedule is None else "one device, because none in stages can be"
-    )
-    return AutoLayout(LayoutOptions(), (why, *_why_not(refused)), may_change)
+        return ChosenLayout(option.layout, (*replace(choice, chosen=option).lines, *_why_not(refused)), option)
+    why = "one device, because no other can be" if not in_stages else "one device, because none in stages can be"
+    return ChosenLayout(Layout(), (why, *_why_not(refused)))
 
 
 def _why_not(refused: dict[str, list[str]]) -> list[str]:
     return [f"{', '.join(layouts)} cannot be: {why}" for why, layouts in refused.items()]
 
 
-def predicted_on(spec: RunSpec, layout: str, base_dir: Path, machine: Machine) -> NamedLayout:
+def predicted_on(spec: RunSpec, model: ResolvedModel, layout: str, base_dir: Path, machine: Machine) -> NamedLayout:
     """What a layout that was named is predicted to need and to gain on devices of this kind."""
     wanted = parse_layout(layout, where=WHERE)
     num, there = wanted.num_devices, machine.num_devices or wanted.num_devices
@@ -160,11 +150,9 @@ def predicted_on(spec: RunSpec, layout: str, base_dir: Path, machine: Machine) -
     memory = machine.hardware.memory_bytes * there // max(there, num)
     if num > there and not machine.is_here:
         raise ConfigError(f"{layout} has {counted(num, 'device')}, and --gpus says {there}.", where=WHERE)
-    jobs = _jobs(spec, _train_data(spec, base_dir))
+    jobs = _jobs(spec, _train_data(spec, model, base_dir))
     for capacity in capacities(spec.capacity, machine.hardware.name, spec.longest):
-        option = price_layout(
-            _cost(spec, [job.rank for job in jobs], machine.hardware, capacity), jobs, capacity, wanted
-        )
+        option = price_layout(_cost(model, machine, jobs, capacity), jobs, capacity, wanted)
         if option.device_bytes <= memory:
             break
     line = f"{option.told(memory, layout)} (predicted)"
@@ -173,14 +161,14 @@ def predicted_on(spec: RunSpec, layout: str, base_dir: Path, machine: Machine) -
     return NamedLayout(option, memory, (line, shared) if num > there else (line,))
 
 
-def _choice(spec: RunSpec, jobs: Sequence[LayoutJob], machine: Machine) -> LayoutChoice:
+def _choice(spec: RunSpec, model: ResolvedModel, jobs: Sequence[LayoutJob], machine: Machine) -> LayoutChoice:
     """At the largest capacity at which a layout fits."""
     if machine.num_devices is None:
         found = f"auto chooses over several devices; say how many {machine.hardware.name} there are with --gpus N."
         raise ConfigError(found, where=WHERE)
     sizes = capacities(spec.capacity, machine.hardware.name, spec.longest)
     for capacity in sizes:
-        cost = _cost(spec, [job.rank for job in jobs], machine.hardware, capacity)
+        cost = _cost(model, machine, jobs, capacity)
         try:
             return choose_layout(cost, jobs, capacity, machine.num_devices, machine.hardware.memory_bytes)
         except PlanError:
@@ -197,9 +185,9 @@ def _jobs(spec: RunSpec, data: Sequence[Dataset | None]) -> list[LayoutJob]:
     ]
 
 
-def _train_data(spec: RunSpec, base_dir: Path) -> list[Dataset | None]:
+def _train_data(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[Dataset | None]:
     """Of every job, prepared here and kept for the run; None where it cannot be, which the run will say."""
-    tokenizer, found = load_tokenizer(spec.base_model), list[Dataset | None]()
+    tokenizer, found = load_tokenizer(model.source), list[Dataset | None]()
     for job in spec.jobs:
         try:
             found.append(load_job_data(job, tokenizer, base_dir).train)
@@ -218,25 +206,18 @@ def _batch_tokens(job: JobSpec, train: Dataset | None) -> int:
     return max(1, -(-(order.num_tokens(train.group_tokens) + asked) // order.num_steps))
 
 
-def forecaster_here(spec: RunSpec) -> DeviceForecaster | None:
-    """What the layout is chosen anew by when jobs come and go; None where there is no other than one device."""
-    try:
-        LayoutOptions("stages:2").check(spec, ())
-    except WeftError:
-        return None
-    machine = machine_here(spec)
+def device_forecaster(spec: RunSpec, model: ResolvedModel, machine: Machine) -> DeviceForecaster | None:
+    """Chooses the layout again when jobs come and go; None where there are not several devices."""
     capacity = capacities(spec.capacity, machine.hardware.name, spec.longest)[0]
-    cores = machine.num_devices or 1
+    devices = machine.num_devices or 1
     forecaster = DeviceForecaster(
-        lambda jobs: _cost(spec, [job.rank for job in jobs], machine.hardware, capacity),
-        capacity,
-        cores,
-        machine.hardware.memory_bytes,
+        lambda jobs: _cost(model, machine, jobs, capacity), capacity, devices, machine.hardware.memory_bytes
     )
-    return forecaster if cores > 1 else None
+    return forecaster if devices > 1 else None
 
 
-def _cost(spec: RunSpec, ranks: Sequence[int], hardware: Hardware, capacity: int) -> AnalyticCost:
-    """What one device is taken to cost, with adapters of these ranks."""
-    shape = ModelShape.from_config(load_config(find_source(spec.base_model)), spec.base_model)
-    return BackboneSetup(shape, tuple(ranks), spec.quantize, spec.recompute).cost(hardware, capacity=capacity)
+def _cost(
+    model: ResolvedModel, machine: Machine, jobs: Sequence[LayoutJob | RemainingJob], capacity: int
+) -> AnalyticCost:
+    """The cost model of one of its devices, with adapters of these jobs."""
+    return model.setup([job.rank for job in jobs]).cost(machine.hardware, capacity=capacity)
