@@ -208,11 +208,11 @@ def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
     [("spread:2", 2), ("stages:1+stages:2", 2), ("shards:2+stages:1", 2), ("stages:2", None), ("shards:2", None)],
 )
 def test_replicas_when_no_job_is_shared_then_each_has_an_engine_of_its_own(layout, number):
-    backbone = RunSpec(base_model="tiny", device="cpu", jobs=JOBS).backbone
-    places = LayoutOptions(layout).places(backbone, JOBS)
+    model = resolve(RunSpec(base_model="tiny", device="cpu", jobs=JOBS).backbone)
+    places = LayoutOptions(layout).places(model, JOBS)
     assert (None if places is None else places.number) == number
     shared = (*JOBS, JobSpec("shared", ("data.jsonl",), sums="free"))
-    assert LayoutOptions(layout).places(backbone, shared) is None
+    assert LayoutOptions(layout).places(model, shared) is None
 
 
 def test_layout_when_it_fits_then_says_how_to_go_on_with_it():

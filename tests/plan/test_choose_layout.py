@@ -13,6 +13,7 @@ from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
 from weft.plan.layout import parse_layout
+from weft.plan.pipeline.split import split_model
 
 SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "llama-3.1-8b")
 COST = AnalyticCost(SHAPE, find_hardware("h100"))
@@ -110,7 +111,7 @@ def test_price_when_stages_are_shared_then_needs_less_than_either_and_fewer_jobs
         price_layout(COST, [ORDERED] * 2, 8192, parse_layout(text))
         for text in ("shards:2,stages:2", "stages:2", "shards:4")
     )
-    layers = SHAPE.num_layers // 2 * SHAPE.layer_weights * 2
+    layers = split_model(SHAPE, 2)[0] * SHAPE.layer_weights * 2
     two = 2 * SHAPE.layer_weights * 2
     assert stages.device_bytes - both.device_bytes == pytest.approx(0.5 * layers - two, abs=1)
     assert both.speed > 1.1 * shards.speed and both.speed > 1.1 * stages.speed

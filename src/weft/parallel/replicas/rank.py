@@ -59,6 +59,7 @@ from weft.parallel.replicas.messages import (
 from weft.parallel.replicas.questions import answer_to
 from weft.parallel.stages.load_stages import StageLayout, load_stages, stage_cost
 from weft.plan.cost.rows import choose_capacity
+from weft.plan.cost.types import slot_seconds
 from weft.plan.layout import Layout
 from weft.plan.pack import planner_named
 from weft.plan.program import Planner
@@ -319,7 +320,5 @@ def _speed(order: RankOrder, model: ResolvedModel, layout: Layout, row_tile: int
     found = 0.0
     for replica in layout.replicas:
         cost = stage_cost(model, replica.stages, row_tile, replica.tensor)
-        stages = range(replica.stages)
-        slowest = max(cost.forward_s([capacity], s) + cost.backward_s([capacity], s) for s in stages)
-        found += replica.shards * capacity / slowest
+        found += replica.shards * capacity / slot_seconds(cost, replica.stages, [capacity])
     return found

@@ -36,6 +36,13 @@ class CostModel(Protocol):
         ...
 
 
+def slot_seconds(cost: CostModel, num_stages: int, lengths: Sequence[int]) -> float:
+    """A microbatch forward and backward on the slowest stage, with its transfers: the time between two of them in a
+    pipeline that never waits."""
+    slowest = max(cost.forward_s(lengths, stage) + cost.backward_s(lengths, stage) for stage in range(num_stages))
+    return slowest + (2 * cost.transfer_s(sum(lengths)) if num_stages > 1 else 0.0)
+
+
 @dataclass(frozen=True)
 class LinearCost:
     """The simplest model: so much per microbatch, per token and per squared token, the same on every stage."""

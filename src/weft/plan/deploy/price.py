@@ -8,7 +8,7 @@ the next one.
 from __future__ import annotations
 
 from weft.plan.cost.padded import PaddedBatch, fit_padded
-from weft.plan.cost.types import CostModel
+from weft.plan.cost.types import CostModel, slot_seconds
 from weft.plan.dispatch import ReplicaTime
 from weft.plan.layout import ReplicaLayout
 
@@ -36,8 +36,5 @@ def fit_replica(
 
 
 def chunk_s(cost: CostModel, layout: ReplicaLayout, size: int, length: int) -> float:
-    """Forward and backward of one padded chunk on the slowest stage; those between the first and the last are alike."""
-    lengths = [length] * size
-    transfer = 2 * cost.transfer_s(size * length) if layout.stages > 1 else 0.0
-    ends = {0, layout.stages - 1}
-    return max(cost.forward_s(lengths, stage) + cost.backward_s(lengths, stage) for stage in ends) + transfer
+    """Forward and backward of one padded chunk on the slowest stage."""
+    return slot_seconds(cost, layout.stages, [length] * size)

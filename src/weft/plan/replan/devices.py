@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, choose_layout
 from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.types import slot_seconds
 from weft.plan.layout import Layout
 from weft.plan.replan.types import LayoutForecast, Prediction, RemainingJob, phases
 
@@ -37,8 +38,7 @@ class DeviceForecaster:
     def _whole_s(self, jobs: Sequence[RemainingJob]) -> float:
         """A global batch of every job on one device."""
         cost = self.cost_for(jobs)
-        chunk_s = cost.forward_s([self.capacity], 0) + cost.backward_s([self.capacity], 0)
-        return chunk_s * sum(job.step_tokens for job in jobs) / self.capacity
+        return slot_seconds(cost, 1, [self.capacity]) * sum(job.step_tokens for job in jobs) / self.capacity
 
 
 def _predict(layout: Layout, parts: Sequence[tuple[LayoutChoice, float, int]]) -> Prediction | None:
