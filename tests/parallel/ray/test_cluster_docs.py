@@ -33,7 +33,7 @@ def check_command(line: str) -> None:
     """A `weft` command has a verb that there is, and options that this verb has."""
     words = shlex.split(line, comments=True)
     assert words[0] == "weft"
-    known = {option for parameter in VERBS[words[1]].command(words[1]).params for option in parameter.opts}
+    known = {option for parameter in VERBS[words[1]].command(words[1], "weft.cli").params for option in parameter.opts}
     assert {word for word in words if word.startswith("--")} <= known
 
 
