@@ -140,6 +140,7 @@ def test_folder_when_it_holds_a_sweep_then_is_left_alone(weft, refused, folder):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_huge_grid_when_answered_by_a_flag_then_is_accepted(weft, folder):
     assert weft("sweep", "sweep.yaml", HUGE, "--trials", "3", "--dry-run").code == 0
     assert weft("sweep", "sweep.yaml", HUGE, "--all", "--dry-run").code == 0

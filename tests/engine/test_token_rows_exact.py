@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from covering import slow
 from test_exact import BOUND, CAPACITY, STEPS, largest_difference, peft_config, peft_tensors, train_peft_model
 from tiny_models import VOCABULARY, Job, finish, job_spec, random_data, random_model
 from tiny_tokenizer import word_tokenizer
@@ -73,7 +74,9 @@ def peft_model(plain: Any, job: LiveJob, adapter: AdapterSpec, start: dict[str, 
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize(("family", "settings"), [("llama_tied", TIED), ("gemma2", TIED[:1]), ("llama_bias", UNTIED)])
+@pytest.mark.parametrize(
+    ("family", "settings"), [slow("llama_tied", TIED), ("gemma2", TIED[:1]), ("llama_bias", UNTIED)]
+)
 def test_rows_when_jobs_with_others_train_beside_them_then_each_job_equals_peft_alone(family, settings):
     plain = random_model(family)
     plain.set_attn_implementation("eager")

@@ -48,6 +48,7 @@ def test_grid_when_over_replicas_then_trials_begin_pack_by_pack(settings, plans)
     assert [set(begun[start:end]) for start, end in itertools.pairwise(ends)] == packs
 
 
+@pytest.mark.slow
 def test_grid_when_packs_are_wider_than_usual_then_so_many_train_at_a_time(settings, plans):
     most = 0
 

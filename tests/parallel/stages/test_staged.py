@@ -70,6 +70,7 @@ def test_jobs_when_trained_by_any_schedule_and_cut_then_have_the_bits_of_one_dev
     check_bits(SCHEDULES, torch.float32)
 
 
+@pytest.mark.slow
 def test_jobs_when_the_fastest_plan_is_sought_then_have_the_bits_of_one_device():
     """And programs are planned beside the one that runs."""
     many = [small_job("a", max_steps=20), small_job("b", 1, max_steps=20, global_batch_size=7)]
