@@ -20,9 +20,8 @@ import time
 from benchmarks.deploy.published import DATA_SETS, FOUR, figure_4, published_jobs, replicas_70b
 from weft.plan.bucket import choose_buckets
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
-from weft.plan.deploy.candidates import without_dominated
-from weft.plan.deploy.expected import expected_batch
-from weft.plan.deploy.workload import draw_batches
+from weft.plan.deploy.kinds import without_dominated
+from weft.plan.deploy.workload import draw_batches, expected_batch
 from weft.plan.dispatch import Fleet, ReplicaModel, dispatch
 
 NUM_SAMPLES = 1500

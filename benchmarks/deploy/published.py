@@ -26,8 +26,7 @@ from weft.plan.cost.padded import PaddedBatch, PaddedTime, fit_padded
 from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
 from weft.plan.deploy import DeployProblem, ReplicaKind
-from weft.plan.deploy.candidates import possible_layouts
-from weft.plan.deploy.price import fit_replica
+from weft.plan.deploy.kinds import fit_replica, possible_layouts
 from weft.plan.deploy.workload import DeployJob, LengthSpread
 from weft.plan.dispatch import ReplicaTime
 from weft.plan.dispatch.replica_time import BucketCosts

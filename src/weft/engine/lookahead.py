@@ -17,8 +17,7 @@ from weft.engine.timeline import TimelineRecorder
 from weft.errors import PlanError
 from weft.plan.check import violations
 from weft.plan.cost.fit import TIME_TERMS, MicrobatchLoad, OnlineFit
-from weft.plan.cost.learned import PASSES, StagePace
-from weft.plan.cost.learned_pairs import PairPace
+from weft.plan.cost.learned import PASSES, PairPace, StagePace
 from weft.plan.cost.types import LinearCost
 from weft.plan.pack import pack
 from weft.plan.pack.planners import ExactPlanner

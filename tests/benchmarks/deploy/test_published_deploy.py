@@ -19,9 +19,9 @@ from benchmarks.deploy.published import (
 )
 from weft.plan.cost.fit import FitError
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
-from weft.plan.deploy.baselines import plan_alike
-from weft.plan.deploy.candidates import without_dominated
-from weft.plan.deploy.expected import expected_batch
+from weft.plan.deploy.kinds import without_dominated
+from weft.plan.deploy.planner import plan_alike
+from weft.plan.deploy.workload import expected_batch
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])

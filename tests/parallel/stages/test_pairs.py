@@ -30,7 +30,7 @@ from weft.parallel.stages.stage_pool import StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import find_hardware
-from weft.plan.cost.learned_pairs import MeasuredPairs, PairPace
+from weft.plan.cost.learned import MeasuredPairs, PairPace
 from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
 from weft.plan.cost.types import LinearCost

@@ -29,7 +29,7 @@ from weft.engine.events import JobsGrouped
 from weft.errors import ConfigError
 from weft.parallel.stages.stage_group import LocalStages
 from weft.plan.check import violations
-from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner

@@ -15,15 +15,12 @@ from weft.errors import PlanError
 from weft.plan.bucket import choose_buckets
 from weft.plan.cost.padded import PaddedTime
 from weft.plan.deploy import Deployment, DeployProblem, ReplicaKind, plan_deployment, planner
-from weft.plan.deploy.baselines import plan_alike
-from weft.plan.deploy.bounds import PlanBounds
-from weft.plan.deploy.candidates import possible_layouts, without_dominated
-from weft.plan.deploy.expected import expected_batch
-from weft.plan.deploy.partitions import alike_plans, all_plans, num_plans
-from weft.plan.deploy.program import relaxed_plan
-from weft.plan.deploy.workload import DeployJob, KnownLengths, LengthSpread, draw_batches
+from weft.plan.deploy.kinds import possible_layouts, without_dominated
+from weft.plan.deploy.planner import plan_alike
+from weft.plan.deploy.plans import PlanBounds, alike_counts, all_plans, num_plans, relaxed_plan
+from weft.plan.deploy.workload import DeployJob, KnownLengths, LengthSpread, draw_batches, expected_batch
 from weft.plan.dispatch import Fleet, ReplicaTime, dispatch
-from weft.plan.dispatch.linear import relax
+from weft.plan.dispatch.balanced import relax
 from weft.plan.layout import ReplicaLayout, parse_layout
 
 
@@ -171,7 +168,7 @@ def test_plan_when_there_is_no_time_and_few_samples_then_no_alike_replicas_are_b
     kinds = tuple(ReplicaKind(ReplicaTime(ReplicaLayout(tensor=size), 1024, t, 8, True)) for size, t in times.items())
     problem = DeployProblem(kinds, {"gpus": 16}, choose_buckets([900] * num_long + [50] * 64))
     found = plan_deployment(problem, budget_s=0.0)
-    assert found.step_s <= min(step_of(problem, np.array(plan)) for plan in alike_plans(problem))
+    assert found.step_s <= min(step_of(problem, np.array(plan)) for plan in alike_counts(problem))
 
 
 def test_plan_when_pools_differ_then_no_pool_is_overdrawn():

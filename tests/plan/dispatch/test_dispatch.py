@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weft.errors import PlanError
 from weft.plan.bucket import choose_buckets
 from weft.plan.dispatch import Fleet, dispatch, dispatch_by_length, dispatch_evenly
-from weft.plan.dispatch.linear import relax
+from weft.plan.dispatch.balanced import relax
 
 PUBLISHED = {
     (4, 2, 0, 1): 14.829,

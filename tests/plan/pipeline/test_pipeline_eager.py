@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import PlanError
-from weft.plan.pipeline.arrange import slowest_first
 from weft.plan.pipeline.eager import Clock, Pass, play
+from weft.plan.pipeline.stream import slowest_first
 
 
 def clock(num_stages: int, step_s: float = 0.0, held: int = 1) -> Clock:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.plan.check import violations
-from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import LinearCost
 from weft.plan.simulate.choose import FastestPipeline
 from weft.plan.simulate.interpret import simulate

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from weft.engine.events import JobsGrouped
 from weft.plan.check import violations
-from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import LinearCost
 from weft.plan.simulate.choose_spread import FastestSpread
 from weft.plan.simulate.interpret import simulate

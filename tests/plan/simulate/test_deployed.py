@@ -6,13 +6,11 @@ import pytest
 
 from weft.plan.cost.padded import PaddedTime
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
-from weft.plan.deploy.baselines import plan_each
-from weft.plan.deploy.expected import expected_batch
-from weft.plan.deploy.workload import DeployJob, KnownLengths
+from weft.plan.deploy.planner import plan_each
+from weft.plan.deploy.workload import DeployJob, KnownLengths, expected_batch
 from weft.plan.dispatch import ReplicaTime, dispatch_evenly
 from weft.plan.layout import ReplicaLayout
-from weft.plan.simulate.deploy_forecast import forecast_deployment
-from weft.plan.simulate.deployed import in_turn_step_s, mean_step_s
+from weft.plan.simulate.deploy_forecast import forecast_deployment, in_turn_step_s, mean_step_s
 
 ONE = ReplicaTime(ReplicaLayout(), 512, PaddedTime((0, 0, 1e-3, 0, 0, 0)), 1)
 """A millisecond a token."""

@@ -11,8 +11,7 @@ from weft.plan.check import violations
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.fit import Fit, MicrobatchLoad
 from weft.plan.cost.hardware import find_hardware
-from weft.plan.cost.learned import FEWEST
-from weft.plan.cost.learned_pairs import MeasuredPairs, PairPace
+from weft.plan.cost.learned import FEWEST, MeasuredPairs, PairPace
 from weft.plan.cost.published_shapes import find_shape
 from weft.plan.cost.shape import ModelShape
 from weft.plan.pair import side_by_side, two_groups, uncut

@@ -3,6 +3,16 @@
 Every pass of a stage is fitted on the terms of `cost/fit.py`. What adapters take is told apart from the rest: it grows
 with the jobs of a microbatch and not with its rows, which decides whether jobs should share microbatches. Where all
 microbatches have the same jobs, nothing can be told apart, and all counts as the backbone's.
+
+What a job's adapter adds to a pass of every microbatch that the job is in.
+
+Measured as adapters run in training, side by side in one microbatch: what several of them take is the sum. So each has
+a share of 1 of the device in MuxTune's terms, which profile adapters one by one.
+
+What devices that share every layer wait for sums, and what two passes took side by side, learnt from those that ran.
+
+A pass that runs alone tells how much of it was waiting, which is what another beside it could hide. Once pairs have
+run, what they took counts instead, against what their passes are known to take alone.
 """
 
 from __future__ import annotations
@@ -12,9 +22,28 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.plan.cost.adapter_times import AdapterTimes
 from weft.plan.cost.fit import TIME_TERMS, Fit, MicrobatchLoad, fit
 from weft.plan.cost.types import CostModel
+
+
+@dataclass(frozen=True)
+class AdapterTimes:
+    """Of one pass on one stage, the mean over passes and stages."""
+
+    job_s: float
+    """However few its tokens: launches, its weights and gradients read and written."""
+    rank_token_s: float
+    """Per rank and token."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+
+    def seconds(self, job: str, num_tokens: float) -> float:
+        """Of one job with so many tokens in the microbatch."""
+        return self.job_s + self.rank_token_s * self.ranks.get(job, 0) * num_tokens
+
+    def microbatch_s(self, tokens: Mapping[str, int]) -> float:
+        """Of all jobs of a microbatch, with the tokens of each."""
+        return sum(self.seconds(job, count) for job, count in tokens.items())
+
 
 PASSES = ("forward", "backward")
 ADAPTER_TERMS = ("rank_tokens", "jobs")
@@ -108,3 +137,48 @@ def _guess(loads: Sequence[MicrobatchLoad], seconds: Sequence[float]) -> Fit:
     """Where a fit starts: all time is the rows'. So a price for jobs has to be shown by measurements."""
     rows = sum(load.rows for load in loads)
     return Fit({"rows": sum(seconds) / rows})
+
+
+Pair = tuple[MicrobatchLoad, MicrobatchLoad]
+PassOf = tuple[str, int]
+"""The name of a pass, and its stage."""
+
+
+@dataclass(frozen=True)
+class MeasuredPairs:
+    """What was learnt of passes; nothing of those that have not been seen often enough."""
+
+    sums: Mapping[PassOf, float] = field(default_factory=dict)
+    """The part of a pass that is waiting for sums."""
+    pairs: Mapping[PassOf, float] = field(default_factory=dict)
+    """What two passes take side by side, as a part of what they take one after another."""
+
+
+@dataclass
+class PairPace:
+    """Collects what sums and pairs take."""
+
+    _sums: dict[PassOf, deque[tuple[float, float]]] = field(default_factory=dict)
+    _pairs: dict[PassOf, deque[tuple[Pair, float]]] = field(default_factory=dict)
+
+    def note_sums(self, name: PassOf, sums_s: float, seconds: float) -> None:
+        """One pass that ran alone, and how long of that it waited."""
+        self._sums.setdefault(name, deque(maxlen=WINDOW)).append((sums_s, seconds))
+
+    def note_pair(self, name: PassOf, loads: Pair, seconds: float) -> None:
+        """Two passes, from the beginning of the first to the end of the last."""
+        self._pairs.setdefault(name, deque(maxlen=WINDOW)).append((loads, seconds))
+
+    def learn(self, alone: Mapping[PassOf, Fit]) -> MeasuredPairs:
+        """What is known; `alone`: what passes take by themselves, as far as that has been learnt."""
+        # Copies: others go on noting meanwhile.
+        waits = {name: list(seen) for name, seen in list(self._sums.items()) if len(seen) >= FEWEST}
+        taken = {name: list(seen) for name, seen in list(self._pairs.items()) if len(seen) >= FEWEST and name in alone}
+        sums = {
+            name: sum(sums_s for sums_s, _ in seen) / sum(all_s for _, all_s in seen) for name, seen in waits.items()
+        }
+        pairs = {}
+        for name, seen in taken.items():
+            one_by_one_s = sum(alone[name].predict(load) for loads, _ in seen for load in loads)
+            pairs[name] = sum(seconds for _, seconds in seen) / one_by_one_s
+        return MeasuredPairs(sums, pairs)

@@ -9,6 +9,10 @@ search ends when every plan left is bound to be slower. Where there are too many
 replicas get a few samples each, the best plan so far is improved by exchanging replicas of one kind for replicas of
 another. Replicas that get nothing of the batch are left out in the end. Deterministic but for the budget, in seconds of
 a processor, which returns the best found with a proven gap.
+
+Deployments that others use: alike replicas for all jobs at once (Task-Fused), and one job after another.
+
+Task-Sequential runs each job by itself on the best alike replicas for it, LobRA-Sequential on the best unlike ones.
 """
 
 from __future__ import annotations
@@ -17,16 +21,16 @@ import bisect
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from weft.plan.deploy.bounds import PlanBounds
-from weft.plan.deploy.partitions import alike_plans, all_plans, num_plans
-from weft.plan.deploy.program import relaxed_plan
-from weft.plan.deploy.types import Deployment, DeployProblem
-from weft.plan.dispatch import Dispatch, Fleet, dispatch
-from weft.plan.dispatch.linear import Relaxed, relax
+from weft.plan.deploy.plans import PlanBounds, alike_counts, all_plans, num_plans, relaxed_plan
+from weft.plan.deploy.types import Deployment, DeployProblem, ReplicaKind
+from weft.plan.deploy.workload import DeployJob, expected_batch
+from weft.plan.dispatch import Dispatch, Fleet, dispatch, dispatch_evenly
+from weft.plan.dispatch.balanced import Relaxed, relax
 from weft.plan.dispatch.replica_time import IntArray
 
 MAX_LISTED = 400_000
@@ -44,7 +48,7 @@ def best_deployments(problem: DeployProblem, most: int, *, budget_s: float = BUD
     search = _Search(problem, time.process_time() + budget_s)
     first = relaxed_plan(problem, budget_s=budget_s / 2)
     search.bound_s = first.bound_s
-    for plan in (first.counts, *alike_plans(problem)):
+    for plan in (first.counts, *alike_counts(problem)):
         search.attempt(np.array(plan))
     total = num_plans(problem)
     if total <= MAX_LISTED:
@@ -165,3 +169,32 @@ class _Search:
     def _holds_all(self, plan_S: IntArray) -> bool:
         longest = max(kind.model.most_tokens for kind, count in zip(self.problem.kinds, plan_S, strict=True) if count)
         return longest >= self.problem.buckets.bounds[-1]
+
+
+def plan_alike(problem: DeployProblem) -> Deployment:
+    """The best plan of replicas of one layout for the expected batch, which is shared out evenly."""
+    plans = alike_plans(problem)
+    best = min(plans, key=lambda plan: plan.step_s)
+    return replace(best, num_plans=float(len(plans)), num_tried=len(plans), is_complete=True)
+
+
+def alike_plans(problem: DeployProblem) -> list[Deployment]:
+    """A plan for every layout that holds all samples by itself."""
+    found = []
+    for counts in alike_counts(problem):
+        shared = dispatch_evenly(Fleet.of(problem.models(counts), problem.buckets))
+        found.append(Deployment(problem, counts, shared, shared.bound_s, 1.0, 1))
+    return found
+
+
+def plan_each(
+    kinds: Sequence[ReplicaKind],
+    pools: Mapping[str, int],
+    jobs: Sequence[DeployJob],
+    *,
+    are_alike: bool,
+    budget_s: float = BUDGET_S,
+) -> list[Deployment]:
+    """A plan of its own for every job, to be run one after another on all GPUs, within a budget for each."""
+    problems = [DeployProblem(tuple(kinds), pools, expected_batch([job])) for job in jobs]
+    return [plan_alike(own) if are_alike else plan_deployment(own, budget_s=budget_s) for own in problems]

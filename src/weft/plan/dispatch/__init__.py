@@ -1,10 +1,8 @@
 """Which samples of a batch go to which of several unlike replicas, so that all end at about the same time."""
 
-from weft.plan.dispatch.balanced import dispatch
-from weft.plan.dispatch.baselines import dispatch_by_length, dispatch_evenly
-from weft.plan.dispatch.fleet import Fleet
+from weft.plan.dispatch.balanced import dispatch, dispatch_by_length, dispatch_evenly
+from weft.plan.dispatch.fleet import Dispatch, Fleet
 from weft.plan.dispatch.replica_time import ReplicaModel, ReplicaTime
-from weft.plan.dispatch.types import Dispatch
 
 __all__ = [
     "Dispatch",

@@ -8,17 +8,119 @@ and stay there; around them the others are shared out, each to where it ends soo
 relaxation gives a bound and a start. Its whole samples are dealt out evenly within a kind, the few that it splits go
 where they end soonest; then samples or whole chunks leave the slowest replica, or are exchanged for shorter ones, as
 long as that helps. Tests compare with the integer program and with brute force.
+
+The linear relaxation of dispatch: samples may be split, chunks are always full, pipelines take no time to fill.
+
+    min t    s.t.  Σ_i d_ij = B_j,    Σ_j w_ij · d_ij ≤ p_i · t,    d ≥ 0
+
+for kinds i of alike replicas, p_i of each, and w_ij the seconds of a sample in full chunks. No dispatch takes less than
+its optimum, because every other way of running a sample takes at least w_ij; nor less than any one sample takes by
+itself where it is fastest, nor less than a job that has one home takes where it is alone and fastest. Solved by HiGHS
+in a few milliseconds. The prices of its second constraints say what a second of each kind is worth: with them,
+`plan/deploy/plans.py` bounds other plans as well.
+
+Ways of sharing out a batch that others use: by length alone, and evenly over alike replicas.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
-from weft.plan.dispatch.baselines import concluded
-from weft.plan.dispatch.fleet import Fleet
-from weft.plan.dispatch.linear import Relaxed, relax
+from weft.errors import PlanError
+from weft.plan.dispatch.fleet import Dispatch, Fleet
 from weft.plan.dispatch.replica_time import FloatArray, IntArray
-from weft.plan.dispatch.types import Dispatch
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The optimum of the relaxation."""
+
+    bound_s: float
+    """No dispatch takes less."""
+    prices_S: FloatArray
+    """What a second of one replica of each kind is worth."""
+    counts_SR: FloatArray
+    """Samples by kind of replica, not whole."""
+
+
+def relax(fleet: Fleet, below_s: float = math.inf) -> Relaxed:
+    """Solves the relaxation; where only dispatches that end before `below_s` matter, pipelines that fill count too."""
+    from scipy.optimize import linprog
+
+    _, first = np.unique(fleet.kind_K, return_index=True)
+    copies = np.bincount(fleet.kind_K)
+    kind, bucket = np.nonzero(fleet.holds_KR[first])
+    num, num_kinds = len(kind), len(copies)
+    counts = np.asarray(fleet.buckets.counts)
+    columns = np.arange(num)
+    # Dense: so small a program is solved sooner than a sparse matrix is made.
+    loads = np.zeros((num_kinds, num + 1))
+    seconds_SR = fleet.sample_s_KR[first] * fleet.stretch_K(below_s)[first][:, None]
+    loads[kind, columns] = seconds_SR[kind, bucket] / copies[kind]
+    loads[:, num] = -1.0
+    shares = np.zeros((len(counts), num + 1))
+    shares[bucket, columns] = 1.0
+    objective = np.zeros(num + 1)
+    objective[-1] = 1.0
+    found = linprog(objective, A_ub=loads, b_ub=np.zeros(num_kinds), A_eq=shares, b_eq=counts, method="highs")
+    if found.x is None:
+        raise PlanError(f"the relaxation has no solution ({found.message}).", where="dispatch")
+    shares_SR = np.zeros((num_kinds, len(counts)))
+    shares_SR[kind, bucket] = found.x[:-1]
+    alone_s = float(np.where(fleet.holds_KR, fleet.slope_KR + fleet.base_KR, np.inf).min(axis=0).max())
+    homes_s = float(fleet.job_s_KJ.min(axis=0).max()) if len(fleet.home_JR) else 0.0
+    return Relaxed(min(max(float(found.fun), alone_s, homes_s), below_s), -found.ineqlin.marginals / copies, shares_SR)
+
+
+def dispatch_by_length(fleet: Fleet) -> Dispatch:
+    """Every bucket goes to the replicas that take the fewest GPU-seconds for it, evenly: nobody looks at the load."""
+    gpus_K = np.array([model.layout.num_devices for model in fleet.models], dtype=np.float64)
+    price_KR = fleet.sample_s_KR * gpus_K[:, None]
+    cheapest_KR = price_KR <= price_KR.min(axis=0) * (1 + 1e-9)
+    return _shared(fleet, cheapest_KR)
+
+
+def dispatch_evenly(fleet: Fleet) -> Dispatch:
+    """Every bucket over all replicas, which must be able to hold it."""
+    if not fleet.holds_KR.all():
+        raise PlanError(
+            "some replica cannot hold the longest samples; even shares need that all can.", where="dispatch"
+        )
+    return _shared(fleet, fleet.holds_KR)
+
+
+def _shared(fleet: Fleet, wanted_KR: np.ndarray) -> Dispatch:
+    """Jobs where they are at home, all other samples evenly over the wanted replicas."""
+    return concluded(fleet, fleet.at_home_KR + _deal_evenly(wanted_KR, fleet.shared_R))
+
+
+def concluded(fleet: Fleet, counts_KR: IntArray, bound_s: float | None = None) -> Dispatch:
+    """A dispatch with these counts, priced; without a bound, that of the linear relaxation is found."""
+    seconds: FloatArray = fleet.seconds(counts_KR)
+    return Dispatch(
+        counts=tuple(tuple(int(count) for count in own) for own in counts_KR),
+        seconds=tuple(float(s) for s in seconds),
+        bound_s=relax(fleet).bound_s if bound_s is None else bound_s,
+        homes=fleet.homes,
+    )
+
+
+def _deal_evenly(wanted_KR: np.ndarray, shared_R: IntArray) -> IntArray:
+    """Each bucket's samples one by one over the wanted replicas, on from where the longer bucket before it ended."""
+    counts_KR = np.zeros(wanted_KR.shape, dtype=np.int64)
+    turn = 0
+    for bucket in reversed(range(wanted_KR.shape[1])):
+        takers = np.flatnonzero(wanted_KR[:, bucket])
+        count = int(shared_R[bucket])
+        counts_KR[takers, bucket] = count // len(takers)
+        rest = count % len(takers)
+        counts_KR[takers[(turn + np.arange(rest)) % len(takers)], bucket] += 1
+        turn += rest
+    return counts_KR
+
 
 MAX_MOVES = 120
 """Each takes some 0.1 ms with a dozen replicas."""

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel
 from weft.plan.fuse.planner import FusionPlan, plan_fusion
 from weft.plan.fuse.tasks import FuseTask, Pipe

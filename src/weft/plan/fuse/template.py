@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.plan.fuse.tasks import FusedTask, Pipe
-from weft.plan.pipeline.arrange import slowest_first
 from weft.plan.pipeline.eager import Clock, Pass, play
+from weft.plan.pipeline.stream import slowest_first
 
 
 @dataclass(frozen=True, slots=True)

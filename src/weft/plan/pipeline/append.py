@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel
 from weft.plan.pair import together, uncut
 from weft.plan.pipeline.build import StageList, renumbered

@@ -23,13 +23,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.errors import PlanError
-from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel, LinearCost
 from weft.plan.lemma import lemma_distance, with_noops
-from weft.plan.pipeline.arrange import by_rounds, by_template
 from weft.plan.pipeline.eager import eager_orders
 from weft.plan.pipeline.orders import StageOrder, orders_by_lead
-from weft.plan.pipeline.stream import BatchStream, StreamBatch, read_stream
+from weft.plan.pipeline.stream import BatchStream, StreamBatch, by_rounds, by_template, read_stream
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.types import Microbatch
 

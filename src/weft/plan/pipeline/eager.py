@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel
 from weft.plan.pipeline.orders import StageOrder, does_not_fit
 from weft.plan.pipeline.stream import BatchStream

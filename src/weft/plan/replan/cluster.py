@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from weft.plan.bucket import Buckets
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
-from weft.plan.deploy.candidates import without_dominated
-from weft.plan.deploy.expected import expected_batch
+from weft.plan.deploy.kinds import without_dominated
+from weft.plan.deploy.workload import expected_batch
 from weft.plan.dispatch import Fleet, ReplicaModel, dispatch
 from weft.plan.homes import PlannedReplicas
 from weft.plan.layout import Layout, ReplicaLayout

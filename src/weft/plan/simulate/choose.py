@@ -15,8 +15,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from weft.plan.cost.adapter_times import AdapterTimes
 from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel
 from weft.plan.fuse.groups import PipeCosts, grouped_streams
 from weft.plan.pack.rounds import pack_rounds

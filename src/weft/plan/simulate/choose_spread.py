@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel
 from weft.plan.pipeline.planner import whole_batches
 from weft.plan.program import Program

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import PlanError
-from weft.plan.cost.adapter_times import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.simulate.timeline import BESIDE, COMPUTE, RECEIVE, RECEIVE_GRADIENT, SEND, MemoryPoint, Span, Timeline

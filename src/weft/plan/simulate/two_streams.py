@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.plan.cost.analytic import AnalyticCost
-from weft.plan.cost.learned_pairs import MeasuredPairs
+from weft.plan.cost.learned import MeasuredPairs
 from weft.plan.cost.operators import layer_graph
 from weft.plan.interleave import Launch, Subgraph, between_sums, in_turns, order_problems
 from weft.plan.simulate.timeline import COMPUTE, SEND, Span, Timeline

@@ -3,8 +3,7 @@
 `plan_sweep` plans; `violations` checks any plan.
 """
 
-from weft.plan.sweep.check import violations
 from weft.plan.sweep.planner import plan_sweep
-from weft.plan.sweep.types import Configuration, Pack, SweepPlan
+from weft.plan.sweep.types import Configuration, Pack, SweepPlan, violations
 
 __all__ = ["Configuration", "Pack", "SweepPlan", "plan_sweep", "violations"]

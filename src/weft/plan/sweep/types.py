@@ -1,8 +1,13 @@
-"""A sweep's plan is data: packs of configurations that train together, each on its GPUs from a start to an end."""
+"""A sweep's plan is data: packs of configurations that train together, each on its GPUs from a start to an end.
+
+`violations` checks any of them; it is written without looking at any planner.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -180,3 +185,45 @@ def duration(seconds: float) -> str:
 def _span(gpus: tuple[int, ...]) -> str:
     is_run = len(gpus) > 2 and gpus == tuple(range(gpus[0], gpus[-1] + 1))
     return f"{gpus[0]}-{gpus[-1]}" if is_run else ",".join(map(str, gpus))
+
+
+def violations(plan: SweepPlan, configurations: Sequence[Configuration]) -> list[str]:
+    """What is wrong with a plan for these configurations; empty if it may run.
+
+    Checked: every configuration in exactly one pack; GPUs that exist, in one pack at a time; memory; microbatches that
+    hold the longest sample; no makespan below the lower bound.
+    """
+    found = []
+    placed = Counter(name for pack in plan.packs for name in pack.configurations)
+    wanted = {c.name: c for c in configurations}
+    for name in sorted(placed.keys() | wanted.keys()):
+        if name not in wanted:
+            found.append(f"{name} is in a pack and not in the sweep.")
+        elif placed[name] != 1:
+            found.append(f"{name} is in {placed[name]} packs; it belongs in one.")
+    for number, pack in enumerate(plan.packs, start=1):
+        if not pack.configurations or not pack.end_s > pack.start_s >= 0:
+            found.append(f"pack {number} is empty or ends before it starts.")
+        if len(set(pack.gpus)) != len(pack.gpus) or not set(pack.gpus) <= set(range(plan.num_gpus)) or not pack.gpus:
+            found.append(f"pack {number} has the GPUs {pack.gpus}; there are 0 to {plan.num_gpus - 1}.")
+        if pack.gpu_bytes > plan.device_bytes:
+            found.append(f"pack {number} needs {pack.gpu_bytes:,} bytes of {plan.device_bytes:,}.")
+        longest = max((wanted[name].most_tokens for name in pack.configurations if name in wanted), default=0)
+        if longest > pack.capacity:
+            found.append(f"pack {number} has microbatches of {pack.capacity} rows and a sample of {longest} tokens.")
+    found += _overlaps(plan)
+    if plan.packs and plan.makespan_s < plan.lower_bound_s * (1 - 1e-9):
+        found.append(f"the makespan {plan.makespan_s:g} s is below the lower bound {plan.lower_bound_s:g} s.")
+    return found
+
+
+def _overlaps(plan: SweepPlan) -> list[str]:
+    found = []
+    for gpu in range(plan.num_gpus):
+        mine = sorted((p for p in plan.packs if gpu in p.gpus), key=lambda p: (p.start_s, p.end_s))
+        for before, after in itertools.pairwise(mine):
+            if after.start_s < before.end_s * (1 - 1e-12):
+                found.append(
+                    f"GPU {gpu} is in two packs at once: one until {before.end_s:g} s, one from {after.start_s:g} s."
+                )
+    return found
