@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine import layout_keeper
-from weft.engine.execute.movable import MovableExecutor
+from weft.parallel.replicas import layout_keeper
+from weft.parallel.replicas.following_engine import FollowingEngine
 from weft.plan.replan import LayoutForecast, MoveCost
 
 JOBS = ("long", "short", "other")
@@ -50,7 +50,7 @@ def forecast_at_once(set_attribute: Set) -> None:
 
 
 def move_for_nothing(set_attribute: Set) -> None:
-    set_attribute(MovableExecutor, "cost", property(lambda _: MoveCost(0.0, 0.0)))
+    set_attribute(FollowingEngine, "cost", property(lambda _: MoveCost(0.0, 0.0)))
 
 
 @pytest.fixture

@@ -81,9 +81,10 @@ class LayoutOptions:
         That is so for a single replica, and where replicas share a job: one whose sums are free. `planned` may have
         some hold only a part of the jobs, which one engine knows.
         """
-        parts = self.chosen.apart
-        if model is None or len(parts) == 1 or self.planned is not None or any(job.sums == "free" for job in jobs):
-            return None
+        return None if model is None or len(self._ranks(jobs)) == 1 else self.in_ranks(model, jobs)
+
+    def in_ranks(self, model: ResolvedModel, jobs: Iterable[JobSpec]) -> ReplicaPlaces:
+        """Where its replicas are in any case; those that share jobs are with one rank."""
         from weft.parallel.replicas.places import layout_places
         from weft.parallel.stages.stage_devices import find_gpus
 
@@ -91,25 +92,19 @@ class LayoutOptions:
         numbers = self.devices.split(",") if self.devices is not None else [str(k) for k, _ in enumerate(gpus)]
         divided: list[StageLayout | None] = []
         seen: list[str | None] = []
-        first = 0
+        parts, first = self._ranks(jobs), 0
         for part in parts:
             devices = ",".join(numbers[first : first + part.num_devices]) or None
-            stages = LayoutOptions(str(part), devices=devices).stages
+            stages = LayoutOptions(str(part), devices=devices, planned=self.planned if len(parts) == 1 else None).stages
             divided.append(stages)
             seen.append(gpus[first] if gpus and stages is None else None)
             first += part.num_devices
         return layout_places(divided, seen)
 
-    @staticmethod
-    def stages_in(spec: RunSpec, model: ResolvedModel) -> Callable[[ReplicaLayouts], StageLayout | None]:
-        """How a run's replicas are divided in any layout, which is checked first; None for one that is not divided."""
-
-        def stages_of(layout: ReplicaLayouts) -> StageLayout | None:
-            options = LayoutOptions(str(layout))
-            options.check(spec, (), model)
-            return options.stages
-
-        return stages_of
+    def _ranks(self, jobs: Iterable[JobSpec]) -> tuple[ReplicaLayouts, ...]:
+        """The replicas that have an engine together."""
+        is_shared = self.planned is not None or any(job.sums == "free" for job in jobs)
+        return (self.chosen,) if is_shared else self.chosen.apart
 
     def notes(self, spec: RunSpec, model: ResolvedModel) -> tuple[str, ...]:
         """What a user should know of it."""

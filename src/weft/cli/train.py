@@ -22,7 +22,7 @@ from weft.cli.restart import through_losses
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, StorageError, WeftError
 from weft.report.console import output_console
-from weft.spec import RunSpec, load_run
+from weft.spec import JobSpec, RunSpec, load_run
 from weft.spec.load import locate
 from weft.wall_clock import Activity, WallClock, process_start_s
 from weft.wording import counted, size
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
     from weft.model.resolve import ResolvedModel
+    from weft.parallel.replicas.layout_keeper import LayoutKeeper
     from weft.parallel.replicas.places import ReplicaPlaces
     from weft.parallel.replicas.rank_group import RankGroup
     from weft.parallel.stages.auto_layout import Machine
     from weft.plan.choose_layout import LayoutOption
-    from weft.plan.replan import Forecaster
+    from weft.plan.replan import Forecaster, Prediction
     from weft.plan.replan.devices import DeviceForecaster
     from weft.store.remote.run_url import RunUrl
     from weft.store.run_dir import RunDirectory
@@ -161,7 +162,7 @@ def train_order(order: Order, place: Path | RunUrl, *, resume: bool) -> NoReturn
     console = output_console()
     with trained_in(place, resume=resume, tell=lambda text: _note(console, text)) as directory:
         wall = WallClock(process_start_s())
-        is_staged = order.places is None and (order.layout.stages is not None or order.forecast is not None)
+        is_staged = order.places is None and order.layout.stages is not None
         train_all = _train_through if is_staged else _train
         code = train_all(order, directory, console, resume=resume, place=place, wall=wall)
     raise typer.Exit(code)
@@ -199,7 +200,8 @@ class Order:
     def places(self) -> ReplicaPlaces | None:
         """Where its replicas are, if each has an engine of its own."""
         if self.forecast is not None:
-            return None
+            assert self.model is not None, "a layout that follows the jobs was planned for a model"
+            return self.layout.in_ranks(self.model, self.spec.jobs)
         return self.replicas.places(self.spec.backbone) or self.layout.places(self.model, self.spec.jobs)
 
     def locate(self, setting: str) -> str:
@@ -352,27 +354,40 @@ def _prepare(
 
 
 def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> OpenEngine:
-    """What loads the engine of a run: here, over stages, in a layout that follows the jobs, or over ranks."""
+    """What loads the engine of a run: here, over stages, or over ranks."""
     from weft.engine.train import load_engine
 
     model = order.model
-    if model is not None and order.forecast is not None:
-        from weft.parallel.load_staged import FollowedLayout, load_following
-
-        stages_in = LayoutOptions.stages_in(order.spec, model)
-        follow = FollowedLayout(order.layout.chosen, order.forecast, stages_in, order.layout.planned)
-        return lambda spec, jobs, wall: load_following(spec, model, jobs, follow, wall)
     if ranks is not None:
-        from weft.parallel.replicas.load import load_replicated
+        from weft.parallel.replicas.load import load_following, load_replicated
 
         notes = () if model is None else order.layout.notes(order.spec, model)
-        return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall, notes=notes)
+        if model is None or order.forecast is None:
+            return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall, notes=notes)
+        layouts = _keeper(order, model, order.forecast)
+        return lambda spec, jobs, wall: load_following(spec, ranks, layouts, clock=clock, wall=wall, notes=notes)
     stages = order.layout.stages
     if model is None or stages is None:
         return load_engine
     from weft.parallel.load_staged import load_staged
 
     return lambda spec, jobs, wall: load_staged(spec, model, jobs, stages, wall)
+
+
+def _keeper(order: Order, model: ResolvedModel, forecast: Forecaster) -> LayoutKeeper:
+    """What has the layout of a run follow its jobs."""
+    from weft.parallel.replicas.layout_keeper import LayoutKeeper
+    from weft.parallel.replicas.places import rank_order
+    from weft.plan.replan import Prediction
+
+    def open_ranks(wanted: Prediction, jobs: Sequence[JobSpec], capacity: int) -> RankGroup:
+        options = LayoutOptions(str(wanted.layout), planned=wanted.replicas)
+        options.check(order.spec, (), model)
+        setup = replace(rank_order(order.spec, order.spec.jobs), capacity=capacity)
+        return options.in_ranks(model, jobs).start(setup)
+
+    first = Prediction(order.layout.chosen, 0.0, 0.0, order.layout.planned)
+    return LayoutKeeper(first, forecast, open_ranks, planned_for=[job.name for job in order.spec.jobs])
 
 
 def _show_plan(

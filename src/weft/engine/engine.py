@@ -30,7 +30,6 @@ from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.placement import Placement
 from weft.engine.jobs.prepare_job import prepare_job
 from weft.engine.jobs.settle import Settlement
-from weft.engine.layout_keeper import LayoutKeeper
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import ProgramRun
 from weft.engine.recorder import ExportTo, RunRecorder
@@ -118,8 +117,6 @@ class Engine:
         """Steps that are done and not yet told."""
         self._program: ProgramRun | StagedRun | None = None
         """The last one; a microbatch of it may still run."""
-        self._layouts: LayoutKeeper | None = None
-        """What changes the layout as jobs come and go, if anything does."""
         self._is_within = False
         """Something is under way of which jobs have not been told; for good, if it is interrupted."""
         self._stopping = False
@@ -192,10 +189,6 @@ class Engine:
             directory = self._own_directory = open_own(Path(directory), now, jobs, any_capacity=self._is_capacity_free)
         self._keeper.keep_in(directory)
 
-    def keep_layout(self, layouts: LayoutKeeper) -> None:
-        """Has the layout of its replicas follow the jobs from now on."""
-        self._layouts = layouts
-
     def cancel(self, name: str) -> None:
         """Takes a job off; its slot is free at the next step boundary."""
         self._command("cancel", name)
@@ -254,8 +247,7 @@ class Engine:
         """Trains until no job can go on."""
         yield from self._tell()
         while not self._stopping:
-            is_forecast = self._layouts is not None and self._layouts.is_ready
-            if is_forecast or self._program is None or not self._program.goes_on:
+            if self._program is None or not self._program.goes_on:
                 yield from self._finish_program()
             yield from self._settlement.receive()
             while self._commands:
@@ -264,7 +256,6 @@ class Engine:
             yield from self._lifecycle.admit()
             for job in self._lifecycle.unsettled():
                 yield from self._settlement.settle(job)
-            yield from self._fit_layout()
             training = self._lifecycle.running_next()
             if training:
                 with self._places.watched():
@@ -347,8 +338,6 @@ class Engine:
 
     def close(self) -> None:
         """Ends what else belongs to the replica, such as other processes."""
-        if self._layouts is not None:
-            self._layouts.close()
         self.executor.close()
 
     def forget(self, name: str) -> None:
@@ -405,27 +394,8 @@ class Engine:
             yield from self._settlement.receive()
             is_settled = all(job.is_running and job.is_settled for job in running)
             has_changed = self._has_released or running != self._lifecycle.running_next()
-            is_forecast = self._layouts is not None and self._layouts.is_ready
-            if self._stopping or self._commands or has_changed or is_forecast or not is_settled:
+            if self._stopping or self._commands or has_changed or not is_settled:
                 return
-
-    def _fit_layout(self) -> list[Event]:
-        """Where jobs have come or gone: has another layout forecast, and moves there once that is known to pay."""
-        if self._layouts is None:
-            return []
-        # A copy at once: other threads may submit while we look.
-        jobs = dict(self.jobs)
-        self._layouts.hear([job for job in jobs.values() if _is_at_work(job)], self.timeline)
-        if not self._layouts.is_ready or (self._program is not None and self._program.goes_on):
-            # What stages have begun is counted first.
-            return []
-        self._keeper.files.finish_all()
-        self._is_within = True
-        event, planner = self._layouts.settle(jobs, self.timeline)
-        self._is_within = False
-        if planner is not None:
-            self.planner, self._plans = planner, LookaheadPlanner(planner, self.timeline)
-        return [] if event is None else [event]
 
     def _finish_program(self) -> Iterator[Event]:
         """Before anything else is decided: what has been started is counted."""
@@ -492,9 +462,3 @@ class Engine:
             found = "its replica was lost after it had ended, so its adapter is in its directory alone."
             raise JobError(found, where=f"job {name}")
         return job
-
-
-def _is_at_work(job: LiveJob) -> bool:
-    """Whether a layout is chosen with a job in mind: it trains or waits for a place, and has steps left."""
-    is_training = job.state in (JobState.QUEUED, JobState.RUNNING) and job.is_alive
-    return is_training and not job.progress.is_complete

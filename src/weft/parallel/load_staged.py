@@ -1,18 +1,14 @@
-"""Opens engines on replicas in stages: in one layout for good, or in one that follows the jobs."""
+"""Opens engines on replicas in stages."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TypeVar
 
 from weft.engine.engine import Engine
-from weft.engine.execute.local import executor_on
 from weft.engine.execute.memory import COMPILING, ExpectedJobs
-from weft.engine.execute.movable import MovableExecutor, OpenReplicas
 from weft.engine.execute.protocol import Executor
-from weft.engine.layout_keeper import LayoutKeeper
 from weft.model.resolve import ResolvedModel
 from weft.parallel.stages.load_stages import (
     StageLayout,
@@ -23,12 +19,8 @@ from weft.parallel.stages.load_stages import (
     why_no_pairs,
 )
 from weft.plan.cost.rows import choose_capacity
-from weft.plan.homes import PlannedReplicas
-from weft.plan.layout import Layout
-from weft.plan.pack import planner_named
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner
-from weft.plan.replan import Forecaster
 from weft.plan.simulate.choose import pipeline_planner
 from weft.plan.simulate.choose_spread import FastestSpread
 from weft.plan.spread.planner import SpreadPlanner
@@ -36,18 +28,6 @@ from weft.spec import JobSpec, RunSpec
 from weft.wall_clock import Activity, WallClock
 
 RunT = TypeVar("RunT", bound=RunSpec)
-
-
-@dataclass(frozen=True)
-class FollowedLayout:
-    """A layout that is chosen anew when jobs come and go."""
-
-    first: Layout
-    forecast: Forecaster
-    stages_of: Callable[[Layout], StageLayout | None]
-    """How replicas are divided; None for one that is not. Raises what keeps the run from such a layout."""
-    planned: PlannedReplicas | None = None
-    """What the plan of the first one says of its replicas."""
 
 
 def load_staged(
@@ -66,40 +46,6 @@ def load_staged(
         *pair_notes(spec, model, layout),
         *((COMPILING,) if executor.is_compiling else ()),
     )
-    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
-
-
-def load_following(
-    spec: RunT, model: ResolvedModel, jobs: Sequence[JobSpec], layout: FollowedLayout, wall: WallClock | None = None
-) -> tuple[RunT, Engine, tuple[str, ...]]:
-    """The same in a layout that follows the jobs; the first was chosen for all of these."""
-    wall = wall or WallClock()
-
-    def open_in(wanted: Layout) -> OpenReplicas:
-        stages = layout.stages_of(wanted)
-        if stages is None:
-            return lambda: executor_on(model)
-        return lambda: load_stages(model, stages, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
-
-    def planner_in(wanted: Layout, planned: PlannedReplicas | None) -> Planner:
-        stages = layout.stages_of(wanted)
-        if stages is None:
-            return planner_named(spec.planner)
-        return stage_planner(model, spec.planner, dataclasses.replace(stages, planned=planned), row_tile)
-
-    executor = MovableExecutor(open_in(layout.first))
-    row_tile = _row_tile(spec, jobs, executor)
-    engine = _engine(spec, jobs, executor, planner_in(layout.first, layout.planned), wall)
-    keeper = LayoutKeeper(
-        executor,
-        layout.first,
-        layout.forecast,
-        lambda wanted: (open_in(wanted.layout), planner_in(wanted.layout, wanted.replicas)),
-        planned_for=[job.name for job in jobs],
-    )
-    engine.keep_layout(keeper)
-    stages = layout.stages_of(layout.first)
-    notes = () if stages is None else layout_notes(spec, model, stages)
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
 
 

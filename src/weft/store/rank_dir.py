@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import StorageError
-from weft.plan.simulate.timeline import trace_json
-from weft.store.atomic import storage_errors, write_file
+from weft.store.atomic import storage_errors
 from weft.store.guard import add_guard
 from weft.store.owner import Owner, Ownership
 from weft.store.run_dir import PERMIT, RunDirectory
@@ -88,12 +87,12 @@ def rank_timeline(path: Path, rank: int) -> Path:
     return path / f".timeline-{rank}.json"
 
 
-def merge_timelines(path: Path, merged: Path, first_bands: Mapping[int, int]) -> None:
-    """Makes one timeline of those of all ranks; `first_bands`: the number of each rank's first band in it."""
+def take_timelines(path: Path, first_bands: Mapping[int, int]) -> list[Any]:
+    """The spans of all ranks, which are removed there; `first_bands`: the number of each rank's first band."""
     events: list[Any] = []
     for part in sorted(path.glob(".timeline-*.json")):
         rank = int(part.stem.rpartition("-")[2])
         found = json.loads(part.read_bytes())["traceEvents"]
         events += [{**event, "pid": event["pid"] + first_bands.get(rank, rank)} for event in found]
         part.unlink()
-    write_file(merged, trace_json(events))
+    return events

@@ -14,7 +14,6 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 from weft.engine.engine import Engine
 from weft.engine.execute import eva as execute_eva
 from weft.engine.execute.eva import HeardInputs
-from weft.engine.execute.movable import MovableExecutor
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 
@@ -67,13 +66,3 @@ def test_passes_when_all_stages_know_enough_then_no_more_are_run(monkeypatch):
         engine.executor.seat("job")
         found.append(len(num_run))
     assert found[1] == 2 * found[0] and 1 < found[0] < 16, found
-
-
-def test_start_when_the_layout_changes_before_it_is_found_then_is_found_on_the_new_one():
-    expected = train(random_backbone("llama", num_hidden_layers=LAYERS), jobs(), capacity=48)
-    executor = MovableExecutor(lambda: staged_executor("llama", (1, 2)))
-    engine = Engine(executor, capacity=48, planner=PipelinePlanner(Schedule.EAGER, 2))
-    submit(engine, *jobs())
-    executor.move(lambda: staged_executor("llama", (2, 1)))
-    for name, outcome in finish(engine).items():
-        assert_same_bits(outcome, expected[name])

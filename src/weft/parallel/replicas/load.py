@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from weft.model.source import load_tokenizer
+from weft.parallel.replicas.following_engine import FollowingEngine
+from weft.parallel.replicas.layout_keeper import LayoutKeeper
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.parallel.replicas.steered_engine import SteeredEngine
@@ -40,8 +44,22 @@ def load_steered(
     return _load(SteeredEngine, spec, ranks, clock, wall)
 
 
+def load_following(
+    spec: RunT,
+    ranks: RankGroup,
+    layouts: LayoutKeeper,
+    *,
+    clock: datetime.datetime,
+    wall: WallClock | None = None,
+    notes: tuple[str, ...] = (),
+) -> tuple[RunT, ReplicatedEngine, tuple[str, ...]]:
+    """The same in a layout that follows the jobs."""
+    spec, engine, told = _load(partial(FollowingEngine, layouts=layouts), spec, ranks, clock, wall)
+    return spec, engine, (*notes, *told)
+
+
 def _load(
-    kind: type[EngineT], spec: RunT, ranks: RankGroup, clock: datetime.datetime, wall: WallClock | None
+    kind: Callable[..., EngineT], spec: RunT, ranks: RankGroup, clock: datetime.datetime, wall: WallClock | None
 ) -> tuple[RunT, EngineT, tuple[str, ...]]:
     wall = wall or WallClock()
     try:

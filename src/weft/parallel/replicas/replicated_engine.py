@@ -8,14 +8,13 @@ with it but the steps since the last checkpoints: its jobs go on elsewhere, and 
 from __future__ import annotations
 
 import datetime
-import functools
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import JobData
@@ -58,9 +57,11 @@ from weft.parallel.replicas.messages import (
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.rank_link import RankEnded
 from weft.parallel.replicas.rank_pool import RankProcess
+from weft.plan.simulate.timeline import span_event, trace_json
 from weft.plan.types import Limits
 from weft.spec import JobSpec
-from weft.store.rank_dir import grant_permit, merge_timelines, revoke_permit
+from weft.store.atomic import write_file
+from weft.store.rank_dir import grant_permit, revoke_permit, take_timelines
 from weft.store.run_dir import RunDirectory
 from weft.wall_clock import TimeSplit, WallClock
 
@@ -92,7 +93,6 @@ class ReplicatedEngine:
         self.jobs: dict[str, KnownJob] = {}
         self.clock = clock
         self._weights = tenant_weights or {}
-        self._ranks = ranks
         self._directory: RunDirectory | None = None
         self._untold: deque[ToldEvent] = deque()
         self._is_stale = True
@@ -100,12 +100,19 @@ class ReplicatedEngine:
         self._is_stopping = False
         self._num_jobs = 0
         self._tokenizer = tokenizer
+        self._past_spans: list[Any] = []
+        """What is to be in the timeline of ranks that are closed."""
+        self._use(ranks)
+
+    def _use(self, ranks: RankGroup) -> None:
+        """Trains on these ranks from now on, once they are loaded."""
         ranks.await_all()
+        self._ranks = ranks
         self._close = weakref.finalize(self, ranks.close)
         self.limits = Limits(ranks.first.capacity)
         """What a microbatch may hold."""
 
-    @functools.cached_property
+    @property
     def executor(self) -> ReplicaInfo:
         """What all replicas have in common."""
         return ReplicaInfo(self._ranks.first.facts, self._tokenizer)
@@ -158,6 +165,10 @@ class ReplicatedEngine:
         """
         self._directory = directory
         self.timeline.wall.go_on_from(directory.read_time())
+        self._open_directories()
+
+    def _open_directories(self) -> None:
+        """Lets all ranks that are loaded write into the run directory; StorageError if one does not see it."""
         for rank in self._ranks.loaded:
             self._open_directory(rank)
             opened = self._await_report(rank, DirectoryOpened)
@@ -377,5 +388,12 @@ class ReplicatedEngine:
 
     def _write_times(self) -> None:
         if self._directory is not None:
-            merge_timelines(self._directory.path, self._directory.timeline_path, self._ranks.first_bands)
+            self._keep_timelines()
+            moves = [span_event(span, 0) for span in self.timeline.spans if span.name == "move"]
+            write_file(self._directory.timeline_path, trace_json([*self._past_spans, *moves]))
             self._directory.write_time(self.time_split)
+
+    def _keep_timelines(self) -> None:
+        """Reads the timelines that ranks have written."""
+        if self._directory is not None:
+            self._past_spans += take_timelines(self._directory.path, self._ranks.first_bands)
