@@ -38,14 +38,13 @@ def load_prompts(
     source: str,
     tokenizer: Tokenizer,
     *,
-    data_format: str = "auto",
     chat_template: str | None = None,
     base_dir: Path,
 ) -> list[Prompt]:
     """One prompt per row of a file or Hub data set; rows need no answer here."""
     renderer = Renderer(ChatTemplate(tokenizer, chat_template))
     rows = read_rows(source, base_dir)
-    _, forms = convert_rows(rows, data_format, need_answer=False)
+    _, forms = convert_rows(rows, "auto", need_answer=False)
     return [_prompt(form, renderer, row.where) for row, form in zip(rows, forms, strict=True)]
 
 

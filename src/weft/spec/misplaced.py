@@ -63,13 +63,13 @@ def check_job(defaults: Mapping[str, Any], where: str) -> None:
             )
 
 
-def check_space(space: Mapping[str, Any], where: str = "space") -> None:
+def check_space(space: Mapping[str, Any]) -> None:
     """ConfigError for a setting of the whole sweep among the parameters to search."""
     known = {**field_names(JobSpec), **field_names(AdapterSpec)}
     for key in space:
         if key in field_names(SweepSpec) and key not in known:
             raise ConfigError(
                 "is a setting of the sweep, the same for all trials.",
-                where=join(where, key),
+                where=join("space", key),
                 hint="Put it beside space:, not in it.",
             )

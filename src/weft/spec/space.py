@@ -25,6 +25,8 @@ from weft.settings.fields import convert, describe, field_names, join
 from weft.spec.adapter import AdapterSpec
 from weft.spec.job import JobSpec
 
+SPACE = "space"
+"""The setting of a sweep that holds its parameters."""
 TOGETHER = "_"
 """The parameter whose values are settings that vary together."""
 _METHOD = "adapter.method"
@@ -206,13 +208,13 @@ def value_key(value: Any) -> str:
     return json.dumps(_plain(value), sort_keys=True, default=str)
 
 
-def read_space(tree: Any, where: str = "space") -> Space:
+def read_space(tree: Any) -> Space:
     """The space written in a sweep file; a ConfigError names the parameter that is wrong."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"expected parameters such as r: [8, 16], got {describe(tree)}.", where=where)
-    parameters = list(_parameters(tree, "", where))
+        raise ConfigError(f"expected parameters such as r: [8, 16], got {describe(tree)}.", where=SPACE)
+    parameters = list(_parameters(tree, "", SPACE))
     if not parameters:
-        raise ConfigError("there is nothing to search; name at least one parameter, e.g. r: [8, 16].", where=where)
+        raise ConfigError("there is nothing to search; name at least one parameter, e.g. r: [8, 16].", where=SPACE)
     spelled: dict[str, str] = {}
     for parameter in parameters:
         names = [name for value in parameter.values or () for name in value] if parameter.name == TOGETHER else []
@@ -220,7 +222,7 @@ def read_space(tree: Any, where: str = "space") -> Space:
             path = setting_path(name)
             if path in spelled:
                 found = f"{spelled[path]} and {name} are" if spelled[path] != name else f"{name} is"
-                raise ConfigError(f"{found} searched twice; keep one.", where=join(where, name))
+                raise ConfigError(f"{found} searched twice; keep one.", where=join(SPACE, name))
             spelled[path] = name
     return Space(tuple(parameters))
 

@@ -131,11 +131,6 @@ class RunDirectory:
         """Where the timeline goes."""
         return self.path / _TIMELINE
 
-    @property
-    def report_path(self) -> Path:
-        """Where the report goes."""
-        return self.path / _REPORT
-
     def job_dir(self, name: str) -> Path:
         """The directory of one job, made when it is first asked for."""
         path = self._job_path(name)

@@ -76,9 +76,7 @@ def profile(
     print(f"time      {readable.time_split(wall.split())}")
 
 
-def open_backbone(
-    model: str, quantize: str = "none", recompute: str = "none", kernels: str = "auto", device: str = "auto"
-) -> Backbone:
+def open_backbone(model: str, quantize: str = "none", recompute: str = "none", kernels: str = "auto") -> Backbone:
     """A backbone to measure: a named shape with random weights, or whatever `base_model` may be."""
     import torch
 
@@ -88,10 +86,10 @@ def open_backbone(
     from weft.plan.cost.published_shapes import EMBEDDED, SHAPES, find_shape
     from weft.spec import BackboneSpec
 
-    spec = BackboneSpec(model, device=device, quantize=quantize, kernels=kernels, recompute=recompute)
+    spec = BackboneSpec(model, quantize=quantize, kernels=kernels, recompute=recompute)
     if model == EMBEDDED or model not in SHAPES:
         return load_backbone(spec)
-    if spec.device == "cpu" or not has_gpu():
+    if not has_gpu():
         raise ModelError(
             f"the shape {model} is measured on a CUDA GPU, and none is used; tiny and model directories run anywhere.",
             where="--model",

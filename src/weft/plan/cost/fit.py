@@ -24,6 +24,8 @@ from weft.plan.cost.memory import rank_class
 TIME_TERMS = ("fixed", "rows", "pairs", "rank_tokens", "jobs")
 MEMORY_TERMS = ("fixed", "rows", "pairs", "longest_pairs", "rank_tokens", "rank_rows", "parameters")
 STEP_TERMS = ("fixed", "jobs", "parameters")
+START_WEIGHT = 0.1
+"""Of a price that a fit starts from, beside a value of weight 1."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,6 @@ def fit(
     values: Sequence[float],
     terms: Sequence[str],
     start: Fit | None = None,
-    start_weight: float = 0.1,
 ) -> Fit:
     """The prices that explain the values best; deterministic."""
     if not values or any(not (math.isfinite(value) and value > 0) for value in values):
@@ -119,9 +120,9 @@ def fit(
         known = [place for place, term in enumerate(terms) if start.prices.get(term, 0.0) > 0]
         rows = np.zeros((len(known), len(terms)))
         for row, place in enumerate(known):
-            rows[row, place] = start_weight / start.prices[terms[place]]
+            rows[row, place] = START_WEIGHT / start.prices[terms[place]]
         x_NK = np.concatenate([x_NK, rows])
-        y_N = np.concatenate([y_N, np.full(len(known), start_weight)])
+        y_N = np.concatenate([y_N, np.full(len(known), START_WEIGHT)])
     return Fit(dict(zip(terms, solve_nonnegative(x_NK, y_N), strict=True)))
 
 

@@ -116,11 +116,11 @@ class MemoryModel:
         """Kept of one microbatch by a stage."""
         return round(num_rows * self.layers(stage) * self.row_bytes(widest_rank))
 
-    def offloaded_bytes(self, num_rows: int, stage: int = 0) -> int:
+    def offloaded_bytes(self, num_rows: int) -> int:
         """Of what is kept, elsewhere with `offload`; on the way back two layers at a time are here."""
         kept = kept_tensors(self.shape, MIN_RANK_CLASS)
         row = sum(self._bytes(tensor) for tensor in kept if tensor.is_moved and tensor.is_kept(self.recompute))
-        return round(num_rows * max(self.layers(stage) - OFFLOAD_LAYERS, 0) * row)
+        return round(num_rows * max(self.layers(0) - OFFLOAD_LAYERS, 0) * row)
 
     def workspace_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS) -> int:
         """At the widest moment of a layer's way back; made once, however many microbatches are under way."""
@@ -147,14 +147,12 @@ class MemoryModel:
         self,
         num_rows: int,
         ranks: Sequence[int],
-        targets: str | Sequence[str] = ALL_LINEAR,
         stage: int = 0,
         num_held: int = 1,
     ) -> int:
         """All of it, with one adapter per rank and `num_held` microbatches between forward and backward."""
-        self.shape.chosen(targets)
         widest = max(ranks, default=1)
-        adapters = sum(self.adapter_bytes(rank, targets, stage) for rank in ranks)
+        adapters = sum(self.adapter_bytes(rank, ALL_LINEAR, stage) for rank in ranks)
         kept = num_held * self.kept_bytes(num_rows, widest, stage)
         working = self.workspace_bytes(num_rows, widest) + self.loss_bytes(stage)
         return self.weight_bytes(stage) + adapters + kept + working

@@ -60,6 +60,7 @@ def in_turn_step_s(
 
 
 NUM_BATCHES = 8
+PLANNED_SEED, FORECAST_SEED = 0, 1
 FINALISTS = 8
 """Plans, the best for the expected batch, that are compared over drawn ones; LobRA keeps at least as many."""
 SEQUENTIAL_BUDGET_S = 1.0
@@ -126,13 +127,13 @@ class DeployForecast:
 
 
 def forecast_deployment(
-    kinds: Sequence[ReplicaKind], pools: Mapping[str, int], jobs: Sequence[DeployJob], *, seed: int = 0
+    kinds: Sequence[ReplicaKind], pools: Mapping[str, int], jobs: Sequence[DeployJob]
 ) -> DeployForecast:
     """Plans replicas for jobs, and what they are compared with."""
-    batch = expected_batch(jobs, seed)
+    batch = expected_batch(jobs, PLANNED_SEED)
     everything = DeployProblem(tuple(kinds), pools, batch)
     problem = DeployProblem(tuple(without_dominated(kinds, batch)), pools, batch)
-    batches = draw_batches(jobs, NUM_BATCHES, seed + 1)
+    batches = draw_batches(jobs, NUM_BATCHES, FORECAST_SEED)
     num_gpus = problem.num_gpus
 
     def mean_s(plan: Deployment, share: Callable[[Fleet], Dispatch] = dispatch) -> float:
@@ -155,7 +156,7 @@ def forecast_deployment(
     for name, are_alike in (("in turn, alike", True), ("in turn, planned", False)):
         plans = plan_each(kinds, pools, jobs, are_alike=are_alike, budget_s=SEQUENTIAL_BUDGET_S)
         share = dispatch_evenly if are_alike else dispatch
-        step_s = in_turn_step_s(plans, jobs, NUM_BATCHES, seed + 1, share)
+        step_s = in_turn_step_s(plans, jobs, NUM_BATCHES, FORECAST_SEED, share)
         choices.append(choice(name, f"a plan for each of {len(plans)} jobs", step_s))
     buckets = in_buckets(jobs, batches[0])
     shared = dispatch(Fleet.of(deployment.models, buckets, deployment.homes))

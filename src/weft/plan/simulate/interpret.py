@@ -1,11 +1,10 @@
 """Executes programs with a cost model instead of tensors.
 
-A stage runs its list from the first to the last instruction. With overlap a stage has three lanes, as mLoRA's three
-streams: it computes, sends (one transfer after the other, while it computes on) and receives. Without, sending and
-receiving each keep the stage itself busy. Empty microbatches cost nothing. Measuring a gradient takes no time, but the
-judge waits until all have measured theirs, and the others step when it has. Devices in step begin a pass together. Both
-passes of a pair begin together and end together. Replicas have a cost model each; what they add to each other's
-gradients is taken to cost nothing. O(instructions).
+A stage runs its list from the first to the last instruction. It has three lanes, as mLoRA's three streams: it computes,
+sends (one transfer after the other, while it computes on) and receives. Empty microbatches cost nothing. Measuring a
+gradient takes no time, but the judge waits until all have measured theirs, and the others step when it has. Devices in
+step begin a pass together. Both passes of a pair begin together and end together. Replicas have a cost model each; what
+they add to each other's gradients is taken to cost nothing. O(instructions).
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def simulate(
     program: Program,
     cost: CostModel | Sequence[CostModel],
     *,
-    overlap: bool = True,
     adapters: AdapterTimes | None = None,
     pairs: PairTimes | None = None,
 ) -> Timeline:
@@ -59,7 +57,7 @@ def simulate(
     `pairs`: what two passes side by side take; None: as long as one after another.
     """
     costs = cost if isinstance(cost, Sequence) else [cost] * len(program.replicas)
-    run = _Run(program, costs, overlap, adapters, pairs)
+    run = _Run(program, costs, adapters, pairs)
     waiting = deque(stage for stage, instructions in enumerate(program.stages) if instructions)
     idle = 0
     while waiting and idle < len(waiting):
@@ -81,11 +79,10 @@ class _Run:
         self,
         program: Program,
         costs: Sequence[CostModel],
-        overlap: bool,
         adapters: AdapterTimes | None,
         pairs: PairTimes | None,
     ) -> None:
-        self.program, self.overlap, self.pairs = program, overlap, pairs
+        self.program, self.pairs = program, pairs
         self.beside = dict(program.pairs)
         owners = [(own, cost) for own, cost in zip(program.replicas, costs, strict=True) for _ in own]
         self.stages = [
@@ -205,32 +202,21 @@ class _Run:
         seconds = self._transfer_s(stage, send.microbatch)
         start = max(stage.free_at, stage.send_free_at)
         stage.send_free_at = self.arrivals[parcel] = start + seconds
-        if not self.overlap:
-            stage.free_at = start + seconds
         if seconds:
             args = {"microbatch": send.microbatch, "to": send.to_stage}
             stage.spans.append(Span(name="send", start_s=start, duration_s=seconds, args=args, stage=place, lane=SEND))
             # The two streams towards a stage come from different neighbours, so each has a lane of its own.
             lane = RECEIVE_GRADIENT if send.is_gradient else RECEIVE
             args = {"microbatch": send.microbatch, "from": place}
-            if self.overlap:
-                self.stages[send.to_stage].spans.append(
-                    Span(name="receive", start_s=start, duration_s=seconds, args=args, stage=send.to_stage, lane=lane)
-                )
+            self.stages[send.to_stage].spans.append(
+                Span(name="receive", start_s=start, duration_s=seconds, args=args, stage=send.to_stage, lane=lane)
+            )
 
     def _receive(self, stage: _StageRun, place: int, receive: Receive) -> bool:
         parcel = (receive.microbatch, place, receive.is_gradient)
         if parcel not in self.arrivals:
             return False
         stage.free_at = max(stage.free_at, self.arrivals[parcel])
-        seconds = self._transfer_s(stage, receive.microbatch)
-        if not self.overlap and seconds:
-            lane = RECEIVE_GRADIENT if receive.is_gradient else RECEIVE
-            args = {"microbatch": receive.microbatch, "from": receive.from_stage}
-            stage.spans.append(
-                Span(name="receive", start_s=stage.free_at, duration_s=seconds, args=args, stage=place, lane=lane)
-            )
-            stage.free_at += seconds
         return True
 
     def _transfer_s(self, stage: _StageRun, microbatch: int) -> float:

@@ -131,22 +131,15 @@ def _by_lane(span: Span) -> tuple[int, int]:
     return span.stage, order.index(span.lane) if span.lane in order else len(order)
 
 
-def gantt(
-    timeline: Timeline,
-    width: int = 100,
-    start_s: float = 0.0,
-    end_s: float | None = None,
-    names: Sequence[str] | None = None,
-) -> str:
+def gantt(timeline: Timeline, width: int = 100, names: Sequence[str] | None = None) -> str:
     """One line per stage, which may have a name; each character shows what the stage did most of that time."""
-    end = timeline.makespan_s if end_s is None else end_s
-    tick = (end - start_s) / width
+    tick = timeline.makespan_s / width
     if tick <= 0:
         return ""
     spent: list[list[dict[str, float]]] = [[{} for _ in range(width)] for _ in range(timeline.num_stages)]
     for span in timeline.spans:
-        if span.lane == COMPUTE and span.end_s > start_s and span.start_s < end:
-            _add(spent[span.stage], span, start_s, tick)
+        if span.lane == COMPUTE:
+            _add(spent[span.stage], span, tick)
     names = names or [f"stage {stage}" for stage in range(timeline.num_stages)]
     margin = max(map(len, names))
     return "\n".join(
@@ -155,11 +148,11 @@ def gantt(
     )
 
 
-def _add(cells: list[dict[str, float]], span: Span, start_s: float, tick: float) -> None:
-    first = max(0, int((span.start_s - start_s) / tick))
-    last = min(len(cells) - 1, int((span.end_s - start_s) / tick))
+def _add(cells: list[dict[str, float]], span: Span, tick: float) -> None:
+    first = int(span.start_s / tick)
+    last = min(len(cells) - 1, int(span.end_s / tick))
     for place in range(first, last + 1):
-        left = start_s + place * tick
+        left = place * tick
         overlap = min(span.end_s, left + tick) - max(span.start_s, left)
         if overlap > 0:
             cells[place][span.name] = cells[place].get(span.name, 0.0) + overlap
