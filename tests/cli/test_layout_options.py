@@ -13,8 +13,8 @@ from weft.cli.layout_options import LayoutOptions
 from weft.cli.train import _forecaster
 from weft.errors import WeftError
 from weft.model.resolve import resolve
-from weft.parallel.stages import auto_layout
-from weft.parallel.stages.auto_layout import Machine, machine_here, machine_of, predicted_on
+from weft.parallel import auto_layout
+from weft.parallel.auto_layout import Machine, machine_here, machine_of, predicted_on
 from weft.plan.choose_layout import LayoutOption
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.pipeline.build import Schedule

@@ -16,8 +16,8 @@ from weft.plan.pipeline.build import Schedule
 
 if TYPE_CHECKING:
     from weft.model.resolve import ResolvedModel
+    from weft.parallel.auto_layout import ChosenLayout, Machine
     from weft.parallel.replicas.places import ReplicaPlaces
-    from weft.parallel.stages.auto_layout import ChosenLayout, Machine
     from weft.parallel.stages.load_stages import StageLayout
     from weft.plan.homes import PlannedReplicas
     from weft.spec import JobSpec, RunSpec
@@ -127,7 +127,7 @@ class LayoutOptions:
 
         `check_more`: raises what else keeps a layout from being taken.
         """
-        from weft.parallel.stages.auto_layout import choose_for
+        from weft.parallel.auto_layout import choose_for
 
         def check(layout: ReplicaLayouts) -> None:
             options = replace(self, layout=str(layout))

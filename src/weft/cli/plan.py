@@ -137,7 +137,7 @@ def _layout(
     """The layout that was named or is chosen, on the machine that was named or on this one."""
     from weft.cli.layout_options import LayoutOptions
     from weft.model.resolve import resolve
-    from weft.parallel.stages.auto_layout import machine_of, predicted_on
+    from weft.parallel.auto_layout import machine_of, predicted_on
     from weft.parallel.stages.load_stages import layout_notes, pair_notes, why_no_pairs
 
     options, machine = LayoutOptions(layout), machine_of(spec, device, gpus)

@@ -186,7 +186,7 @@ def _chosen_layout(
     spec: SweepSpec, model: ResolvedModel, asked: LayoutOptions, base_dir: Path, console: Console
 ) -> LayoutOptions:
     """A layout in the place of auto, by the trials that begin together, and all that may come; says why it is that."""
-    from weft.parallel.stages.auto_layout import machine_here
+    from weft.parallel.auto_layout import machine_here
     from weft.sweeps.search.samplers import first_trials
 
     shared = {field.name: getattr(spec, field.name) for field in fields(RunSpec)}

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
     from weft.model.resolve import ResolvedModel
+    from weft.parallel.auto_layout import Machine
     from weft.parallel.replicas.layout_keeper import LayoutKeeper
     from weft.parallel.replicas.places import ReplicaPlaces
     from weft.parallel.replicas.rank_group import RankGroup
-    from weft.parallel.stages.auto_layout import Machine
     from weft.plan.choose_layout import LayoutOption
     from weft.plan.replan import Forecaster, Prediction
     from weft.plan.replan.devices import DeviceForecaster
@@ -89,7 +89,7 @@ def train(
     said = Said(("weft", "train", str(jobs_file), *changes), (*options.flags, *stages.flags))
     if stages.is_auto:
         from weft.model.resolve import resolve
-        from weft.parallel.stages.auto_layout import machine_here
+        from weft.parallel.auto_layout import machine_here
 
         stages.check_alone(options.flags)
         model, machine = resolve(spec.backbone), machine_here(spec)
@@ -127,7 +127,7 @@ def train(
         told: tuple[str, ...] = ()
         if not reasons and stages.layout is not None:
             from weft.model.resolve import resolve
-            from weft.parallel.stages.auto_layout import machine_here, predicted_on
+            from weft.parallel.auto_layout import machine_here, predicted_on
 
             model = model or resolve(spec.backbone)
             # Of GPUs that the hardware table does not have nothing is predicted.
@@ -146,7 +146,7 @@ def _forecaster(spec: RunSpec, asked: LayoutOptions, model: ResolvedModel, machi
     Nobody has tried whether a GPU's memory is free for other replicas once its first ones are closed; and a schedule
     is for stages, which another layout might not have.
     """
-    from weft.parallel.stages.auto_layout import device_forecaster
+    from weft.parallel.auto_layout import device_forecaster
 
     if not machine.is_cpu or asked.schedule is not None:
         return None
