@@ -94,8 +94,16 @@ class SlotWeights(ABC):
     product is x itself: `forward` adds to a copy of it, and `backward` finds dy in dx.
 
     All hooks get the buffers of the whole microbatch and change the rows of their own slot alone. Rows of others may be
-    NaN: they are left out by slicing, never masked by a product. Gradients are added in fp32, sample by sample in the
-    job's order, so that no cut into microbatches changes them.
+    NaN: they are left out by slicing, never masked by a product.
+
+    Two rules keep an adapter's bits the same beside any neighbours and for any cut into microbatches:
+    - A product over rows runs in the windows of `rows.windows`, which have a fixed number of rows, so that libraries
+      choose the same algorithm whatever else is there: compute on `window.computed`, use `[window.inside]` of the
+      result, and write it to `window.own`. What is computed row by row may use `rows.own`.
+    - A sum over tokens, as every gradient is, runs over one sample of `rows.samples` at a time, in their order, and is
+      added in fp32 (`sample_sums.add_product`): `sample.buffer` are its rows in the microbatch, `sample.slot` those
+      among the slot's own.
+    `methods/bottleneck/weights.py` is a short example.
     """
 
     changes_input: ClassVar[bool] = False
@@ -192,14 +200,14 @@ WHOLE_NUMBERS = ("indices", "shape")
 """How names of tensors in files end that hold whole numbers; all others are floats."""
 
 
-class PeftFormat(Protocol):
+class PeftFormat(ABC):
     """The files of a method's adapters as PEFT writes and reads them."""
 
     peft_type: str
     """What adapter_config.json calls the method."""
     marker: str | None = None
     """The key that is on in its files alone, where another method has the same peft_type."""
-    in_peft: bool
+    in_peft: bool = False
     """Whether PEFT has the method; where it has not, only Weft reads the files."""
     title: str
     """What people call it."""
@@ -207,18 +215,21 @@ class PeftFormat(Protocol):
     """What PEFT calls a group's tensors, and how their names end: lora_A and `lora_A.weight`; in the groups' order."""
     defaults: Mapping[str, Any]
     """Every key PEFT writes and its default, except peft_version, which PEFT fills in where a file has none."""
-    refused: Mapping[str, str]
+    refused: Mapping[str, str] = {}
     """Keys that must be off, and why."""
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
         """The keys that are not as by default for an adapter on the modules `paths`."""
+        return {}
 
-    def check_config(self, config: Mapping[str, Any], where: str) -> None:
+    def check_config(self, config: Mapping[str, Any], where: str) -> None:  # noqa: B027 (optional)
         """AdapterFileError if the config asks for what we do not implement."""
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The method's own settings of an AdapterSpec; the config holds no null."""
+        return {}
 
+    @abstractmethod
     def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
         """AdapterFileError if the tensors of a module are not those of the spec."""
 
@@ -226,16 +237,20 @@ class PeftFormat(Protocol):
         """What PEFT calls the tensors that the file has for all modules together."""
         return ()
 
-    def check_shared(self, spec: AdapterSpec, shared: Mapping[str, torch.Tensor], where: str) -> None:
-        """AdapterFileError if those tensors are not those of the spec; asked only where the file has some."""
-        return None
+    def check_shared(  # noqa: B027 (optional)
+        self, spec: AdapterSpec, shared: Mapping[str, torch.Tensor], where: str
+    ) -> None:
+        """AdapterFileError if those tensors are not those of the spec; called only where the file has some."""
 
     def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, int | None]:
-        """(out, in) of the module that tensors are for; None where they do not tell."""
+        """(out, in) of the module that tensors are for; None where they do not show it."""
+        return None, None
 
     def what_it_is(self, name: str) -> str:
         """Why a tensor that is none of the method's cannot be read."""
+        return f"which is no tensor of {self.title}"
 
+    @abstractmethod
     def summary(self, spec: AdapterSpec) -> str:
         """The settings that matter, for the model card."""
 
@@ -255,17 +270,13 @@ class JoinedFormat(Protocol):
         ...
 
 
-class Method(Protocol):
-    """One PEFT method."""
+class Method(ABC):
+    """One PEFT method. What is not abstract has a default, which most methods keep."""
 
     attachment: Attachment
     groups: tuple[str, ...]
     """Names of its groups of parameters; checkpoints know them by these. An adapter may have only the first of them."""
-
-    def frozen(self, spec: AdapterSpec) -> tuple[str, ...]:
-        """Those of its groups that are not trained: they have no gradients, and no moments."""
-        return ()
-
+    files: PeftFormat
     kernel_keeps: Keeps = ""
     kernel_changes: tuple[Change, ...] = ()
     """All that its adapters may ask of kernels besides LoRA's."""
@@ -273,25 +284,34 @@ class Method(Protocol):
     """Whether kernels can add its gradients so that no order of samples matters."""
     workspace_bytes: int = 0
     """What one place needs on the reference path besides what is kept, at most; it is given back at once."""
-    files: PeftFormat
 
-    def has_kernels(self, spec: AdapterSpec) -> bool:
-        """Whether the fused path can run such an adapter."""
+    @abstractmethod
+    def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
+        """Shapes of the tensors on one module, one for each group that the adapter has."""
 
-    def kernel_bytes(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], each: int) -> int:
-        """What kernels read and leave of such an adapter beside a copy of its parameters, whose numbers have `each`
-        bytes."""
-        return 0
+    @abstractmethod
+    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
+        """PEFT's starting values in one place, of all devices together."""
 
-    def kernel_rank(self, spec: AdapterSpec) -> int:
-        """The widest rank that its kernels see; 0 where it has no product of a low rank."""
-        return 0
+    @abstractmethod
+    def weights(
+        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+    ) -> SlotWeights:
+        """What a slot of one place holds; views of the flat buffers, as far as they belong to the place's share.
 
-    def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
+        After `params` come the shared tensors, whole. The gradient of a frozen group is an empty tensor.
+        """
+
+    @abstractmethod
+    def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
+        """What such an adapter costs."""
+
+    def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:  # noqa: B027 (optional)
         """ConfigError if an adapter cannot sit on these modules."""
 
-    def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
-        """Of the tensors on one module, one for each group that the adapter has."""
+    def frozen(self, spec: AdapterSpec) -> tuple[str, ...]:
+        """Those of its groups that are not trained: they have no gradients, and no moments."""
+        return ()
 
     def shared(
         self, spec: AdapterSpec, modules: Mapping[str, LinearShape], device: torch.device
@@ -299,29 +319,20 @@ class Method(Protocol):
         """Frozen tensors that all modules of an adapter read, by PEFT's names; they follow from the settings alone."""
         return {}
 
-    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
-        """PEFT's starting values in one place, of all devices together."""
-
-    def weights(
-        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
-    ) -> SlotWeights:
-        """What a slot of one place holds; views of the flat buffers, as far as they belong to the place's share.
-
-        Behind `params` come the shared tensors, whole. The gradient of a frozen group is an empty tensor.
-        """
-
     def rate_factors(self, job: JobSpec) -> Sequence[float]:
-        """What multiplies the job's learning rate, for each group that is trained."""
+        """Factors on the job's learning rate, for each group that is trained."""
+        return (1.0,) * (len(self.groups) - len(self.frozen(job.adapter)))
 
-    def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """What the fused path's kernels read; asked only of those that say `has_kernels`."""
+    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+        """Numbers that `SlotWeights.forward` keeps of a row in one place, dropout masks apart."""
+        return 0
 
-    def rehearse_copy(self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
-        """Launches what such a copy of rank `rank` will, on linears of these shapes, besides torch's own operations.
+    def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
+        """Puts an adapter's effect on one linear into the linear itself; needed by methods that sit on linears.
 
-        `like`: a tensor of the activations' type and device.
+        After the module's `tensors` come the shared ones.
         """
-        return
+        raise NotImplementedError(f"{type(self).__name__} cannot be merged")
 
     def exported(
         self, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors]
@@ -329,14 +340,27 @@ class Method(Protocol):
         """The adapter that is written for one with these tensors, where it is not the same."""
         return spec, tensors
 
-    def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Puts an adapter's effect on one linear into the linear itself; asked only of those that sit on linears.
+    def has_kernels(self, spec: AdapterSpec) -> bool:
+        """Whether the fused path can run such an adapter."""
+        return False
 
-        Behind the module's `tensors` come the shared ones.
+    def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
+        """What the fused path's kernels read; needed by methods that have kernels."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernels")
+
+    def kernel_rank(self, spec: AdapterSpec) -> int:
+        """The widest rank that its kernels see; 0 where it has no product of a low rank."""
+        return 0
+
+    def kernel_bytes(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], each: int) -> int:
+        """What kernels read and leave of such an adapter beside a copy of its parameters, whose numbers have `each`
+        bytes."""
+        return 0
+
+    def rehearse_copy(  # noqa: B027 (optional)
+        self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor
+    ) -> None:
+        """Launches what such a copy of rank `rank` will, on linears of these shapes, besides torch's own operations.
+
+        `like`: a tensor of the activations' type and device.
         """
-
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
-        """Numbers that `SlotWeights.forward` keeps of a row in one place, dropout masks apart."""
-
-    def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
-        """What such an adapter costs."""

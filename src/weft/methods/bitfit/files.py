@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from weft.adapters.method import ModuleTensors, PeftFormat
@@ -22,23 +22,9 @@ class BitFitFiles(PeftFormat):
     """What Weft writes of changed biases: the changes, which start at zero."""
 
     peft_type = "BITFIT"
-    marker: str | None = None
-    in_peft = False
     title = "BitFit"
     suffixes: Mapping[str, str] = {"bias_change": "bias_change"}
     defaults: Mapping[str, Any] = DEFAULTS
-    refused: Mapping[str, str] = {}
-
-    def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
-        """It has no settings of its own."""
-        return {}
-
-    def check_config(self, config: Mapping[str, Any], where: str) -> None:
-        """Nothing else can be asked for."""
-
-    def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """It has none."""
-        return {}
 
     def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
         """One number per output."""

@@ -6,7 +6,7 @@ linear without a bias is given one: most families of today have none. Kernels re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -29,7 +29,7 @@ from weft.errors import AdapterFileError
 from weft.kernels.methods.parts import ColumnChange, OtherParts
 from weft.methods.bitfit.files import BitFitFiles
 from weft.methods.bitfit.weights import BiasChange
-from weft.spec import AdapterSpec, JobSpec
+from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
@@ -45,11 +45,7 @@ class BitFit(Method):
     kernel_changes: tuple[Change, ...] = tuple(("outputs", role) for role in ("qkv", "out", "gate_up", "down"))
 
     def has_kernels(self, spec: AdapterSpec) -> bool:
-        """It has."""
         return True
-
-    def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
-        """Fits every linear."""
 
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
         """One number per output."""
@@ -64,10 +60,6 @@ class BitFit(Method):
     ) -> SlotWeights:
         """What is added to the module's outputs."""
         return BiasChange(params[0], grads[0], place.share.adds_once)
-
-    def rate_factors(self, job: JobSpec) -> Sequence[float]:
-        """The job's learning rate."""
-        return (1.0,)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """The vectors and their gradients; nothing is added, and nobody learns, where another device adds them."""
@@ -85,10 +77,6 @@ class BitFit(Method):
             raise AdapterFileError(f"{path} of the base has no bias that could hold what was trained.")
         change_O = tensors[0].float().to(linear.bias.device)
         linear.bias.copy_((linear.bias.float() + change_O).to(linear.bias.dtype))
-
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
-        """Nothing."""
-        return 0
 
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """Its weights are fewer than those of a LoRA of rank 1, the smallest the models know."""

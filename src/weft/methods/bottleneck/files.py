@@ -25,7 +25,6 @@ class BottleneckFiles(PeftFormat):
     """What Weft writes of a bottleneck."""
 
     peft_type = "BOTTLENECK"
-    in_peft = False
     title = "bottleneck"
     suffixes: Mapping[str, str] = {
         "down": "down.weight",
@@ -34,7 +33,6 @@ class BottleneckFiles(PeftFormat):
         "up_bias": "up.bias",
     }
     defaults: Mapping[str, Any] = DEFAULTS
-    refused: Mapping[str, str] = {}
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
         """All that the weights do not tell; where they sit is in target_modules."""

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
 
 from weft.adapters.method import (
     Attachment,
@@ -33,7 +32,7 @@ from weft.kernels.methods.activations import ACTIVATIONS
 from weft.methods.bottleneck.files import BottleneckFiles
 from weft.methods.bottleneck.kernel_copy import BottleneckCopy
 from weft.methods.bottleneck.weights import BottleneckWeights
-from weft.spec import AdapterSpec, JobSpec
+from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
@@ -51,7 +50,6 @@ class Bottleneck(Method):
     )
 
     def has_kernels(self, spec: AdapterSpec) -> bool:
-        """It has."""
         return True
 
     def kernel_rank(self, spec: AdapterSpec) -> int:
@@ -83,17 +81,9 @@ class Bottleneck(Method):
         """What a slot of one block holds."""
         return BottleneckWeights(params, grads, ACTIVATIONS[spec.bottleneck_activation], spec.bottleneck_scale)
 
-    def rate_factors(self, job: JobSpec) -> Sequence[float]:
-        """The job's learning rate for all."""
-        return (1.0,) * len(self.groups)
-
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """The matrices as those of a LoRA, and what is around them."""
         return BottleneckCopy(adapter, dtype, cast(dict[str, BottleneckWeights], adapter.modules))
-
-    def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Is never asked for."""
-        raise AssertionError("bottlenecks do not sit on linears")
 
     def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """What goes into the non-linearity."""

@@ -27,12 +27,9 @@ class DiffPruningFiles(PeftFormat):
     """What Weft writes of a sparse difference."""
 
     peft_type = "DIFF_PRUNING"
-    marker: str | None = None
-    in_peft = False
     title = "diff pruning"
     suffixes: Mapping[str, str] = {"indices": "diff.indices", "shape": "diff.shape", "values": "diff.values"}
     defaults: Mapping[str, Any] = DEFAULTS
-    refused: Mapping[str, str] = {}
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
         """How many positions there may be, and how they were chosen."""

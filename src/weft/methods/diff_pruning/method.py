@@ -64,9 +64,6 @@ class DiffPruning(Method):
         """Six numbers of four bytes for each position: where it is, in both orders."""
         return 24 * sum(num_positions(spec.density, math.prod(shape)) for shape in modules.values())
 
-    def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
-        """Fits every linear."""
-
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
         """One value for each position, and one gate."""
         number = num_positions(spec.density, math.prod(linear))
@@ -99,10 +96,6 @@ class DiffPruning(Method):
         weight_OD = linear.weight
         rows, columns = indices.long() // weight_OD.shape[1], indices.long() % weight_OD.shape[1]
         weight_OD[rows, columns] = (weight_OD[rows, columns].float() + values.float()).to(weight_OD.dtype)
-
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
-        """Nothing besides x; Δ is made again."""
-        return 0
 
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """By its numbers, on a model of width 8192. Narrower models have fewer, so it costs no more than this there."""

@@ -33,7 +33,6 @@ class Ia3Files(PeftFormat):
     title = "IA³"
     suffixes: Mapping[str, str] = {"ia3_l": "ia3_l"}
     defaults: Mapping[str, Any] = DEFAULTS
-    refused: Mapping[str, str] = {}
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
         """Which modules have their inputs scaled: names of `target_names`, which PEFT asks to be among those."""

@@ -6,7 +6,7 @@ changes nothing. Kernels read the vectors themselves; there are none for scaled 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +28,7 @@ from weft.adapters.method import (
 from weft.kernels.methods.parts import ColumnChange, OtherParts
 from weft.methods.ia3.files import Ia3Files
 from weft.methods.ia3.weights import InputScale, OutputScale
-from weft.spec import AdapterSpec, JobSpec
+from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
@@ -48,9 +48,6 @@ class Ia3(Method):
         named = spec.feedforward_modules
         return named is None or (not isinstance(named, str) and set(named) <= {"down_proj"})
 
-    def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
-        """Fits every linear."""
-
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
         """Of l on one module."""
         return ((1, linear[1]) if spec.is_feedforward(path) else (linear[0], 1),)
@@ -65,10 +62,6 @@ class Ia3(Method):
     ) -> SlotWeights:
         """What scales the module's inputs or outputs."""
         return InputScale(*params, *grads) if spec.is_feedforward(path) else OutputScale(*params, *grads)
-
-    def rate_factors(self, job: JobSpec) -> Sequence[float]:
-        """The job's learning rate."""
-        return (1.0,)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """The vectors and their gradients."""

@@ -44,7 +44,6 @@ class Lora(Method):
     files: PeftFormat = LoraFiles()
 
     def has_kernels(self, spec: AdapterSpec) -> bool:
-        """It has."""
         return True
 
     def kernel_rank(self, spec: AdapterSpec) -> int:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
 
 from weft.adapters.method import CostRanks, KernelCopy, LinearShape, ModuleTensors, Place, SlotWeights
 from weft.adapters.routing import SlotRows
@@ -179,10 +178,6 @@ class ResidualLora(Lora):
             for path, (a_RD, b_OR, start_a_RD, start_b_OR) in tensors.items()
         }
         return plain, doubled
-
-    def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Is never asked for."""
-        raise AssertionError("its files are those of a plain LoRA")
 
     def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """S of both halves."""

@@ -47,7 +47,6 @@ class VeraFiles(PeftFormat):
     title = "VeRA"
     suffixes: Mapping[str, str] = {"vera_lambda_d": "vera_lambda_d", "vera_lambda_b": "vera_lambda_b"}
     defaults: Mapping[str, Any] = DEFAULTS
-    refused: Mapping[str, str] = {}
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
         """Rank, key, start and dropout."""

@@ -28,7 +28,7 @@ from weft.methods.vera.files import VeraFiles
 from weft.methods.vera.kernel_copy import VeraCopy, rehearse_scales
 from weft.methods.vera.projection import projection_for
 from weft.methods.vera.weights import VeraWeights
-from weft.spec import AdapterSpec, JobSpec
+from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
@@ -42,7 +42,6 @@ class Vera(Method):
     files: PeftFormat = VeraFiles()
 
     def has_kernels(self, spec: AdapterSpec) -> bool:
-        """Those of a LoRA."""
         return True
 
     def kernel_bytes(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], each: int) -> int:
@@ -52,9 +51,6 @@ class Vera(Method):
     def kernel_rank(self, spec: AdapterSpec) -> int:
         """Its own."""
         return spec.vera_rank
-
-    def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
-        """Fits every linear, whatever the rank: A and B are random matrices of any shape."""
 
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
         """Of d and b on one module."""
@@ -90,10 +86,6 @@ class Vera(Method):
             grad_d_R=grads[0],
             grad_b_O=grads[1],
         )
-
-    def rate_factors(self, job: JobSpec) -> Sequence[float]:
-        """The job's learning rate."""
-        return 1.0, 1.0
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """A LoRA whose A is frozen."""

@@ -98,7 +98,6 @@ class PromptFiles(VirtualTokenFiles):
         "tokenizer_kwargs": None,
         "tokenizer_name_or_path": None,
     }
-    refused: Mapping[str, str] = {}
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
         """The number of virtual tokens; how they began is said only where PEFT can read it without a tokenizer."""

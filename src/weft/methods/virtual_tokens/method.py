@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
 
 from weft.adapters.leading_rows import InputRows, KeyValueRows
 from weft.adapters.method import (
@@ -28,7 +27,7 @@ from weft.errors import ConfigError
 from weft.kernels.methods.parts import LeadingRows, OtherParts
 from weft.methods.virtual_tokens.files import PrefixFiles, PromptFiles
 from weft.methods.virtual_tokens.weights import VirtualRows
-from weft.spec import AdapterSpec, JobSpec
+from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
@@ -71,11 +70,7 @@ class VirtualTokens(Method):
     groups: tuple[str, ...] = ("rows",)
 
     def has_kernels(self, spec: AdapterSpec) -> bool:
-        """It has."""
         return True
-
-    def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
-        """Fits every backbone that has such places."""
 
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
         """Of the rows in one place."""
@@ -88,21 +83,9 @@ class VirtualTokens(Method):
         columns = place.columns_here(params[0].device) if isinstance(place, KeyValueRows) else None
         return VirtualRows(params[0], grads[0], columns)
 
-    def rate_factors(self, job: JobSpec) -> Sequence[float]:
-        """The job's learning rate."""
-        return (1.0,)
-
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """The rows in the type of the activations."""
         return RowsCopy(adapter, dtype, cast(dict[str, VirtualRows], adapter.modules))
-
-    def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Is never asked for."""
-        raise AssertionError("virtual tokens sit on no linear")
-
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
-        """Nothing is kept."""
-        return 0
 
 
 class PromptTuning(VirtualTokens):
