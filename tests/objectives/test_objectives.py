@@ -14,33 +14,24 @@ from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 from weft.spec.job import OBJECTIVES as NAMES
 
-ROWS = {
-    "supervised": {"prompt": "a", "completion": "b"},
-    "distillation": {"prompt": "a", "completion": "b", "teacher_ids": [[3, 4]], "teacher_logprobs": [[-0.1, -3]]},
-    "weighted": {"prompt": "a", "completion": "b", "weight": 0.5},
-    "classification": {"text": "a", "label": "yes"},
-    "token_classification": {"tokens": ["a", "b"], "ner_tags": ["no", -100]},
-    "kto": {"prompt": "a", "completion": "b", "label": False},
-    **{name: {"prompt": "a", "chosen": "b", "rejected": "c"} for name in ("dpo", "cpo", "simpo", "orpo", "reward")},
-}
-"""A row that asks for each."""
+
+def is_named(objective: Objective) -> bool:
+    """Whether only jobs that name it have it."""
+    return type(objective).claims is Objective.claims
 
 
-NAMED = ("cpo", "simpo", "orpo", "reward", "classification", "token_classification")
-
-
-def test_registry_when_compared_with_the_setting_then_both_name_the_same():
-    assert ("auto", *sorted(OBJECTIVES)) == ("auto", *sorted(NAMES[1:])) and NAMES[0] == "auto"
-    assert all(objective.name == name and isinstance(objective, Objective) for name, objective in OBJECTIVES.items())
+def test_registry_when_read_then_every_objective_is_a_choice_by_its_name():
+    assert NAMES[0] == "auto" and sorted(NAMES[1:]) == sorted(OBJECTIVES)
+    assert all(objective.name == name for name, objective in OBJECTIVES.items())
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_row_when_an_objective_reads_it_then_becomes_its_group_of_rows_that_formats_read(name):
-    objective, row = OBJECTIVES[name], ROWS[name]
+    objective, row = OBJECTIVES[name], dict(OBJECTIVES[name].example)
     before = dict(row)
     if isinstance(objective, Classification):
         objective = type(objective)(("yes", "no"))
-    assert objective.claims(row) or name in NAMED, "these are only for jobs that name them"
+    assert objective.claims(row) or is_named(objective), "these are only for jobs that name them"
     parts = objective.parts(row, "rows.jsonl line 1")
     assert len(parts) == objective.group_size and row == before
     assert all(part.weight >= 0 for part in parts)
@@ -88,7 +79,7 @@ def test_slopes_of_logits_when_compared_with_autograd_then_are_those_of_the_loss
 
 
 def test_choice_when_no_objective_is_named_then_any_row_may_ask_for_one():
-    plain, paired = ROWS["supervised"], ROWS["dpo"]
+    plain, paired = OBJECTIVES["supervised"].example, OBJECTIVES["dpo"].example
     assert choose_objective("auto", [plain, plain]) is SUPERVISED
     assert choose_objective("auto", [plain, paired]) is OBJECTIVES["dpo"]
     assert choose_objective("supervised", [paired]) is SUPERVISED

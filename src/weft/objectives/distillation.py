@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from weft.errors import ConfigError
 from weft.objectives.metrics import ACCURACY, LOSS
-from weft.objectives.objective import Part
+from weft.objectives.objective import Part, SettingsOfObjective
 from weft.objectives.supervised import Supervised
 from weft.objectives.teacher_columns import IDS, LOGPROBS, read_told
+from weft.settings.fields import above, at_least, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +32,42 @@ if TYPE_CHECKING:
 MEASURED = (LOSS, ACCURACY, "kl", "cross_entropy", "teacher_agreement")
 """What is measured of a row, in this order: kl is the forward one at the job's temperature, whatever is learned by; the
 last is whether the adapter's most likely token is the teacher's."""
+
+
+@dataclass(frozen=True)
+class DistillationSettings(SettingsOfObjective):
+    """Settings of distillation."""
+
+    teacher: str | None = setting(None, objectives=("distillation",), is_path=True)
+    """The teacher: base (the bare backbone) or a PEFT adapter directory. Default: the `teacher_ids` and
+    `teacher_logprobs` of the rows."""
+    distillation_alpha: float = setting(
+        0.5, aliases=("kd_alpha", "kd_ratio"), rule=at_least(0, 1), objectives=("distillation",)
+    )
+    """Share of the teacher's loss; the rest is the cross entropy of the data's tokens."""
+    distillation_temperature: float = setting(
+        1.0, aliases=("kd_temperature",), rule=above(0, 1000), objectives=("distillation",)
+    )
+    """Divisor of both models' logits; the divergence is multiplied by its square, so gradients keep their size."""
+    distillation_divergence: str = setting(
+        "forward_kl", choices=("forward_kl", "reverse_kl", "jsd"), objectives=("distillation",)
+    )
+    """How the two distributions are compared; reverse_kl needs all of the teacher's tokens."""
+    distillation_top_k: int | None = setting(
+        None, aliases=("kd_top_k",), rule=at_least(1, 1000), objectives=("distillation",)
+    )
+    """Number of the teacher's most likely tokens to learn from; the teacher then reads each sample once. Default: all
+    tokens, computed again in every epoch."""
+
+    @classmethod
+    def check_objective(cls, job: JobSpec) -> None:
+        if job.distillation_top_k is not None and job.distillation_divergence == "reverse_kl":
+            found = "reverse_kl asks for all tokens of the teacher's"
+            raise ConfigError(f"{found}; use forward_kl or jsd, or leave it out.", where="distillation_top_k")
+        if job.objective == "distillation" and job.adapter.trains_rows:
+            found = "rows of tokens are not trained by objective distillation"
+            raise ConfigError(f"{found}; leave them out.", where="adapter")
+        super().check_objective(job)
 
 
 @dataclass(frozen=True)
@@ -53,11 +91,16 @@ class Distillation(Supervised):
     top_k: int | None = None
     """How many of the teacher's most likely tokens it hears of; None: all."""
     name: ClassVar[str] = "distillation"
+    example: ClassVar[Mapping[str, Any]] = {
+        **Supervised.example,
+        "teacher_ids": [[3, 4]],
+        "teacher_logprobs": [[-0.1, -3]],
+    }
     reads_reference: ClassVar[bool] = True
 
-    def of_job(self, job: JobSpec) -> Distillation:
+    def of_job(self, job: JobSpec) -> Self:
         """As a job's settings have it."""
-        return Distillation(
+        return type(self)(
             job.distillation_alpha,
             job.distillation_temperature,
             job.distillation_divergence,

@@ -8,9 +8,10 @@ rows, G groups, M samples of a group.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,36 +39,43 @@ class Part:
     """What a teacher has said of it, where a row holds that."""
 
 
-@runtime_checkable
-class Objective(Protocol):
+class Objective(ABC):
     """What a job learns by. The weights of its tokens are known before the forward pass."""
 
     name: ClassVar[str]
-    group_size: ClassVar[int]
+    example: ClassVar[Mapping[str, Any]]
+    """A row for it."""
+    group_size: ClassVar[int] = 1
     """Samples of a row. They form a group, which always shares a microbatch; a global batch counts groups."""
-
-    part_format: ClassVar[str | None]
+    part_format: ClassVar[str | None] = None
     """The format of its parts, if it makes them of other columns; None: a part is the row itself, in its own format."""
+    reads_reference: ClassVar[bool] = False
+    """Whether it compares with a reference, or a teacher: the bare backbone, an adapter that the job names, or the data
+    itself."""
 
-    reads_reference: ClassVar[bool]
-    """Whether it compares with what a reference, or a teacher, says: the bare backbone, an adapter that the job names,
-    or the data itself."""
-
-    def of_job(self, job: JobSpec) -> Objective:
+    def of_job(self, job: JobSpec) -> Self:
         """The same with a job's settings."""
-        ...
+        return self
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """Whether a row's columns ask for this objective, where a job names none."""
-        ...
+        return False
 
+    @abstractmethod
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
         """The samples of a row; a column that is wrong is a DataError at `where`."""
-        ...
 
+    @abstractmethod
     def divisor(self, sample_weights: Sequence[float]) -> float:
         """What the loss of a global batch is divided by; per sample, what its supervised tokens weigh together."""
-        ...
+
+
+class SettingsOfObjective:
+    """Root of the settings of objectives, which JobSpec inherits. Each class checks its settings, then calls super."""
+
+    @classmethod
+    def check_objective(cls, job: JobSpec) -> None:
+        """ConfigError for settings of an objective that do not go with each other."""
 
 
 class GroupRows(Protocol):
@@ -108,15 +116,14 @@ class Judged:
     """Whatever else it measures (G), by name; NaN for a group that has no such value, which no mean counts."""
 
 
-@runtime_checkable
-class LikelihoodObjective(Objective, Protocol):
+class LikelihoodObjective(Objective):
     """An objective whose weights depend on log-probabilities, so its rows go through the output head twice."""
 
-    reads_mismatch: ClassVar[bool]
+    reads_mismatch: ClassVar[bool] = False
     """Whether a group's prompt also runs with the next group's answer, which learns nothing: M is then 2."""
-    reads_labels: ClassVar[bool]
+    reads_labels: ClassVar[bool] = False
     """Whether it reads its samples' labels."""
 
+    @abstractmethod
     def judge(self, groups: GroupRows) -> Judged:
         """Loss and row weights of all groups of a microbatch, on the device: nothing here may wait for it."""
-        ...

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from weft.objectives.distillation import Distillation
-from weft.objectives.heads.classes import Classification, TokenClassification
+from weft.objectives.distillation import Distillation, DistillationSettings
+from weft.objectives.heads.classes import Classification, ClassSettings, TokenClassification
 from weft.objectives.heads.reward import Reward
 from weft.objectives.objective import Objective
-from weft.objectives.preference.cpo import Cpo, Orpo, SimPo
-from weft.objectives.preference.dpo import Dpo
-from weft.objectives.preference.kto import Kto
+from weft.objectives.preference.cpo import Cpo, CpoSettings, Orpo, SimPo
+from weft.objectives.preference.dpo import Dpo, PreferenceSettings
+from weft.objectives.preference.kto import Kto, KtoSettings
 from weft.objectives.supervised import Supervised
 from weft.objectives.weighted import Weighted
 
@@ -30,6 +31,11 @@ OBJECTIVES: dict[str, Objective] = {
     "supervised": SUPERVISED,
 }
 """By the name that `objective` of a job has; where it is `auto`, the first whose columns are found is chosen."""
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings(ClassSettings, KtoSettings, CpoSettings, DistillationSettings, PreferenceSettings):
+    """The settings of all objectives. Python collects the fields of bases from the last to the first."""
 
 
 def choose_objective(name: str, rows: Iterable[Mapping[str, Any]]) -> Objective:

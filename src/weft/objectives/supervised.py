@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from weft.objectives.objective import Part
-
-if TYPE_CHECKING:
-    from weft.spec import JobSpec
+from weft.objectives.objective import Objective, Part
 
 
-class Supervised:
+class Supervised(Objective):
     """Every row is one sample, and every supervised token counts the same."""
 
     name: ClassVar[str] = "supervised"
-    group_size: ClassVar[int] = 1
-    part_format: ClassVar[str | None] = None
-    reads_reference: ClassVar[bool] = False
-
-    def of_job(self, job: JobSpec) -> Supervised:
-        """It has no settings."""
-        return self
+    example: ClassVar[Mapping[str, Any]] = {"prompt": "a", "completion": "b"}
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """Every row that no other objective claims."""

@@ -23,6 +23,7 @@ class Weighted(Supervised):
     """Every row is one sample, whose tokens count as much as its weight and its messages' weights say."""
 
     name: ClassVar[str] = "weighted"
+    example: ClassVar[Mapping[str, Any]] = {**Supervised.example, "weight": 0.5}
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """A row with a weight, or with messages whose weights are not just 0 or 1."""

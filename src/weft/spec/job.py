@@ -11,6 +11,9 @@ from fractions import Fraction
 from weft.errors import ConfigError
 from weft.methods.config import MethodConfig
 from weft.methods.lora.config import LORA_KINDS, WORKED_OUT_STARTS
+from weft.objectives.heads.head_objective import HeadObjective
+from weft.objectives.registry import OBJECTIVES as REGISTRY
+from weft.objectives.registry import ObjectiveSettings
 from weft.settings.fields import (
     KnownKeywords,
     above,
@@ -34,10 +37,7 @@ COLUMNS = (
     *("messages", "conversations", "tools", "weight", "input_ids", "labels"),
     *("label", "tokens", "ner_tags", "chosen", "rejected", "teacher_ids", "teacher_logprobs"),
 )
-OBJECTIVES = (
-    *("auto", "supervised", "weighted", "dpo", "cpo", "simpo", "orpo", "kto"),
-    *("reward", "classification", "token_classification", "distillation"),
-)
+OBJECTIVES = ("auto", *dict.fromkeys(("supervised", "weighted", *REGISTRY)))
 DEFAULT_MOMENTUM = {"muon": 0.95}
 SUMS = ("ordered", "free")
 LONG_SAMPLES = ("truncate", "drop", "error")
@@ -73,8 +73,8 @@ class SourceSpec:
 
 
 @dataclass(frozen=True)
-class JobSpec(KnownKeywords):
-    """One fine-tuning job. Settings left out of a job come from `defaults`, then from here."""
+class JobData:
+    """The first settings of a job: what it learns from."""
 
     name: str = setting()
     """Name of the job and of its directory: letters, digits, `.`, `_`, `-`; at most 64."""
@@ -95,60 +95,15 @@ class JobSpec(KnownKeywords):
     objective: str = setting("auto", aliases=("rl",), choices=OBJECTIVES)
     """What the job learns from (docs/objectives.md): answers, pairs of answers, good and bad answers, classes, rewards
     or a teacher. auto: by the columns; dpo for pairs."""
-    beta: float | None = setting(
-        None,
-        aliases=("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha"),
-        rule=above(0),
-        objectives=("dpo", "cpo", "simpo", "orpo", "kto"),
-    )
-    """Strength of preferences: for dpo and kto the pull towards the reference, for orpo the share of the odds. Default:
-    0.1; simpo: 2."""
-    loss_type: str = setting(
-        "sigmoid",
-        aliases=("pref_loss", "dpo_loss_type"),
-        choices=("sigmoid", "hinge", "ipo"),
-        objectives=("dpo", "cpo", "simpo"),
-    )
-    """Loss of a pair; ipo is not for simpo."""
-    label_smoothing: float = setting(
-        0.0, aliases=("dpo_label_smoothing",), rule=between(0, 0.5), objectives=("dpo", "cpo", "simpo")
-    )
-    """Share of pairs assumed to be the wrong way round; for the sigmoid loss."""
-    reference: str = setting("base", aliases=("ref_model_adapters",), objectives=("dpo", "kto"), is_path=True)
-    """What answers are compared with: base (the bare backbone) or a PEFT adapter directory, which stays frozen."""
-    teacher: str | None = setting(None, objectives=("distillation",), is_path=True)
-    """The teacher: base (the bare backbone) or a PEFT adapter directory. Default: the `teacher_ids` and
-    `teacher_logprobs` of the rows."""
-    distillation_alpha: float = setting(
-        0.5, aliases=("kd_alpha", "kd_ratio"), rule=at_least(0, 1), objectives=("distillation",)
-    )
-    """Share of the teacher's loss; the rest is the cross entropy of the data's tokens."""
-    distillation_temperature: float = setting(
-        1.0, aliases=("kd_temperature",), rule=above(0, 1000), objectives=("distillation",)
-    )
-    """Divisor of both models' logits; the divergence is multiplied by its square, so gradients keep their size."""
-    distillation_divergence: str = setting(
-        "forward_kl", choices=("forward_kl", "reverse_kl", "jsd"), objectives=("distillation",)
-    )
-    """How the two distributions are compared; reverse_kl needs all of the teacher's tokens."""
-    distillation_top_k: int | None = setting(
-        None, aliases=("kd_top_k",), rule=at_least(1, 1000), objectives=("distillation",)
-    )
-    """Number of the teacher's most likely tokens to learn from; the teacher then reads each sample once. Default: all
-    tokens, computed again in every epoch."""
-    cpo_alpha: float = setting(1.0, rule=at_least(0), objectives=("cpo",))
-    """Weight of the chosen answer's loss."""
-    simpo_gamma: float = setting(0.5, rule=at_least(0), objectives=("simpo",))
-    """Margin by which the chosen answer should lead."""
-    desirable_weight: float = setting(1.0, aliases=("kto_chosen_weight",), rule=above(0), objectives=("kto",))
-    """Weight of a good answer."""
-    undesirable_weight: float = setting(1.0, aliases=("kto_rejected_weight",), rule=above(0), objectives=("kto",))
-    """Weight of a bad answer."""
-    labels: tuple[str, ...] = setting(
-        (), aliases=("label_names",), objectives=("classification", "token_classification")
-    )
-    """Names of the classes, in the order of the head's logits. Default: those of the training data, in order of number
-    or alphabet."""
+
+
+@dataclass(frozen=True)
+class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
+    """One fine-tuning job. Settings left out of a job come from `defaults`, then from here.
+
+    The bases' settings come first, from the last base to the first; an objective's are in its file.
+    """
+
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""
     init_adapter: str | None = setting(None, aliases=("adapter_name_or_path", "lora_model_dir"), is_path=True)
@@ -261,14 +216,10 @@ class JobSpec(KnownKeywords):
             found = f"got {least:g}, which is above the learning_rate of {self.learning_rate:g}"
             raise ConfigError(f"{found}: it is where the rate ends.", where="lr_scheduler_kwargs.min_lr")
         self._check_rates()
-        if self.labels and (len(self.labels) < 2 or len(set(self.labels)) < len(self.labels)):
-            raise ConfigError(f"got {', '.join(self.labels)}; expected two or more different names.", where="labels")
-        if self.objective == "simpo" and self.loss_type == "ipo":
-            raise ConfigError("got ipo; for simpo accepted are sigmoid and hinge.", where="loss_type")
-        self._check_heads()
-        self._check_distillation()
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            raise ConfigError(f"is for the sigmoid loss; loss_type is {self.loss_type}.", where="label_smoothing")
+        self.check_objective(self)
+        if self.train_on_inputs and isinstance(REGISTRY.get(self.objective), HeadObjective):
+            found = f"objective {self.objective} learns by a head, from no text"
+            raise ConfigError(f"{found}; leave it out.", where="train_on_inputs")
         if not JOB_NAME.fullmatch(self.name):
             raise ConfigError(
                 f"{self.name!r} is not a job name; use a to z, A to Z, digits, '.', '_' and '-', starting with a "
@@ -336,19 +287,6 @@ class JobSpec(KnownKeywords):
         if not isinstance(split, int | float):
             return trained
         return trained + int(split) if split >= 1 else math.ceil(Fraction(trained) / (1 - Fraction(split)))
-
-    def _check_heads(self) -> None:
-        if self.train_on_inputs and self.objective in ("reward", "classification", "token_classification"):
-            found = f"objective {self.objective} learns by a head, from no text"
-            raise ConfigError(f"{found}; leave it out.", where="train_on_inputs")
-
-    def _check_distillation(self) -> None:
-        if self.distillation_top_k is not None and self.distillation_divergence == "reverse_kl":
-            found = "reverse_kl asks for all tokens of the teacher's"
-            raise ConfigError(f"{found}; use forward_kl or jsd, or leave it out.", where="distillation_top_k")
-        if self.objective == "distillation" and self.adapter.trains_rows:
-            found = "rows of tokens are not trained by objective distillation"
-            raise ConfigError(f"{found}; leave them out.", where="adapter")
 
     def _check_optim(self) -> None:
         refuse_foreign_optim(self, self.optim)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from weft.errors import DataError, closest
-from weft.objectives.heads.head_objective import HeadJudged
+from weft.errors import ConfigError, DataError, closest
+from weft.objectives.heads.head_objective import HeadJudged, HeadObjective
 from weft.objectives.metrics import CLASS_F1, LOSS, MetricSum, Score
-from weft.objectives.objective import Part
-from weft.settings.fields import describe
+from weft.objectives.objective import Part, SettingsOfObjective
+from weft.settings.fields import describe, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,30 +31,35 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Classification:
+class ClassSettings(SettingsOfObjective):
+    """Settings of both."""
+
+    labels: tuple[str, ...] = setting(
+        (), aliases=("label_names",), objectives=("classification", "token_classification")
+    )
+    """Names of the classes, in the order of the head's logits. Default: those of the training data, in order of number
+    or alphabet."""
+
+    @classmethod
+    def check_objective(cls, job: JobSpec) -> None:
+        if job.labels and (len(job.labels) < 2 or len(set(job.labels)) < len(job.labels)):
+            raise ConfigError(f"got {', '.join(job.labels)}; expected two or more different names.", where="labels")
+        super().check_objective(job)
+
+
+@dataclass(frozen=True)
+class Classification(HeadObjective):
     """Every row is a text with a class; the loss of a global batch is the mean of its texts."""
 
     labels: tuple[str, ...] = ()
     name: ClassVar[str] = "classification"
-    group_size: ClassVar[int] = 1
+    example: ClassVar[Mapping[str, Any]] = {"text": "a", "label": "yes"}
     part_format: ClassVar[str | None] = "passage"
-    reads_reference: ClassVar[bool] = False
     task_type: ClassVar[str] = "SEQ_CLS"
-    has_bias: ClassVar[bool] = False
-    labels_end: ClassVar[bool] = True
 
-    @property
-    def num_labels(self) -> int:
-        """The classes."""
-        return len(self.labels)
-
-    def of_job(self, job: JobSpec) -> Classification:
+    def of_job(self, job: JobSpec) -> Self:
         """With the job's classes, where it names them; else with those that its data has."""
         return type(self)(job.labels or self.labels)
-
-    def claims(self, values: Mapping[str, Any]) -> bool:
-        """Only a job that names the objective has it: a text with a label is also a prompt with its answer."""
-        return False
 
     def given_labels(self, values: Mapping[str, Any], where: str) -> Iterable[Any]:
         """The labels of a row as they stand there."""
@@ -105,6 +110,7 @@ class TokenClassification(Classification):
     """Every row is a list of words with a class each; the loss of a global batch is the mean of its words."""
 
     name: ClassVar[str] = "token_classification"
+    example: ClassVar[Mapping[str, Any]] = {"tokens": ["a", "b"], "ner_tags": ["no", -100]}
     part_format: ClassVar[str | None] = "words"
     task_type: ClassVar[str] = "TOKEN_CLS"
     has_bias: ClassVar[bool] = True

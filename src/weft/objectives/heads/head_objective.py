@@ -6,9 +6,10 @@ labels, U units that a loss is counted in (a row, or the rows of a group), K num
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar
 
 from weft.objectives.metrics import Score
 from weft.objectives.objective import Objective
@@ -28,31 +29,28 @@ class HeadJudged:
     """What `score` makes metrics of."""
 
 
-@runtime_checkable
-class HeadObjective(Objective, Protocol):
+class HeadObjective(Objective):
     """An objective that learns by a head; a unit is one labelled row of each sample of a group."""
 
     task_type: ClassVar[str]
     """What PEFT calls it."""
-    has_bias: ClassVar[bool]
+    has_bias: ClassVar[bool] = False
     """Whether transformers' head for this task has a bias."""
-    labels_end: ClassVar[bool]
+    labels_end: ClassVar[bool] = True
     """Whether the label of a sample stands at its last token, wherever the sample is cut."""
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the labels, in the order of their logits; none for a reward."""
-        ...
+    labels: tuple[str, ...] = ()
+    """The names of the labels, in the order of their logits; none for a reward."""
 
     @property
     def num_labels(self) -> int:
         """L."""
-        ...
+        return len(self.labels)
 
+    @abstractmethod
     def judge_logits(self, logits_NL: Tensor, labels_N: Tensor) -> HeadJudged:
         """Losses and slopes, on the device: nothing here may wait for it."""
-        ...
 
+    @abstractmethod
     def score(self, label: float, loss: float, measured: Sequence[float]) -> Score:
         """The metrics of one unit."""
-        ...

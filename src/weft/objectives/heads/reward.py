@@ -11,39 +11,29 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.errors import DataError
-from weft.objectives.heads.head_objective import HeadJudged
+from weft.objectives.heads.head_objective import HeadJudged, HeadObjective
 from weft.objectives.metrics import LOSS, MetricSum, Score
 from weft.objectives.objective import Part
 from weft.objectives.preference.pair_rows import read_preference
-from weft.objectives.preference.pairs import log_sigmoid, opposed
+from weft.objectives.preference.pairs import Pairs, log_sigmoid, opposed
 from weft.settings.fields import describe
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weft.spec import JobSpec
 
-
-class Reward:
+class Reward(HeadObjective):
     """A group is the chosen and the rejected answer of a row; the loss of a global batch is the mean of its pairs."""
 
-    labels: tuple[str, ...] = ()
     name: ClassVar[str] = "reward"
     group_size: ClassVar[int] = 2
     part_format: ClassVar[str | None] = "auto"
-    reads_reference: ClassVar[bool] = False
+    example: ClassVar[Mapping[str, Any]] = Pairs.example
     task_type: ClassVar[str] = "SEQ_CLS"
-    has_bias: ClassVar[bool] = False
-    labels_end: ClassVar[bool] = True
-    num_labels: ClassVar[int] = 1
 
-    def of_job(self, job: JobSpec) -> Reward:
-        """It has no settings."""
-        return self
-
-    def claims(self, values: Mapping[str, Any]) -> bool:
-        """Only a job that names the objective has it."""
-        return False
+    @property
+    def num_labels(self) -> int:
+        return 1
 
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
         """The prompt with the chosen and with the rejected answer; the margin is the label of both."""

@@ -12,14 +12,32 @@ Shape suffixes as in `objective`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from weft.objectives.objective import GroupRows, Judged
+from weft.errors import ConfigError
+from weft.objectives.objective import GroupRows, Judged, SettingsOfObjective
 from weft.objectives.preference.dpo import pair_loss
 from weft.objectives.preference.pairs import Pairs, lengths, log_sigmoid, opposed, reward_metrics
+from weft.settings.fields import at_least, setting
 
 if TYPE_CHECKING:
     from weft.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class CpoSettings(SettingsOfObjective):
+    """Settings of CPO and SimPO."""
+
+    cpo_alpha: float = setting(1.0, rule=at_least(0), objectives=("cpo",))
+    """Weight of the chosen answer's loss."""
+    simpo_gamma: float = setting(0.5, rule=at_least(0), objectives=("simpo",))
+    """Margin by which the chosen answer should lead."""
+
+    @classmethod
+    def check_objective(cls, job: JobSpec) -> None:
+        if job.objective == "simpo" and job.loss_type == "ipo":
+            raise ConfigError("got ipo; for simpo accepted are sigmoid and hinge.", where="loss_type")
+        super().check_objective(job)
 
 
 @dataclass(frozen=True)
@@ -31,11 +49,12 @@ class Cpo(Pairs):
     label_smoothing: float = 0.0
     alpha: float = 1.0
     name: ClassVar[str] = "cpo"
-    reads_reference: ClassVar[bool] = False
 
-    def of_job(self, job: JobSpec) -> Cpo:
+    def of_job(self, job: JobSpec) -> Self:
         """As a job's settings have it."""
-        return Cpo(self.beta if job.beta is None else job.beta, job.loss_type, job.label_smoothing, job.cpo_alpha)
+        return type(self)(
+            self.beta if job.beta is None else job.beta, job.loss_type, job.label_smoothing, job.cpo_alpha
+        )
 
     def judge(self, groups: GroupRows) -> Judged:
         """The loss of each pair, and what its two answers' tokens count in it."""
@@ -61,11 +80,12 @@ class SimPo(Pairs):
     label_smoothing: float = 0.0
     gamma: float = 0.5
     name: ClassVar[str] = "simpo"
-    reads_reference: ClassVar[bool] = False
 
-    def of_job(self, job: JobSpec) -> SimPo:
+    def of_job(self, job: JobSpec) -> Self:
         """As a job's settings have it."""
-        return SimPo(self.beta if job.beta is None else job.beta, job.loss_type, job.label_smoothing, job.simpo_gamma)
+        return type(self)(
+            self.beta if job.beta is None else job.beta, job.loss_type, job.label_smoothing, job.simpo_gamma
+        )
 
     def judge(self, groups: GroupRows) -> Judged:
         """The loss of each pair, and what its two answers' tokens count in it."""
@@ -83,11 +103,10 @@ class Orpo(Pairs):
 
     beta: float = 0.1
     name: ClassVar[str] = "orpo"
-    reads_reference: ClassVar[bool] = False
 
-    def of_job(self, job: JobSpec) -> Orpo:
+    def of_job(self, job: JobSpec) -> Self:
         """As a job's settings have it."""
-        return Orpo(self.beta if job.beta is None else job.beta)
+        return type(self)(self.beta if job.beta is None else job.beta)
 
     def judge(self, groups: GroupRows) -> Judged:
         """The loss of each pair, and what its two answers' tokens count in it."""

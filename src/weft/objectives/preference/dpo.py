@@ -14,16 +14,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from weft.objectives.objective import GroupRows, Judged
+from weft.errors import ConfigError
+from weft.objectives.objective import GroupRows, Judged, SettingsOfObjective
 from weft.objectives.preference.pair_rows import is_preference
 from weft.objectives.preference.pairs import Pairs, lengths, log_sigmoid, opposed, reward_metrics
+from weft.settings.fields import above, between, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from weft.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class PreferenceSettings(SettingsOfObjective):
+    """Settings that several objectives on preferences have."""
+
+    beta: float | None = setting(
+        None,
+        aliases=("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha"),
+        rule=above(0),
+        objectives=("dpo", "cpo", "simpo", "orpo", "kto"),
+    )
+    """Strength of preferences: for dpo and kto the pull towards the reference, for orpo the share of the odds. Default:
+    0.1; simpo: 2."""
+    loss_type: str = setting(
+        "sigmoid",
+        aliases=("pref_loss", "dpo_loss_type"),
+        choices=("sigmoid", "hinge", "ipo"),
+        objectives=("dpo", "cpo", "simpo"),
+    )
+    """Loss of a pair; ipo is not for simpo."""
+    label_smoothing: float = setting(
+        0.0, aliases=("dpo_label_smoothing",), rule=between(0, 0.5), objectives=("dpo", "cpo", "simpo")
+    )
+    """Share of pairs assumed to be the wrong way round; for the sigmoid loss."""
+    reference: str = setting("base", aliases=("ref_model_adapters",), objectives=("dpo", "kto"), is_path=True)
+    """What answers are compared with: base (the bare backbone) or a PEFT adapter directory, which stays frozen."""
+
+    @classmethod
+    def check_objective(cls, job: JobSpec) -> None:
+        if job.label_smoothing and job.loss_type != "sigmoid":
+            raise ConfigError(f"is for the sigmoid loss; loss_type is {job.loss_type}.", where="label_smoothing")
+        super().check_objective(job)
 
 
 @dataclass(frozen=True)
@@ -36,9 +71,9 @@ class Dpo(Pairs):
     name: ClassVar[str] = "dpo"
     reads_reference: ClassVar[bool] = True
 
-    def of_job(self, job: JobSpec) -> Dpo:
+    def of_job(self, job: JobSpec) -> Self:
         """As a job's settings have it."""
-        return Dpo(self.beta if job.beta is None else job.beta, job.loss_type, job.label_smoothing)
+        return type(self)(self.beta if job.beta is None else job.beta, job.loss_type, job.label_smoothing)
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """A row with a chosen and a rejected answer."""

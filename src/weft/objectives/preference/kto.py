@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from weft.errors import DataError
-from weft.objectives.objective import GroupRows, Judged, Part
+from weft.objectives.objective import GroupRows, Judged, LikelihoodObjective, Part, SettingsOfObjective
 from weft.objectives.preference.pair_rows import is_preference, read_preference
-from weft.settings.fields import describe
+from weft.settings.fields import above, describe, setting
 
 if TYPE_CHECKING:
     from weft.spec import JobSpec
@@ -32,23 +32,32 @@ _WORDS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
-class Kto:
+class KtoSettings(SettingsOfObjective):
+    """KTO's settings."""
+
+    desirable_weight: float = setting(1.0, aliases=("kto_chosen_weight",), rule=above(0), objectives=("kto",))
+    """Weight of a good answer."""
+    undesirable_weight: float = setting(1.0, aliases=("kto_rejected_weight",), rule=above(0), objectives=("kto",))
+    """Weight of a bad answer."""
+
+
+@dataclass(frozen=True)
+class Kto(LikelihoodObjective):
     """A group is one answer; the loss of a global batch is the mean of its answers."""
 
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     name: ClassVar[str] = "kto"
-    group_size: ClassVar[int] = 1
-    part_format: ClassVar[str | None] = None
+    example: ClassVar[Mapping[str, Any]] = {"prompt": "a", "completion": "b", "label": False}
     reads_reference: ClassVar[bool] = True
     reads_mismatch: ClassVar[bool] = True
     reads_labels: ClassVar[bool] = True
 
-    def of_job(self, job: JobSpec) -> Kto:
+    def of_job(self, job: JobSpec) -> Self:
         """As a job's settings have it."""
         beta = self.beta if job.beta is None else job.beta
-        return Kto(beta, job.desirable_weight, job.undesirable_weight)
+        return type(self)(beta, job.desirable_weight, job.undesirable_weight)
 
     def claims(self, values: Mapping[str, Any]) -> bool:
         """A row with a true/false label and an answer."""

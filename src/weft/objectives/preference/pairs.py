@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weft.objectives.objective import GroupRows, Part
+from weft.objectives.objective import GroupRows, LikelihoodObjective, Part
 from weft.objectives.preference.pair_rows import read_preference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Pairs:
+class Pairs(LikelihoodObjective):
     """A group is the chosen and the rejected answer of a row; the loss of a global batch is the mean of its pairs."""
 
     group_size: ClassVar[int] = 2
     part_format: ClassVar[str | None] = "auto"
-    reads_mismatch: ClassVar[bool] = False
-    reads_labels: ClassVar[bool] = False
-
-    def claims(self, values: Mapping[str, Any]) -> bool:
-        """Only a job that names the objective has it."""
-        return False
+    example: ClassVar[Mapping[str, Any]] = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
         """The prompt with the chosen and with the rejected answer."""
