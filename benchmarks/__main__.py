@@ -14,41 +14,39 @@ from weft.cli.main import Verb, Verbs, main
 
 BENCHMARKS = {
     "step": Verb(
-        "commands:step", "Whole training steps: Weft beside PEFT, PEFT with Liger's kernels and the frozen model."
+        "steps.session:step", "Whole training steps: Weft beside PEFT, PEFT with Liger's kernels and the frozen model."
     ),
     "kernels": Verb(
-        "commands:kernels",
+        "kernels:kernels",
         "One linear with adapters against the frozen linear, forward and backward, with the error beside each timing.",
     ),
     "agreement": Verb(
-        "commands:agreement", "The fast path's gradients against the reference path's, for every kind of launch."
+        "steps.gradients:agreement", "The fast path's gradients against the reference path's, for every kind of launch."
     ),
     "methods": Verb(
-        "commands:methods", "PEFT methods and objectives mixed in one run, beside LoRA alone and beside PEFT."
+        "methods.parts:methods", "PEFT methods and objectives mixed in one run, beside LoRA alone and beside PEFT."
     ),
     "wall": Verb(
-        "commands:wall",
+        "wall.session:wall",
         "Whole runs of `weft train` from the command to the last adapter, cold and warm; and preparing many rows.",
     ),
     "serve": Verb(
-        "commands:serve",
+        "service.load:serve",
         "The service under load: 1,000 jobs in the queue and 200 clients that poll while a worker trains.",
     ),
     "pipeline": Verb(
-        "commands:pipeline",
+        "pipeline.parts:pipeline",
         "Stages of one replica: recorded beside simulated, how long they idle, and 70B beside other schedules.",
     ),
     "replicas": Verb(
-        "commands:replicas",
+        "replicas.parts:replicas",
         "Jobs over many replicas: placing and controlling them, speed, recovery, bits, and eight GPUs, simulated.",
     ),
     "deploy": Verb(
-        "commands:deploy",
+        "deploy.parts:deploy",
         "Deployments of unlike replicas: how long planning and dispatch take, and what they save, predicted.",
     ),
-    "planning": Verb(
-        "planning.parts:planning", "Packing, pipelines, fusion, cost models and a cluster's week, replayed."
-    ),
+    "planning": Verb("planning.parts:planning", "Packing, pipelines, cost models and a cluster's week, replayed."),
     "sweeps": Verb("sweeps.parts:sweeps", "Sweeps: plans beside PLoRA's, configurations together, early stopping."),
     "curve": Verb("curve:curve", "Loss curves on the embedded model: beside PEFT, FP8 beside unquantised, and bits."),
     "cpu-together": Verb(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.commands import JsonFile
+from benchmarks.report import JsonFile
 from benchmarks.steps.peers import need_peft
 from weft.cli.demo.skills import SKILLS, write_skill
 from weft.data.dataset import JobData

@@ -29,10 +29,8 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from benchmarks import report
-from benchmarks.commands import JsonFile, check_kernels
 from benchmarks.figures import Figure, Kind
-from benchmarks.output import check_files, conclude, say
+from benchmarks.report import JsonFile, check_files, check_kernels, conclude, say, write_json
 from benchmarks.steps.peers import need_peft
 from weft.cli.demo.skills import write_skill
 from weft.engine.engine import Engine
@@ -226,5 +224,5 @@ def curve(
     device = default_device()
     figures = measure_curves(device, steps, kernels, say)
     if json is not None:
-        report.write_json(json, {found.key: found.value for found in figures}, device)
+        write_json(json, {found.key: found.value for found in figures}, device)
     raise typer.Exit(conclude(figures, [], device, None))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from benchmarks.pipeline.passes import OneDevice
+from benchmarks.pipeline.one_gpu import OneDevice
 from weft.data.sample import Sample
 from weft.kernels.timing import median_s
 from weft.model.model_part import ModelPart

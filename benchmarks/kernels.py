@@ -13,11 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import typer
 
-from benchmarks.clock import Effort, in_turn_s, release
+from benchmarks.clock import QUICK, THOROUGH, Effort, in_turn_s, release
 from benchmarks.figures import Figure, Kind
+from benchmarks.report import (
+    JsonFile,
+    PlotFile,
+    Quick,
+    Regimes,
+    check_files,
+    conclude,
+    measured_device,
+    say,
+    write_json,
+)
 from benchmarks.steps.regimes import MIXED_RANKS
-from weft.errors import ConfigError, JobError, closest
+from weft.errors import ConfigError, JobError, WeftError, closest
 from weft.kernels.device import is_gpu
 from weft.kernels.dropout import drop, keep_mask, module_key, row_keys
 from weft.kernels.lora.expand import expand, expand_grad
@@ -238,3 +250,28 @@ def _turns(
             torch.mm(dy_TO, linear.weight_OD)
 
     return ours, frozen
+
+
+def kernels(
+    regime: Regimes = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    """One linear with adapters against the frozen linear, forward and backward, with the error beside each timing."""
+    cases = choose_cases(regime or [])
+    device = measured_device(needs_gpu=True)
+    check_files(json, plot)
+
+    effort = QUICK if quick else THOROUGH
+    figures, failures = [], []
+    for case in cases:
+        try:
+            figures.append(measure_case(case, device, torch.bfloat16, effort, say))
+        except WeftError as error:
+            failures.append(str(error))
+            continue
+        say(f"  {figures[-1].line}")
+        if json is not None:
+            write_json(json, {found.key: found.value for found in figures}, device)
+    raise typer.Exit(conclude(figures, failures, device, plot))

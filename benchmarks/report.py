@@ -1,23 +1,53 @@
-"""The results as a table, as a JSON file that several commands fill together, and as a picture."""
+"""What benchmarks share: options, and results as lines, as a table, as a JSON file that several fill, as a picture."""
 
 from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.table import Table
 
-from benchmarks.figures import Figure, Kind
-from weft.errors import StorageError
-from weft.kernels.device import device_name, is_gpu
+from benchmarks.figures import Figure, Kind, Parts, Targets, measure_parts
+from weft.cli.user_path import user_path
+from weft.errors import ConfigError, ModelError, StorageError
+from weft.kernels.device import default_device, device_name, has_gpu, is_gpu
+from weft.report.console import output_console
+from weft.report.deploy_picture import check_plot
 from weft.store.atomic import storage_error, storage_errors, write_file
 from weft.store.json_text import dump, parse
 
 MET, MISSED, FREE = "#4b9b78", "#d98a3d", "#97a3b0"
+PATHS = ("auto", "fused", "reference")
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", parser=user_path, metavar="PATH", help="Add the figures to this JSON file.")
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", parser=user_path, metavar="PATH", help="Draw the figures into this .svg or .png file."),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer repeats: for a first look, not for publishing.")]
+Regimes = Annotated[list[str] | None, typer.Option(help="Figure to measure; may be repeated. Default: all.")]
+
+
+def check_kernels(kernels: str) -> None:
+    """ConfigError for a path that Weft does not have."""
+    if kernels not in PATHS:
+        raise ConfigError(f"got {kernels!r}; accepted are {', '.join(PATHS)}.", where="--kernels")
+
+
+def measured_device(*, needs_gpu: bool) -> torch.device:
+    """The GPU, or the CPU for what also runs there."""
+    if needs_gpu and not has_gpu():
+        raise ModelError(
+            "these measurements need a CUDA GPU and torch sees none; `step --model tiny` runs anywhere.",
+            where="benchmarks",
+        )
+    return default_device()
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -117,3 +147,51 @@ def bar_length(figure: Figure) -> float:
     else:
         value, target = figure.value, figure.target or 1.0
     return target / value if figure.kind.less_is_better else value / target
+
+
+def say(line: str) -> None:
+    """Prints one line at once, so that a run that is cut short still shows what it had."""
+    print(line, flush=True)
+
+
+def check_files(json: Path | None, plot: Path | None) -> None:
+    """Refuses files that could not be written, before anything is measured."""
+    if json is not None:
+        read_json(json)
+    if plot is not None:
+        check_plot(plot)
+
+
+def run_parts(parts: Parts, targets: Targets, json: Path | None, *, on_gpu: Collection[str] = ()) -> int:
+    """Measures part by part and keeps each as soon as it is there; returns the exit code.
+
+    All is measured on the CPU but the parts `on_gpu`, beside which the file names their machine as `machine_gpu`.
+    """
+    check_files(json, None)
+    cpu = torch.device("cpu")
+    figures: list[Figure] = []
+    for name, values, found in measure_parts(parts, targets):
+        say(name)
+        for figure in found:
+            say(f"  {figure.line}")
+        figures += found
+        if json is not None:
+            is_cpu = name not in on_gpu
+            write_json(json, values, cpu if is_cpu else default_device(), key="machine" if is_cpu else "machine_gpu")
+    return conclude(figures, [], default_device() if set(parts) <= set(on_gpu) else cpu, None)
+
+
+def conclude(figures: Sequence[Figure], failures: Sequence[str], device: torch.device, plot: Path | None) -> int:
+    """Prints the table and what failed; returns the exit code."""
+    console = output_console()
+    found = machine(device)
+    title = f"{found['device']}, torch {found['torch']}, {found['date']}"
+    if figures:
+        console.print()
+        console.print(table(figures))
+        console.print(title, highlight=False, style="dim")
+        if plot is not None:
+            draw(plot, figures, title)
+    for failure in failures:
+        console.print(failure, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    return 1 if failures else 0

@@ -1,4 +1,6 @@
-"""All that `python -m benchmarks methods` measures.
+"""PEFT's DoRA, and DPO with PEFT as people write it: a pass with the adapter and one without; at the best batch.
+
+All that `python -m benchmarks methods` measures.
 
 mixed_vs_lora    tokens per second of eight jobs of different methods and objectives, over those of eight LoRAs; what
                  runs without an adapter, to compare with, goes forward only and counts half, and in
@@ -9,28 +11,88 @@ dora_vs_peft     four DoRAs, over one of PEFT's at the batch size that serves it
 dpo_vs_peft      four LoRAs on pairs over three epochs (the default of transformers' and TRL's trainers), over one of
                  PEFT's with two forward passes, likewise; tokens of pairs. Here a pair's reference is heard in the
                  first epoch only: dpo_first_vs_peft is of that epoch, dpo_later_vs_peft of the others
-memory32_ratio   32 times the peak of one job by itself, over the peak of 32 jobs on one backbone
-"""
+memory32_ratio   32 times the peak of one job by itself, over the peak of 32 jobs on one backbone"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
+import typer
 
-from benchmarks.clock import Effort, release
+from benchmarks.clock import QUICK, THOROUGH, Effort, release
 from benchmarks.figures import Kind, Parts, Targets
-from benchmarks.methods.jobs import MethodJobs
-from benchmarks.methods.pace import WARM_UP, measure_pace
-from benchmarks.methods.peers import measure_dora, measure_dpo
-from benchmarks.steps.regimes import BF16
+from benchmarks.methods.jobs import WARM_UP, MethodJobs, measure_pace
+from benchmarks.report import (
+    JsonFile,
+    Quick,
+    Regimes,
+    measured_device,
+    run_parts,
+)
+from benchmarks.steps.peers import RANK, PeerStep, adapter_steps, best_batch, need_peft, with_adapter
+from benchmarks.steps.regimes import BF16, IGNORED, BenchProgram, BenchRun, Workload
 from weft.errors import ConfigError
 from weft.kernels.device import is_gpu
 from weft.model.backbone import Backbone
-from weft.model.random_model import make_backbone
-from weft.plan.cost.published_shapes import Shape
+from weft.model.random_model import build, make_backbone
+from weft.plan.cost.published_shapes import Shape, find_shape
+
+BETA = 0.1
+
+
+def measure_dora(shape: Shape, length: int, dtype: torch.dtype, device: torch.device, effort: Effort) -> float:
+    """Tokens per second of PEFT's DoRA on all linears."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, use_dora=True, target_modules="all-linear")
+    model = get_peft_model(build(shape, dtype, device, "sdpa"), config).train()
+    return _fastest(adapter_steps(model), model, length, device, effort)
+
+
+def measure_dpo(shape: Shape, length: int, dtype: torch.dtype, device: torch.device, effort: Effort) -> float:
+    """Tokens of pairs per second of a LoRA on all linears; a batch's rows are pairs, one behind the other."""
+    model = with_adapter(build(shape, dtype, device, "sdpa"), 0.0)
+    return _fastest(pair_steps(model), model, length, device, effort)
+
+
+def pair_steps(model: Any) -> PeerStep:
+    """DPO's sigmoid loss: forward, the same without the adapter, backward and optimizer step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    halves = model.dtype is torch.bfloat16
+
+    def sums(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch["labels"][:, 1:]
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = model(**inputs).logits[:, :-1]
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return -losses.view(labels.shape).sum(dim=1)
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=halves):
+            with torch.no_grad(), model.disable_adapter():
+                references = sums(batch)
+            gains = sums(batch) - references
+            loss = -F.logsigmoid(BETA * (gains[::2] - gains[1::2])).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _fastest(step: PeerStep, model: Any, length: int, device: torch.device, effort: Effort) -> float:
+    run = BenchRun(BenchProgram.PEFT_BEST, Workload((RANK,), (length, length), length))
+    try:
+        return best_batch(step, run, model.config.vocab_size, device, effort).tokens_per_s
+    finally:
+        release(device)
+
 
 TARGETS: Targets = {
     "mixed_vs_lora": (Kind.SHARE, 0.85),
@@ -159,3 +221,17 @@ def choose_parts(regimes: Sequence[str], bench: MethodBench) -> Parts:
             raise ConfigError(f"{name} needs a CUDA GPU and torch sees none.", where="--regime")
     can = [name for name in measures if name != "memory32_ratio" or is_gpu(bench.device)]
     return {name: measures[name] for name in regimes or can}
+
+
+def methods(
+    model: Annotated[str, typer.Option(help="Shape to build with random weights.")] = "llama-3.1-8b",
+    regime: Regimes = None,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """PEFT methods and objectives mixed in one run, beside LoRA alone and beside PEFT."""
+    shape = find_shape(model)
+    device = measured_device(needs_gpu=shape.name != "tiny")
+    need_peft()
+    parts = choose_parts(regime or [], MethodBench(shape, device, QUICK if quick else THOROUGH))
+    raise typer.Exit(run_parts(parts, TARGETS, json, on_gpu=[] if device.type == "cpu" else list(parts)))

@@ -1,4 +1,11 @@
-"""Four unlike jobs on four stages of a 70B backbone, as LoRAFusion's figure 20 has them, simulated.
+"""Sample lengths like those of the data sets planners are measured on: log-normal, from fixed seeds, no files.
+
+Means: XSum 526 and CNN/DailyMail 947 tokens, WikiSum about 1,800; right-skewed as published (LoRAFusion, figure 13).
+
+
+What stages would do in a whole run: a planner is asked for programs as the engine asks it, and all are simulated.
+
+Four unlike jobs on four stages of a 70B backbone, as LoRAFusion's figure 20 has them, simulated.
 
 bubble_het4_exec        share of the time that stages idle with the programs that `weft train` runs: planned one after
                         another from what a job's queue shows, every job in its own order, each appended to the one
@@ -14,17 +21,163 @@ The output head counts on the last stage; layers are divided by `split_layers`. 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.pipeline.executed import execute
-from benchmarks.pipeline.lengths import MIXES, queues
+import numpy as np
+
+from weft.engine.jobs.progress import PLANNED_BATCHES
+from weft.engine.staged_run import last_of
+from weft.plan.check import violations
+from weft.plan.cost.types import CostModel
 from weft.plan.homes import choose_homes
+from weft.plan.pipeline.append import DealtStream, joined_all, open_pipe
+from weft.plan.pipeline.eager import Pipe
 from weft.plan.pipeline.split import split_layers
+from weft.plan.program import Program, Step
 from weft.plan.simulate.choose import FastestPipeline
 from weft.plan.simulate.choose_spread import FastestSpread
-from weft.plan.spread.planner import HomeLoad, SpreadPlanner
-from weft.plan.types import JobQueue, Limits, Microbatch, Segment
+from weft.plan.simulate.interpret import simulate
+from weft.plan.spread.planner import HomeLoad, SpreadPlanner, max_lead
+from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
+
+SEED = 20260104
+
+
+@dataclass(frozen=True)
+class LengthMix:
+    """Mean and spread (of the logarithm) of each job's lengths."""
+
+    name: str
+    jobs: tuple[tuple[float, float], ...]
+
+
+XSUM, CNN_DM, WIKISUM = (526.0, 0.60), (947.0, 0.45), (1800.0, 0.65)
+SHORTEST, LONGEST = 32, 8192
+
+MIXES = (
+    LengthMix("xsum", (XSUM,) * 4),
+    LengthMix("cnn_dm", (CNN_DM,) * 4),
+    LengthMix("wikisum", (WIKISUM,) * 4),
+    LengthMix("xsum+wikisum", (XSUM, WIKISUM) * 2),
+    LengthMix("xsum+cnn_dm+wikisum+mixed", (XSUM, CNN_DM, WIKISUM, (0.0, 0.0))),
+)
+"""A mean of 0 draws each sample from one of the three data sets."""
+
+
+def _draw(rng: np.random.Generator, mean: float, spread: float, num_samples: int) -> list[int]:
+    sources = [(mean, spread)] if mean else [XSUM, CNN_DM, WIKISUM]
+    drawn = np.stack([rng.lognormal(np.log(m) - s * s / 2, s, num_samples) for m, s in sources])
+    chosen = drawn[rng.integers(0, len(sources), num_samples), np.arange(num_samples)]
+    lengths: list[int] = np.clip(np.rint(chosen), SHORTEST, LONGEST).astype(int).tolist()
+    return lengths
+
+
+def queues(mix: LengthMix, num_samples: int, global_batch: int, seed: int = SEED) -> list[JobQueue]:
+    """Jobs that together have so many samples, in global batches of this size; the last of a job may be smaller."""
+    rng = np.random.default_rng(seed)
+    own = num_samples // len(mix.jobs)
+    made = []
+    for i, (mean, spread) in enumerate(mix.jobs):
+        lengths = _draw(rng, mean, spread, own)
+        batches = tuple(
+            Batch(b, 0, tuple(lengths[start : start + global_batch]))
+            for b, start in enumerate(range(0, own, global_batch))
+        )
+        made.append(JobQueue(f"job{i}", batches, True))
+    return made
+
+
+@dataclass(frozen=True)
+class Executed:
+    """Programs one after another."""
+
+    makespan_s: float
+    busy_s: float
+    """Of all stages."""
+    num_stages: int
+    num_programs: int
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of the stages' time in which nothing is computed."""
+        return 1 - self.busy_s / (self.num_stages * self.makespan_s)
+
+
+def execute(
+    planner: FastestPipeline | FastestSpread,
+    jobs: Sequence[JobQueue],
+    limits: Limits,
+    cost: CostModel,
+    every: int | None = None,
+    *,
+    drains: bool = False,
+) -> Executed:
+    """Plans and simulates until all jobs have ended; with `every`, each job stops after so many of its steps.
+
+    A program is appended to the one before, unless it `drains`: then something was due that needs all stages. `cost`:
+    of every replica.
+    """
+    programs = _programs(planner, jobs, limits, every, drains=drains)
+    run = programs
+    pipes = _pipes(planner, limits.capacity)
+    costs = [cost] * len(pipes)
+    if not drains:
+        run = [joined_all([DealtStream.of(program) for program in programs], pipes, [(cost, None) for cost in costs])]
+        assert not violations(run[0], jobs, limits), "programs that are appended are one that is valid"
+    timelines = [simulate(program, costs) for program in run]
+    stages = range(sum(pipe.num_stages for pipe in pipes))
+    return Executed(
+        sum(timeline.makespan_s for timeline in timelines),
+        sum(timeline.busy_s(stage) for timeline in timelines for stage in stages),
+        len(stages),
+        len(programs),
+    )
+
+
+def _pipes(planner: FastestPipeline | FastestSpread, capacity: int) -> list[Pipe]:
+    """The replicas, as the engine appends to them."""
+    if isinstance(planner, FastestPipeline):
+        return [open_pipe(planner.num_stages, planner.memory_bytes(capacity))]
+    return [open_pipe(size, max_lead=max_lead(size)) for size in planner.quick.replica_sizes]
+
+
+def _programs(
+    planner: FastestPipeline | FastestSpread,
+    jobs: Sequence[JobQueue],
+    limits: Limits,
+    every: int | None,
+    *,
+    drains: bool,
+) -> list[Program]:
+    """All that the engine would ask for, one after another."""
+    rest, found = list(jobs), list[Program]()
+    while rest:
+        queues = [_shown(queue, every) for queue in rest]
+        if found and not drains:
+            behind = last_of(found[-1])
+            if isinstance(planner, FastestPipeline):
+                planner = replace(planner, behind=behind[0])
+            else:
+                planner = replace(planner, behind=behind)
+        program = planner(queues, limits)
+        assert not violations(program, queues, limits), "a planner's program is valid"
+        found.append(program)
+        steps = {i for own in program.stages for i in own if isinstance(i, Step)}
+        done = Counter(step.job for step in steps)
+        rest = [replace(queue, batches=queue.batches[done[queue.job] :]) for queue in rest]
+        rest = [queue for queue in rest if queue.batches]
+    return found
+
+
+def _shown(queue: JobQueue, every: int | None) -> JobQueue:
+    """What the engine shows of a queue: some global batches, and none beyond the step at which something is due."""
+    size = PLANNED_BATCHES
+    if every is not None:
+        size = min(size, every - queue.batches[0].step % every)
+    return replace(queue, batches=queue.batches[:size], is_all=queue.is_all and size >= len(queue.batches))
+
 
 NUM_STAGES = 4
 NUM_LAYERS = 80

@@ -22,9 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.replicas.trained import SmallJobs
-from benchmarks.replicas.two_ranks import differing_adapters
-from benchmarks.train_command import TrainCommand, child_processes, is_named
+from benchmarks.processes import TrainCommand, child_processes, is_named
+from benchmarks.replicas.trained import SmallJobs, differing_adapters
 from weft.errors import WeftError
 
 LAYOUTS = (

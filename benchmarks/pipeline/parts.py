@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
 from benchmarks.figures import Kind, Parts, Targets
 from benchmarks.pipeline.four_jobs import measure_executed
-from benchmarks.pipeline.free_sums import measure_free_sums
+from benchmarks.pipeline.gpu_costs import measure_free_sums, measure_shards
 from benchmarks.pipeline.interleaved import measure_interleaved
 from benchmarks.pipeline.killed_layouts import measure_layout_kills
-from benchmarks.pipeline.one_gpu import measure_stages
-from benchmarks.pipeline.passes import OneDevice
+from benchmarks.pipeline.one_gpu import OneDevice, measure_stages
 from benchmarks.pipeline.recorded import measure_recorded
 from benchmarks.pipeline.seventy import measure_seventy
-from benchmarks.pipeline.shards import measure_shards
+from benchmarks.report import (
+    JsonFile,
+    Regimes,
+    run_parts,
+)
+from weft.cli.user_path import user_path
 from weft.errors import ConfigError
 from weft.kernels.device import default_device, is_gpu
-from weft.plan.cost.profile import Profile
+from weft.plan.cost.profile import Profile, load_profile
 from weft.plan.cost.published_shapes import find_shape
 
 TARGETS: Targets = {
@@ -58,6 +65,7 @@ TARGETS: Targets = {
     "shard_bits": (Kind.DIFFERENCES, 0.0),
     "shard_gather_gb_s": (Kind.GB_PER_S, None),
 }
+PROFILE = Path("benchmarks/h200_profile.json")
 GPU_REGIMES = ("shard_overlap", "bits_stages", "free_sums_cost")
 REGIMES = (
     "order_equal",
@@ -100,3 +108,23 @@ def choose_parts(regimes: Sequence[str], profile: Profile | None) -> Parts:
 def _eight_billion(device: torch.device) -> OneDevice:
     """The 8B shape, with microbatches of which four stages can hold as many as they need."""
     return OneDevice(find_shape("llama-3.1-8b"), torch.bfloat16, device, 4096)
+
+
+def pipeline(
+    regime: Regimes = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            parser=user_path,
+            metavar="PATH",
+            help=f"Simulate 70B with what `weft profile` measured. Default: {PROFILE} if it is there.",
+        ),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Stages of one replica: recorded beside simulated, how long they idle, and 70B beside other schedules."""
+    found = profile or (PROFILE if PROFILE.exists() else None)
+    parts = choose_parts(regime or [], None if found is None else load_profile(found))
+    if not ON_GPU & parts.keys() and not regime:
+        typer.echo(f"not measured, since torch sees no GPU: {', '.join(sorted(ON_GPU))}")
+    raise typer.Exit(run_parts(parts, TARGETS, json, on_gpu=ON_GPU))

@@ -21,17 +21,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.pipeline.executed import Executed, execute
 from benchmarks.pipeline.four_jobs import (
     BATCH,
     CAPACITY,
+    MIXES,
     NUM_LAYERS,
     NUM_SAMPLES,
     NUM_STAGES,
     SAMPLES_PER_MICROBATCH,
+    Executed,
     by_samples,
+    execute,
+    queues,
 )
-from benchmarks.pipeline.lengths import MIXES, queues
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.cost.fit import Fit
 from weft.plan.cost.hardware import GB, find_hardware

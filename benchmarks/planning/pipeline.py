@@ -19,18 +19,19 @@ from benchmarks.pipeline.four_jobs import (
     BATCH,
     CAPACITY,
     HEAD_LAYERS,
+    MIXES,
     NUM_LAYERS,
     NUM_SAMPLES,
     NUM_STAGES,
     SAMPLES_PER_MICROBATCH,
     LayerCost,
+    LengthMix,
     by_samples,
+    queues,
     split_cost,
 )
-from benchmarks.pipeline.lengths import MIXES, LengthMix, queues
 from benchmarks.planning.best_pipeline import best_pipeline
-from benchmarks.planning.group import JobLengths, group_jobs
-from benchmarks.planning.published import pack_published
+from benchmarks.planning.published import JobLengths, group_jobs, pack_published
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.simulate.interpret import simulate

@@ -1,26 +1,200 @@
-"""What a controller costs: its processor time for each step that a rank tells it.
+"""Many ranks without a backbone: one process plays them all by a script, over the connections that real ranks use.
+
+`python -m benchmarks.replicas.controller ADDRESS NUM_RANKS` joins the controller that listens there as so many ranks.
+Every rank tells a step and its microbatch each `TELL_S`, in one report. That is what a real rank tells where every
+microbatch completes one step; where microbatches are faster, a report holds several.
+
+
+What a controller costs: its processor time for each step that a rank tells it.
 
 controller_us       microseconds per step and rank with 64 scripted ranks of four jobs each: everything from the
                     connection to the event that a run hears, up to the first job's end. No table is drawn.
-controller_end_ms   milliseconds for each job that ends: what is left is placed anew.
-"""
+controller_end_ms   milliseconds for each job that ends: what is left is placed anew."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from benchmarks.replicas.scripted import CAPACITY, ScriptedPool
+from benchmarks.processes import child_variables
 from weft.data.load import load_job_data
-from weft.engine.events import JobEnded, StepDone
+from weft.engine.events import Event, JobEnded, JobStarted, JobSucceeded, MicrobatchDone, StepDone
+from weft.engine.execute.protocol import ReplicaFacts
 from weft.errors import WeftError
 from weft.model.source import load_tokenizer
-from weft.parallel.replicas.messages import RankOrder
+from weft.parallel.replicas.messages import (
+    ALIVE_S,
+    TELL_S,
+    CheckJob,
+    Command,
+    EndRank,
+    EventsTold,
+    JobChecked,
+    RankAlive,
+    RankIdle,
+    RankJoined,
+    RankOrder,
+    RankReady,
+    Report,
+    SetUp,
+    ToldEvent,
+    TrainJob,
+)
 from weft.parallel.replicas.rank_group import RankGroup
+from weft.parallel.replicas.rank_listener import KEY_VARIABLE, connect
+from weft.parallel.replicas.rank_pool import RankPool
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
+from weft.plan.admit import Budget
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
+from weft.store.run_record import library_versions
+
+CAPACITY = 8192
+FACTS = ReplicaFacts(
+    base_model="scripted",
+    config={},
+    modules=(),
+    device="cpu",
+    device_kind="cpu",
+    dtype="float32",
+    storage="none",
+    kernels="none",
+    path="reference",
+    works_on=False,
+    vocabulary=256,
+    max_positions=CAPACITY,
+    backbone_bytes=0,
+    weight_bytes=8,
+    environment={"device": "scripted"},
+)
+
+
+class ScriptedPool(RankPool):
+    """A pool whose ranks are all played by one process."""
+
+    _player: subprocess.Popen[bytes] | None = None
+
+    def launch(self, address: str, variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """Starts the player with the first rank; the others are the same process."""
+        if self._player is None:
+            command = [sys.executable, "-m", __name__, address, str(len(self._variables))]
+            env = {**variables, "PYTHONPATH": child_variables()["PYTHONPATH"]}
+            with log.open("ab") as out:
+                self._player = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+        return self._player
+
+
+@dataclass
+class ScriptedRank:
+    """One rank as its controller sees it."""
+
+    connection: Connection
+    jobs: deque[JobSpec] = field(default_factory=deque)
+    """Those it trains, the next to step first."""
+    steps: dict[str, int] = field(default_factory=dict)
+    num_obeyed: int = 0
+    is_over: bool = False
+
+    @classmethod
+    def join(cls, address: str, key: str) -> ScriptedRank:
+        """Joins as a rank whose replica is loaded."""
+        while True:
+            connection = connect(address, key)
+            connection.send(RankJoined(socket.gethostname(), os.getpid(), library_versions()))
+            if isinstance(connection.recv(), SetUp):
+                rank = cls(connection)
+                rank.tell(RankReady(FACTS, CAPACITY, Budget(), weights="none"))
+                return rank
+            # The controller does not expect it yet.
+
+    def tell(self, report: Report) -> None:
+        """Sends a report."""
+        self.connection.send(report)
+
+    def obey(self, command: Command) -> None:
+        """Accepts every job, and trains what it is told to."""
+        self.num_obeyed += 1
+        match command:
+            case CheckJob(order):
+                self.tell(JobChecked(order.spec.name, num_parameters=1000))
+            case TrainJob(order):
+                self.jobs.append(order.spec)
+                self.steps[order.spec.name] = 0
+                self.tell(EventsTold((ToldEvent(JobStarted(order.spec.name, 0, _num_steps(order.spec))),)))
+            case EndRank():
+                self.is_over = True
+        if not self.jobs:
+            self.tell(RankIdle(self.num_obeyed))
+
+    def step(self) -> None:
+        """Tells the next step of the job whose turn it is."""
+        if not self.jobs:
+            return
+        job = self.jobs.popleft()
+        self.steps[job.name] += 1
+        events = _told(job, self.steps[job.name], tuple(other.name for other in (job, *self.jobs)))
+        if self.steps[job.name] < _num_steps(job):
+            self.jobs.append(job)
+        else:
+            events += (JobSucceeded(job.name, self.steps[job.name], None),)
+        self.tell(EventsTold(tuple(ToldEvent(event) for event in events)))
+        if not self.jobs:
+            self.tell(RankIdle(self.num_obeyed))
+
+
+def _num_steps(job: JobSpec) -> int:
+    assert job.max_steps is not None, "scripted jobs say how many steps they take"
+    return job.max_steps
+
+
+def _told(job: JobSpec, step: int, jobs: tuple[str, ...]) -> tuple[Event, ...]:
+    """What one step of a job tells."""
+    done = StepDone(
+        job=job.name,
+        step=step,
+        num_steps=_num_steps(job),
+        epoch=step / _num_steps(job),
+        loss=1.0 / step,
+        mean_token_accuracy=0.5,
+        grad_norm=1.0,
+        learning_rate=job.learning_rate,
+        tokens=CAPACITY,
+        num_tokens=CAPACITY * step,
+        seconds=TELL_S * step,
+    )
+    return (MicrobatchDone(jobs, CAPACITY, CAPACITY, TELL_S), done)
+
+
+def play(address: str, num_ranks: int) -> None:
+    """Is so many ranks until the controller has no more to do."""
+    key = os.environ[KEY_VARIABLE]
+    ranks = {rank.connection: rank for rank in (ScriptedRank.join(address, key) for _ in range(num_ranks))}
+    step_s = alive_s = time.monotonic()
+    while ranks:
+        for connection in wait(list(ranks), timeout=max(0.0, step_s - time.monotonic())):
+            assert isinstance(connection, Connection)
+            ranks[connection].obey(connection.recv())
+            if ranks[connection].is_over:
+                del ranks[connection]
+        now_s = time.monotonic()
+        if now_s >= step_s:
+            step_s = now_s + TELL_S
+            for rank in ranks.values():
+                rank.step()
+        if now_s >= alive_s:
+            alive_s = now_s + ALIVE_S
+            for rank in ranks.values():
+                rank.tell(RankAlive())
+
 
 NUM_RANKS, JOBS_PER_RANK, NUM_STEPS = 64, 4, 40
 MODEL = "tiny"
@@ -68,3 +242,7 @@ def _follow(engine: ReplicatedEngine) -> dict[str, float]:
         "controller_us": 1e6 * (ending_s - first_s) / num_steps,
         "controller_end_ms": 1e3 * (time.process_time() - ending_s) / num_ended,
     }
+
+
+if __name__ == "__main__":
+    play(sys.argv[1], int(sys.argv[2]))

@@ -1,15 +1,17 @@
-"""`kill -9` at random moments of whole runs, from the start of their first rank to their last file.
+"""A Ray cluster of two nodes on this machine, one of which can be lost.
+
+`kill -9` at random moments of whole runs, from the start of their first rank to their last file.
 
 kills_differ     adapters of all these runs whose bytes are not those of one process that nobody disturbed.
 kills_repeated   steps that a job took twice although its own rank was never killed: neighbours go on.
 kill_seen_s      the longest time from the death of a rank until its controller starts another one or goes on without.
 num_kills        runs in which something was killed: a rank in every other one; else the controller, which is then
-                 resumed, or with Ray installed an actor's process, or a node with all that is on it.
-"""
+                 resumed, or with Ray installed an actor's process, or a node with all that is on it."""
 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import itertools
 import os
 import random
@@ -20,17 +22,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.replicas.killed_node import NodeCluster, has_ray
-from benchmarks.replicas.trained import SmallJobs
-from benchmarks.replicas.two_ranks import differing_adapters
-from benchmarks.train_command import JOBS_FILE, ONE_THREAD, TrainCommand, prepare_processes
+from benchmarks.processes import JOBS_FILE, ONE_THREAD, TrainCommand, prepare_processes
+from benchmarks.replicas.trained import SmallJobs, differing_adapters
 from weft.engine.events import Event, JobWarning, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import execute_run, prepare_run
+from weft.parallel.ray.connect import AUTO, need_ray
+from weft.parallel.ray.load import find_places
 from weft.parallel.replicas.known_rank import KnownRank
 from weft.parallel.replicas.load import load_replicated
 from weft.parallel.replicas.messages import RankOrder
@@ -38,9 +41,50 @@ from weft.parallel.replicas.places import rank_order
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.rank_link import Ranks
 from weft.parallel.replicas.rank_pool import RankPool, RankProcess
-from weft.spec import JobSpec, RunSpec
+from weft.spec import BackboneSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 from weft.wall_clock import WallClock
+
+NODE_ROOM = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+"""Room for one replica: each has a node of its own."""
+
+
+def has_ray() -> bool:
+    """Whether Ray is installed."""
+    return importlib.util.find_spec("ray") is not None
+
+
+class NodeCluster:
+    """Two nodes, each made of processes of its own."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._spare = cluster.add_node(**NODE_ROOM)
+
+    @classmethod
+    @contextmanager
+    def opened(cls) -> Iterator[NodeCluster]:
+        """A cluster that this process is connected to, and that goes afterwards."""
+        ray = need_ray()
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={**NODE_ROOM, "include_dashboard": False})
+        try:
+            nodes = cls(cluster)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            yield nodes
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+    def open_ranks(self, order: RankOrder) -> Ranks:
+        """Two ranks as actors."""
+        return find_places(AUTO, 2, BackboneSpec(base_model="tiny", device="cpu")).open_ranks(order)
+
+    def lose_one(self) -> None:
+        """Kills all processes of the node that this process is not on."""
+        self._cluster.remove_node(self._spare, allow_graceful=False)
+
 
 JOBS = SmallJobs(num_jobs=4, num_steps=12, save_steps=3)
 NUM_KILLS = 20

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+import typer
 
 from benchmarks.figures import Kind, Parts, Targets
 from benchmarks.replicas.controller import measure_controller
 from benchmarks.replicas.killed import measure_kills
-from benchmarks.replicas.planning import measure_placing
-from benchmarks.replicas.simulated import measure_eight
-from benchmarks.replicas.trained import measure_recovery, measure_scaling
-from benchmarks.replicas.two_ranks import measure_two_ranks
+from benchmarks.replicas.placing import measure_eight, measure_placing
+from benchmarks.replicas.trained import measure_recovery, measure_scaling, measure_two_ranks
+from benchmarks.report import (
+    JsonFile,
+    run_parts,
+)
 from weft.errors import ConfigError
+from weft.kernels.device import has_gpu
 
 TARGETS: Targets = {
     "place_1000_s": (Kind.SECONDS, 1.0),
@@ -57,3 +63,14 @@ def choose_parts(regimes: Sequence[str], *, has_gpu: bool) -> Parts:
             raise ConfigError(f"{name} needs a CUDA GPU and torch sees none.", where="--regime")
     chosen = [REGIMES[name] for name in regimes] or [title for title in PARTS if has_gpu or title not in ON_GPU]
     return {title: PARTS[title] for title in chosen}
+
+
+def replicas(
+    regime: Annotated[
+        list[str] | None, typer.Option(help="Figure to measure; may be repeated. Default: all that can be.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Jobs over many replicas: placing and controlling them, speed, recovery, bits, and eight GPUs, simulated."""
+    parts = choose_parts(regime or [], has_gpu=has_gpu())
+    raise typer.Exit(run_parts(parts, TARGETS, json, on_gpu=ON_GPU))

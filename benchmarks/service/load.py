@@ -28,11 +28,25 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import typer
+
 from benchmarks.figures import Kind, Parts, Targets
+from benchmarks.report import (
+    JsonFile,
+    run_parts,
+)
 from benchmarks.service.clients import Ask, Plan
-from benchmarks.service.process import Service, run_clients, running_service, spinning_programs
-from benchmarks.service.training import TrainedStep, read_steps, tokens_per_s
+from benchmarks.service.process import (
+    Service,
+    TrainedStep,
+    read_steps,
+    run_clients,
+    running_service,
+    spinning_programs,
+    tokens_per_s,
+)
 from weft.cli.demo.skills import SKILLS
+from weft.cli.service.serve import need_serve
 from weft.errors import WeftError
 
 CONTENDED = "serve_contended"
@@ -242,3 +256,9 @@ TARGETS: Targets = {
     "serve_eager_event_latency_s": (Kind.SECONDS, None),
 }
 PARTS: Parts = {"load": measure_load}
+
+
+def serve(json: JsonFile = None) -> None:
+    """The service under load: 1,000 jobs in the queue and 200 clients that poll while a worker trains."""
+    need_serve()
+    raise typer.Exit(run_parts(PARTS, TARGETS, json))

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.clock import Effort, Measured, peak_gb, release
-from benchmarks.steps.regimes import BenchProgram, BenchRun
-from benchmarks.steps.samples import padded_batch
+from benchmarks.steps.regimes import BenchProgram, BenchRun, padded_batch
 from weft.errors import MissingExtraError, install_command
 from weft.kernels.device import is_gpu
 from weft.kernels.timing import median_s

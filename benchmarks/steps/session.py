@@ -1,8 +1,13 @@
-"""Measures what the chosen figures need, model by model, and reports every result as soon as it is there.
+"""The speed that matrix products alone allow: every product weight once forward in FP8 and once backward in bf16.
+
+Per token and weight: 2 FLOP at the FP8 rate + 2 FLOP at the bf16 rate, both as this device reaches them on one large
+square product. Attention, norms, loss and adapters are free here, so no step is faster.
+
+
+Measures what the chosen figures need, model by model, and reports every result as soon as it is there.
 
 Order: peers first (their model is built once), then Weft per kind of storage. Memory is given back in between. One
-failing run costs only the figures that need it.
-"""
+failing run costs only the figures that need it."""
 
 from __future__ import annotations
 
@@ -12,18 +17,65 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
+import typer
 
-from benchmarks.clock import Effort, Measured, release
+from benchmarks.clock import QUICK, THOROUGH, Effort, Measured, release
 from benchmarks.figures import Figure, Kind
-from benchmarks.steps.peers import Missing, measure_peers
-from benchmarks.steps.regimes import MAIN_SHAPE, OURS, BenchProgram, BenchRun, Regime
-from benchmarks.steps.roofline import measure_roofline
+from benchmarks.report import (
+    JsonFile,
+    PlotFile,
+    Quick,
+    Regimes,
+    check_files,
+    check_kernels,
+    conclude,
+    measured_device,
+    say,
+    write_json,
+)
+from benchmarks.steps.peers import Missing, measure_peers, need_peft
+from benchmarks.steps.regimes import MAIN_SHAPE, OURS, PEFT_PROGRAMS, BenchProgram, BenchRun, Regime, Workload, choose
 from benchmarks.steps.step import measure
 from weft.kernels.device import is_cpu
+from weft.kernels.timing import median_s
 from weft.model.random_model import make_backbone
 from weft.plan.cost.published_shapes import Shape, find_shape
+
+SIDE = 8192
+
+
+def measure_roofline(shape: Shape, workload: Workload, device: torch.device) -> Measured:
+    """What a step of the workload would take at the rates measured now."""
+    bf16, fp8 = product_rates(device)
+    seconds = workload.capacity * seconds_per_token(shape, fp8, bf16)
+    detail = f"products at {fp8 / 1e12:,.0f} TFLOP/s in FP8 and {bf16 / 1e12:,.0f} in bf16"
+    return Measured(workload.capacity, workload.capacity, seconds, 0.0, detail)
+
+
+def seconds_per_token(shape: Shape, forward_rate: float, backward_rate: float) -> float:
+    """Seconds of one token's products at the given FLOP/s."""
+    return 2 * shape.num_product_weights * (1 / forward_rate + 1 / backward_rate)
+
+
+def product_rates(device: torch.device) -> tuple[float, float]:
+    """FLOP/s of a bf16 and of an FP8 product with row-wise scales."""
+    left = torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16)
+    right = torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16)
+    left8, right8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
+    ones = torch.ones(SIDE, 1, device=device)
+
+    def in_bf16() -> object:
+        return left @ right.t()
+
+    def in_fp8() -> object:
+        return torch._scaled_mm(left8, right8.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    flop = 2.0 * SIDE**3
+    times = [median_s(work, device, warmups=5, repeats=15) for work in (in_bf16, in_fp8)]
+    return flop / times[0], flop / times[1]
 
 
 def figure(regime: Regime, results: Mapping[BenchRun, Measured]) -> Figure | None:
@@ -145,3 +197,32 @@ class Session:
             traceback.print_exc(file=sys.stderr)
             self.failures.append(f"{what} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             self.say(self.failures[-1])
+
+
+def step(
+    model: Annotated[
+        list[str] | None, typer.Option(help="Shape to build with random weights; may be repeated. Default: all tabled.")
+    ] = None,
+    regime: Regimes = None,
+    kernels: Annotated[str, typer.Option(help="Weft's path: auto, fused or reference.")] = "auto",
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    quick: Quick = False,
+) -> None:
+    """Whole training steps: Weft beside PEFT, PEFT with Liger's kernels and the frozen model."""
+    for name in model or []:
+        find_shape(name)
+    chosen = choose(model or [], regime or [])
+    device = measured_device(needs_gpu=any(name != "tiny" for name in chosen))
+    check_kernels(kernels)
+    check_files(json, plot)
+    if any(run.program in PEFT_PROGRAMS for regimes in chosen.values() for each in regimes for run in each.runs):
+        need_peft()
+
+    def keep(found: Session) -> None:
+        if json is not None:
+            write_json(json, found.values, device)
+
+    run = Session(chosen, device, QUICK if quick else THOROUGH, kernels, say=say, keep=keep)
+    run.measure()
+    raise typer.Exit(conclude(run.figures, run.failures, device, plot))

@@ -1,10 +1,14 @@
-"""What a whole run starts from: a model's files with random weights, a data file, a jobs file."""
+"""What a whole run starts from: a model's files with random weights, a data file, a jobs file.
+
+One command in a fresh process, by the wall clock, and what its run directory tells of the time in between."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.processes import timed
+from weft.data.prepared.cache import PLACE_VARIABLE
 from weft.kernels.device import is_gpu
 from weft.model.random_model import build
 from weft.model.source import TINY
@@ -92,3 +98,52 @@ def problems(num_rows: int) -> Iterator[dict[str, str]]:
 def write_jobs(path: Path, model: Path | str, jobs: WallJobs, data: Path) -> None:
     """Writes the jobs file; all else is left to the defaults."""
     write_file(path, json.dumps({"base_model": str(model), "jobs": jobs.specs(data)}, indent=1))
+
+
+@dataclass(frozen=True)
+class WallTime:
+    """What one command took."""
+
+    wall_s: float
+    spans: Mapping[str, float]
+    """Seconds of each kind of work in the run's timeline; empty for other programs than Weft."""
+    before_first_s: float = 0.0
+    """From the command to the first microbatch."""
+    training_s: float = 0.0
+    """From the start of the first microbatch to the end of the last."""
+
+    @property
+    def line(self) -> str:
+        """All of it for people."""
+        spans = ", ".join(f"{name} {seconds:.1f}" for name, seconds in sorted(self.spans.items()))
+        return f"{self.wall_s:.1f} s; first microbatch after {self.before_first_s:.1f} s; {spans}"
+
+
+def caches(folder: Path) -> dict[str, str]:
+    """Variables that let a process keep what it may keep in a folder of its own: a new machine, if that is empty."""
+    # Python's own, too: where nobody may write beside the libraries, it would compile them at every start.
+    return {
+        "XDG_CACHE_HOME": str(folder),
+        PLACE_VARIABLE: str(folder / "data"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "PYTHONPYCACHEPREFIX": str(folder / "python"),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+
+
+def time_train(jobs_file: Path, out: Path, variables: Mapping[str, str]) -> WallTime:
+    """`weft train` of a jobs file into a new run directory."""
+    log = out.with_name(out.name + ".log")
+    started = time.time()
+    wall_s = timed(["weft", "train", str(jobs_file), "--out", str(out)], variables, log)
+    events = json.loads((out / "timeline.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    totals: Counter[str] = Counter()
+    for span in spans:
+        totals[span["name"]] += span["dur"] / 1e6
+    passes = [span for span in spans if span["name"] == "forward_backward"]
+    first = min(span["ts"] for span in passes) / 1e6
+    last = max(span["ts"] + span["dur"] for span in passes) / 1e6
+    end = (out / "timeline.json").stat().st_mtime - started
+    longest = max(span["ts"] + span["dur"] for span in spans) / 1e6
+    return WallTime(wall_s, dict(totals), before_first_s=end - longest + first, training_s=last - first)

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train_command import child_variables
-from benchmarks.wall.command import TAIL
+from benchmarks.processes import TAIL, child_variables
 from weft.errors import WeftError
 from weft.model.source import load_tokenizer
 

@@ -25,16 +25,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
 from benchmarks.figures import Figure, Kind
-from benchmarks.wall.command import WallTime, caches, time_train, timed
-from benchmarks.wall.inputs import WallJobs, write_jobs, write_model, write_problems
+from benchmarks.processes import timed
+from benchmarks.report import (
+    JsonFile,
+    check_files,
+    conclude,
+    say,
+    write_json,
+)
+from benchmarks.wall.inputs import WallJobs, WallTime, caches, time_train, write_jobs, write_model, write_problems
 from benchmarks.wall.prepare import PrepareTime, time_prepare
+from weft.cli.user_path import user_path
 from weft.data.prepared.cache import PLACE_VARIABLE
 from weft.data.prepared.digests import SETTLED_S
 from weft.errors import ConfigError, WeftError
+from weft.kernels.device import default_device, has_gpu
 from weft.plan.cost.published_shapes import find_shape
 
 Say = Callable[[str], None]
@@ -249,3 +260,41 @@ def figures(name: str, cold: WallTime, warm: WallTime) -> list[Figure]:
     targets = {"wall_tiny_cold_s": 45.0, "wall_tiny_warm_s": 25.0, "wall_8b_warm_s": 75.0}
     seconds = {f"wall_{name}_cold_s": cold.wall_s, f"wall_{name}_warm_s": warm.wall_s}
     return [Figure(key, value, Kind.SECONDS, targets.get(key)) for key, value in seconds.items()]
+
+
+def wall(
+    regime: Annotated[list[str] | None, typer.Option(help="tiny, 8b, share, cpu or prepare; may be repeated.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            parser=user_path,
+            metavar="PATH",
+            help="Data file of the jobs. Default: made-up problems as long as GSM8K's.",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows that regime prepare makes and prepares.")] = 1_000_000,
+    peers: Annotated[
+        bool, typer.Option(help="Also time transformers' Trainer with PEFT, and datasets.map, on the same data.")
+    ] = True,
+    json: JsonFile = None,
+) -> None:
+    """Whole runs of `weft train` from the command to the last adapter, cold and warm; and preparing many rows."""
+    names = choose_cases(regime or [], has_gpu=has_gpu())
+    check_files(json, None)
+    if data is not None and not data.is_file():
+        raise ConfigError("there is no such file.", where=f"--data {data}")
+    device = default_device()
+    found_figures: list[Figure] = []
+    with WallSession.open(device, data=data, num_rows=rows, peers=peers, say=say) as session:
+        for name in names:
+            found = session.measure(name)
+            found_figures += found
+            for figure in found:
+                say(f"  {figure.line}")
+            if json is not None:
+                values = {figure.key: figure.value for figure in found}
+                if needs_gpu(name):
+                    write_json(json, values, device)
+                else:
+                    write_json(json, values, torch.device("cpu"), key="machine_cpu")
+    raise typer.Exit(conclude(found_figures, [], device, None))

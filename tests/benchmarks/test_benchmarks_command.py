@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.replicas import planning, simulated
+from benchmarks.replicas import placing
 from benchmarks.steps import session
 from weft.cli.main import main as weft_main
 from weft.errors import ModelError
@@ -65,8 +65,8 @@ def test_bench_step_when_a_run_fails_then_others_go_on_and_the_exit_says_so(benc
 
 
 def test_bench_replicas_when_run_then_shows_its_figures_and_keeps_them(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "REPEATS", 1)
-    monkeypatch.setattr(simulated, "trials_speedup", lambda _: 7.7)
+    monkeypatch.setattr(placing, "REPEATS", 1)
+    monkeypatch.setattr(placing, "trials_speedup", lambda _: 7.7)
     kept = tmp_path / "replicas.json"
     kept.write_text('{"scale2_cpu": 1.9}')
     result = bench("replicas", "--regime", "place_1000_s", "--regime", "sim8", "--json", kept)

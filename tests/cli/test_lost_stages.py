@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.pipeline.killed_layouts import STAGE
-from benchmarks.train_command import child_processes
+from benchmarks.processes import child_processes
 from weft.cli import sweep
 from weft.cli import train as verb
 from weft.cli.restart import RESTARTS

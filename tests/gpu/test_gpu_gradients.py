@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.steps.agreement import LARGEST_ERROR, measure_agreement
-from benchmarks.steps.bits import measure_bits
+from benchmarks.steps.gradients import LARGEST_ERROR, measure_agreement, measure_bits
 from benchmarks.steps.regimes import BF16, FP8, INT8, NF4, BenchProgram, BenchRun, Workload
 from weft.model.random_model import Storage, make_backbone
 from weft.plan.cost.published_shapes import find_shape

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.deploy.parts import PARTS, TARGETS
-from benchmarks.deploy.planning import measure_dispatch, measure_plans
+from benchmarks.deploy.parts import PARTS, TARGETS, measure_dispatch, measure_plans
 from benchmarks.deploy.saving import measure_7b
 
 

@@ -9,8 +9,7 @@ import torch
 from tiny_models import random_backbone
 
 from benchmarks.clock import QUICK
-from benchmarks.methods.jobs import MethodJobs
-from benchmarks.methods.pace import WARM_UP, Pace, measure_pace
+from benchmarks.methods.jobs import WARM_UP, MethodJobs, Pace, measure_pace
 from benchmarks.methods.parts import TARGETS, MethodBench, choose_parts
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.pipeline import killed_layouts
 from benchmarks.pipeline.killed_layouts import STAGE, LayoutKills, _Runs
-from benchmarks.replicas.two_ranks import ADAPTER
-from benchmarks.train_command import TrainCommand
+from benchmarks.processes import TrainCommand
+from benchmarks.replicas.trained import ADAPTER
 
 RUN = """
 import pathlib, subprocess, sys, time

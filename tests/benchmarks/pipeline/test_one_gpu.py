@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.pipeline.free_sums import measure_free_sums
-from benchmarks.pipeline.one_gpu import measure_stages
+from benchmarks.pipeline.gpu_costs import measure_free_sums
+from benchmarks.pipeline.one_gpu import OneDevice, measure_stages, time_in_turn
 from benchmarks.pipeline.parts import TARGETS
-from benchmarks.pipeline.passes import OneDevice, time_in_turn
 from weft.model.fused import stage
 from weft.plan.cost.published_shapes import find_shape
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pipeline.executed import execute
-from benchmarks.pipeline.four_jobs import BATCH, CAPACITY, by_samples, measure_executed
-from benchmarks.pipeline.lengths import MIXES, queues
+from benchmarks.pipeline.four_jobs import BATCH, CAPACITY, MIXES, by_samples, execute, measure_executed, queues
 from benchmarks.pipeline.parts import GPU_REGIMES, REGIMES, TARGETS, choose_parts
 from benchmarks.pipeline.recorded import RecordedRun, equal_share, replay_errors
 from benchmarks.pipeline.seventy import TORCH_LORA, WEFT_LORA, measure_seventy, scaled

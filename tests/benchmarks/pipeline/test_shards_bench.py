@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.clock import QUICK
+from benchmarks.pipeline.gpu_costs import measure_shards
 from benchmarks.pipeline.parts import ON_GPU, choose_parts
-from benchmarks.pipeline.shards import measure_shards
 from weft.errors import ConfigError
 from weft.kernels.device import CPU
 from weft.plan.cost.published_shapes import SHAPES

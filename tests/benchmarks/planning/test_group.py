@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.group import JobLengths, deal_head_tail, group_jobs
-from benchmarks.planning.published import lemma_violations
+from benchmarks.planning.published import JobLengths, deal_head_tail, group_jobs, lemma_violations
 from weft.errors import PlanError
 from weft.plan.lemma import lemma_distance
 from weft.plan.types import Microbatch, Segment

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.pipeline.lengths import MIXES, queues
-from benchmarks.planning.pack import measure_pack
+from benchmarks.pipeline.four_jobs import MIXES, queues
+from benchmarks.planning.parts import measure_pack
 
 
 def test_measure_pack_when_small_then_meets_the_targets():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.replicas.simulated import simulate_placed
+from benchmarks.replicas.placing import simulate_placed
 from weft.errors import PlanError
 from weft.plan.admit import Applicant, Budget
 from weft.plan.place import Candidate, Replica

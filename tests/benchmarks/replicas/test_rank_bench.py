@@ -11,8 +11,7 @@ import pytest
 from benchmarks.replicas import trained
 from benchmarks.replicas.controller import measure_controller
 from benchmarks.replicas.parts import ON_GPU, PARTS, choose_parts
-from benchmarks.replicas.trained import Killing, Pace, SmallJobs
-from benchmarks.replicas.two_ranks import ADAPTER, differing_adapters
+from benchmarks.replicas.trained import ADAPTER, Killing, Pace, SmallJobs, differing_adapters
 from weft.engine.events import JobStarted, StepDone
 from weft.errors import WeftError
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.replicas import simulated
-from benchmarks.replicas.planning import measure_placing
-from benchmarks.replicas.simulated import jobs_speedup, measure_eight, mixed_jobs, paper_trials, trials_speedup
+from benchmarks.replicas import placing
+from benchmarks.replicas.placing import (
+    jobs_speedup,
+    measure_eight,
+    measure_placing,
+    mixed_jobs,
+    paper_trials,
+    trials_speedup,
+)
 
 
 def test_placing_when_measured_on_few_jobs_then_every_figure_is_there():
@@ -28,6 +34,6 @@ def test_trials_when_the_packing_planner_has_eight_gpus_then_it_uses_them():
 
 
 def test_eight_when_measured_then_the_smaller_speedup_counts(monkeypatch):
-    monkeypatch.setattr(simulated, "jobs_speedup", lambda _: 7.9)
-    monkeypatch.setattr(simulated, "trials_speedup", lambda _: 7.7)
+    monkeypatch.setattr(placing, "jobs_speedup", lambda _: 7.9)
+    monkeypatch.setattr(placing, "trials_speedup", lambda _: 7.7)
     assert measure_eight() == {"sim8": 7.7, "sim8_jobs": 7.9, "sim8_trials": 7.7}

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.service.load import PARTS, TARGETS, Listener, Load, Stretches, measure_load
-from benchmarks.service.process import Service
-from benchmarks.service.training import TrainedStep, read_steps, tokens_per_s
+from benchmarks.service.process import Service, TrainedStep, read_steps, tokens_per_s
 
 
 @pytest.mark.slow

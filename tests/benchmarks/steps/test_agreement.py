@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.steps import agreement
-from benchmarks.steps.agreement import measure_agreement
+from benchmarks.steps import gradients
+from benchmarks.steps.gradients import measure_agreement
 from weft.model.fused import layer
 from weft.plan.cost.published_shapes import find_shape
 
@@ -27,6 +27,6 @@ def test_agreement_when_a_kernel_is_wrong_then_says_so(monkeypatch, broken):
             out.zero_()
 
     monkeypatch.setattr(layer, broken, nothing)
-    monkeypatch.setattr(agreement, "RANKS", agreement.RANKS[:1])
+    monkeypatch.setattr(gradients, "RANKS", gradients.RANKS[:1])
     found = measure_agreement(find_shape("tiny"), torch.float32, CPU, lambda _: None)
     assert found.value > 0.1 and not found.is_met

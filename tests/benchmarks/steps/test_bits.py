@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.steps import bits
-from benchmarks.steps.bits import measure_bits
+from benchmarks.steps import gradients
+from benchmarks.steps.gradients import measure_bits
 from benchmarks.steps.regimes import BF16, FEW, BenchProgram, BenchRun
 from weft.adapters.adapter import Adapter
 from weft.errors import ModelError
@@ -70,6 +70,6 @@ def test_bits_when_neighbours_are_shorter_then_the_job_keeps_its_length(backbone
         seen.append([p.sample.length for p in placed])
         return pack_samples(placed, *rest)
 
-    monkeypatch.setattr(bits, "pack_samples", noting)
+    monkeypatch.setattr(gradients, "pack_samples", noting)
     measure_bits(backbone, RUN)
     assert [28, 28, 28, 32] in seen and [32, 32, 32, 32] in seen

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from benchmarks.clock import Effort
-from benchmarks.steps import engine as module
-from benchmarks.steps.engine import measure_engine
+from benchmarks.steps import step as module
 from benchmarks.steps.regimes import BF16, FEW, BenchProgram, BenchRun
-from benchmarks.steps.step import BenchJobs, measure
+from benchmarks.steps.step import BenchJobs, measure, measure_engine
 from weft.model.backbone import Backbone
 from weft.model.random_model import make_backbone
 from weft.plan.cost.published_shapes import SHAPES

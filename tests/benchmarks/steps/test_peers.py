@@ -19,8 +19,7 @@ from benchmarks.steps.peers import (
     measure_peers,
     with_adapter,
 )
-from benchmarks.steps.regimes import HANDFUL, BenchProgram, BenchRun
-from benchmarks.steps.samples import padded_batch
+from benchmarks.steps.regimes import HANDFUL, BenchProgram, BenchRun, padded_batch
 from weft.model.random_model import build
 from weft.plan.cost.published_shapes import SHAPES
 

@@ -19,11 +19,11 @@ from benchmarks.steps.regimes import (
     BenchRun,
     Regime,
     choose,
+    packed_samples,
+    padded_batch,
     regimes_of,
 )
-from benchmarks.steps.roofline import seconds_per_token
-from benchmarks.steps.samples import packed_samples, padded_batch
-from benchmarks.steps.session import figure
+from benchmarks.steps.session import figure, seconds_per_token
 from weft.errors import ConfigError
 from weft.plan.cost.published_shapes import SHAPES
 

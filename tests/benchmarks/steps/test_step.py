@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from benchmarks.clock import QUICK
-from benchmarks.steps.regimes import BF16, FEW, HANDFUL, BenchProgram, BenchRun
-from benchmarks.steps.samples import packed_samples
+from benchmarks.steps.regimes import BF16, FEW, HANDFUL, BenchProgram, BenchRun, packed_samples
 from benchmarks.steps.step import BenchJobs, measure
 from weft.adapters.frozen import Dense
 from weft.errors import JobError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.sweeps.parts import TARGETS
-from benchmarks.sweeps.plan import QWEN25, batch8, measure_sweep_plan, paper_space
+from benchmarks.sweeps.parts import QWEN25, TARGETS, batch8, measure_sweep_plan, paper_space
 
 
 def test_paper_space_when_made_then_has_120_configurations_of_table_1():

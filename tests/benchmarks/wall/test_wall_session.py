@@ -10,9 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.processes import timed
 from benchmarks.wall import session as wall
-from benchmarks.wall.command import WallTime, caches, time_train, timed
-from benchmarks.wall.inputs import WallJobs, problems, write_jobs, write_model, write_problems
+from benchmarks.wall.inputs import (
+    WallJobs,
+    WallTime,
+    caches,
+    problems,
+    time_train,
+    write_jobs,
+    write_model,
+    write_problems,
+)
 from benchmarks.wall.prepare import PrepareTime, time_prepare
 from weft.data.prepared.cache import PLACE_VARIABLE
 from weft.errors import ConfigError, WeftError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.planning import cost as plan_cost
+from benchmarks.planning import parts as plan_cost
 from weft.model.random_model import build
 from weft.model.source import TINY
 from weft.plan.cost.profile import load_profile

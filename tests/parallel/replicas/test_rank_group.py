@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.replicas.scripted import CAPACITY, FACTS
+from benchmarks.replicas.controller import CAPACITY, FACTS
 from weft.errors import ConfigError, JobError
 from weft.parallel.replicas.messages import RankAlive, RankFailed, RankReady, Report
 from weft.parallel.replicas.rank_group import MAX_RESTARTS, RankGroup

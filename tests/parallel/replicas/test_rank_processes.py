@@ -16,7 +16,7 @@ import pytest
 from replicated_runs import files_of, run_spec, write_data
 from replicated_runs import train as train_over_threads
 
-from benchmarks.train_command import child_processes
+from benchmarks.processes import child_processes
 from weft.engine.events import Event, JobEnded, JobWarning, StepDone
 from weft.engine.train import execute_run, prepare_run
 from weft.parallel.replicas.load import load_replicated

@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.steps.regimes import FOUR, MIXED32, SWEEP16, SWEEP32, TINY4, TINY16, Workload
-from benchmarks.steps.samples import packed_samples
+from benchmarks.steps.regimes import FOUR, MIXED32, SWEEP16, SWEEP32, TINY4, TINY16, Workload, packed_samples
 from weft.plan.cost.published_shapes import SHAPES
 from weft.plan.cost.shape import ModelShape
 

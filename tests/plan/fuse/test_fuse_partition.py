@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.deploy.fusing import measure_fuse
+from benchmarks.deploy.parts import measure_fuse
 from weft.errors import PlanError
 from weft.plan.cost.types import LinearCost
 from weft.plan.fuse import FusedTask, FuseTask, Pipe, fuse, fuse_by_count

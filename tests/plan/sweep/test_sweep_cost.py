@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweep_cases import PEER, sweeps
 
-from benchmarks.sweeps.plan import QWEN25
+from benchmarks.sweeps.parts import QWEN25
 from weft.plan.cost.hardware import DEVICES
 from weft.plan.cost.shape import ModelShape
 from weft.plan.sweep import Configuration

@@ -1,21 +1,25 @@
-"""`weft train` as a process of its own that something may happen to, and the processes that it has started."""
+"""Processes that are measured: a module by the wall clock, a `weft train` that is disturbed, and its children."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft import processes
+from weft.errors import WeftError
 from weft.store.run_dir import RunDirectory
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """What the environment of every process here says."""
 JOBS_FILE = "jobs.yaml"
+TAIL = 2000
+"""Characters of a failed command's output that are shown."""
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -23,6 +27,24 @@ def child_variables() -> dict[str, str]:
     """The environment of a process that runs a module of the benchmarks, wherever it is started."""
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def timed(command: Sequence[str], variables: Mapping[str, str], log: Path) -> float:
+    """Seconds that a Python module took as a program of its own; WeftError with its last words if it failed."""
+    begun = time.perf_counter()
+    with log.open("wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            env={**child_variables(), **variables},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    seconds = time.perf_counter() - begun
+    if done.returncode != 0:
+        raise WeftError(
+            f"ended with code {done.returncode}: {log.read_text(errors='replace')[-TAIL:]}", where=command[0]
+        )
+    return seconds
 
 
 @dataclass(frozen=True)
