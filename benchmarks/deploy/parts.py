@@ -1,4 +1,4 @@
-"""How long it takes to plan a deployment, and to share out a step's batch.
+"""All that `python -m benchmarks deploy` measures. Plans and dispatch are timed here; what they save is predicted.
 
 plan64_s, plan256_s, plan1024_s   processor seconds, to which other programs add nothing, for Llama-70B-like layouts on
                                   so many A800-80G: the more of LobRA's four tasks, which its own times are of, and its
@@ -11,10 +11,8 @@ dispatch_cpu_ms                   the same in processor time: a busy machine add
 figure4_step_s                    the step of the best plan for the example of LobRA's Figure 4(d): 14.829 by its tables
 dispatch_gap                      how much longer the step is at most than the best dispatch's, the mean
 
-
-How long fusion takes to plan, on tasks like those of the MuxTune paper.
-
-All that `python -m benchmarks deploy` measures. Plans and dispatch are timed here; what they save is predicted."""
+htask64_s                         how long fusion takes to plan 64 tasks like those of the MuxTune paper
+"""
 
 from __future__ import annotations
 

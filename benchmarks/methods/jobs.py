@@ -1,13 +1,13 @@
-"""The jobs that are measured, on random tokens: eight that differ in method and objective, and eight LoRAs.
+"""The jobs that are measured, on random tokens: eight of different methods and objectives, eight LoRAs; their pace.
 
 Every job asks for as many rows a step as any other: half of them where each sample runs twice (KTO), and so on. So
-whoever trains beside whom, the work of a step is the same. What a reference says of a sample is asked for once: where
+the work of a step is the same in every mixture. What a reference says of a sample is asked for once: where
 no job meets a sample twice, every step pays for its own.
 
+The pace is measured from the moment when all of them are under way to the last step but one of all.
 
-How fast an engine trains jobs, from the moment when all of them are under way to the last step but one of all.
-
-The last step is left out: behind it jobs are closed, and their weights leave the device one after the other."""
+The last step is left out: after it jobs are closed, and their weights leave the device one after the other.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""PEFT's DoRA, and DPO with PEFT as people write it: a pass with the adapter and one without; at the best batch.
-
-All that `python -m benchmarks methods` measures.
+"""All that `python -m benchmarks methods` measures, beside PEFT's DoRA and DPO with PEFT.
 
 mixed_vs_lora    tokens per second of eight jobs of different methods and objectives, over those of eight LoRAs; what
                  runs without an adapter, to compare with, goes forward only and counts half, and in
@@ -9,9 +7,10 @@ foreign_cost     what a token takes longer among seven LoRAs when the eighth job
                  microbatches that are its alone, if there are any, not counted
 dora_vs_peft     four DoRAs, over one of PEFT's at the batch size that serves it best
 dpo_vs_peft      four LoRAs on pairs over three epochs (the default of transformers' and TRL's trainers), over one of
-                 PEFT's with two forward passes, likewise; tokens of pairs. Here a pair's reference is heard in the
+                 PEFT's with two forward passes, likewise; tokens of pairs. Here a pair's reference runs in the
                  first epoch only: dpo_first_vs_peft is of that epoch, dpo_later_vs_peft of the others
-memory32_ratio   32 times the peak of one job by itself, over the peak of 32 jobs on one backbone"""
+memory32_ratio   32 times the peak of one job by itself, over the peak of 32 jobs on one backbone
+"""
 
 from __future__ import annotations
 

@@ -1,22 +1,19 @@
-"""Sample lengths like those of the data sets planners are measured on: log-normal, from fixed seeds, no files.
+"""Four unlike jobs on four stages of a 70B backbone, as LoRAFusion's figure 20 has them, simulated.
 
-Means: XSum 526 and CNN/DailyMail 947 tokens, WikiSum about 1,800; right-skewed as published (LoRAFusion, figure 13).
-
-
-What stages would do in a whole run: a planner is asked for programs as the engine asks it, and all are simulated.
-
-Four unlike jobs on four stages of a 70B backbone, as LoRAFusion's figure 20 has them, simulated.
+Sample lengths are log-normal, from fixed seeds, with the means of published data sets: XSum 526 and CNN/DailyMail 947
+tokens, WikiSum about 1,800; right-skewed as published (LoRAFusion, figure 13).
 
 bubble_het4_exec        share of the time that stages idle with the programs that `weft train` runs: planned one after
                         another from what a job's queue shows, every job in its own order, each appended to the one
                         before
 bubble_het4_exec_every_2, _every_8   the same where every second, or eighth, global batch of a job ends a program
 bubble_het4_exec_evals_2   the same where it ends with an evaluation, which needs all stages: the pipeline drains
-bubble_het4_exec_free   the same as the first with `sums: free` in all jobs, so that samples may be in any order
+bubble_het4_exec_free   the same as the first with `gradient_sum: any_order` in all jobs: samples may be in any order
 bubble_het4_exec_two_every_2, _two_evals_2   the same as `_every_2` and `_evals_2` on two replicas of two stages each,
                         two jobs at home on each; what one replica idles because it has less to do counts
 
-The output head counts on the last stage; layers are divided by `split_layers`. A cost model, no measurement of a GPU.
+A planner is called for programs as the engine calls it, and all are simulated. The output head counts on the last
+stage; layers are divided by `split_layers`. A cost model, no measurement of a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What free sums of gradients cost on a GPU beside ordered ones: whole steps of the same jobs, in turn.
+"""What two features cost on one GPU: gradient sums in any order, and shards.
+
+Whole steps of the same jobs, with free sums and with ordered ones, in turn:
 
 free_sums_cost   time of a step with free sums over that of one with ordered sums, less one
 free_sums_bits   numbers of the gradients that differ when the samples of a microbatch come in another order
-
 
 Shards on one GPU: other devices' slices come from pinned memory, which is slower than any link between GPUs.
 

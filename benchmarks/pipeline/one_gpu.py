@@ -1,9 +1,7 @@
-"""One microbatch through a backbone in one piece and through its stages one by one, timed in turn.
+"""One replica in stages on one device, each a stream of this process, beside the backbone in one piece.
 
-Every time, the gradients of all stages together are compared with those of the whole.
-
-
-One replica in stages on one device, each a stream of this process, beside the backbone in one piece.
+One microbatch goes through the backbone in one piece and through its stages one by one, timed in turn. Every time, the
+gradients of all stages together are compared with those of the whole.
 
 bits_stages   numbers that are not to the bit those of the backbone in one piece: in the adapters of jobs that were
               trained in 2 and in 4 stages, clipped and with dropout, and in the gradients of every microbatch that is
@@ -13,7 +11,8 @@ stage_sum     how far the sum of the stages' times of one microbatch, forward an
 stage_sim     programs of 4 stages simulated with those times on one device, which does one thing at a time, against how
               long they took
 
-The backbone has random weights, so speeds are those of its shape."""
+The backbone has random weights, so speeds are those of its shape.
+"""
 
 from __future__ import annotations
 

@@ -1,23 +1,22 @@
-"""LoRAFusion's packing as published (its algorithm 1), the anchor others are measured against.
+"""LoRAFusion's packing and grouping of jobs as published, which Weft's are compared with.
 
-For every global batch of every group of jobs: greedy first fit decreasing; then, if there is time, the fewest bins
-(MILP, stage 1) and among those the emptiest smallest bin (stage 2), kept only where better than greedy. The emptiest
-bin comes last; a merge pass moves samples of the group's next global batch into it where the capacity and the bubble
-lemma allow; verification inserts no-ops. Groups take turns. NP-hard; the time limit is per solve.
+Packing (its algorithm 1): for every global batch of every group of jobs: greedy first fit decreasing; then, if there is
+time, the fewest bins (MILP, stage 1) and among those the emptiest smallest bin (stage 2), kept only where better than
+greedy. The emptiest bin comes last; a merge pass moves samples of the group's next global batch into it where the
+capacity and the bubble lemma allow; verification inserts no-ops. Groups take turns. NP-hard; the time limit is per
+solve.
 
 Its authors' own solver on 2 cores (2,560 samples, 20 settings) took about a thousand times as long as greedy and
 shortened the makespan by 0.8 % on average, never with fewer bins; so the default here is greedy.
 
-
-Groups of jobs whose global batches take turns in a pipeline.
-
-Jobs of one group are packed together; groups follow each other. While other groups' microbatches run, the last backward
-of a group's global batch comes back, so that its next one starts without waiting.
+Grouping: jobs of one group are packed together; groups follow each other. While other groups' microbatches run, the
+last backward of a group's global batch comes back, so that its next one starts without waiting.
 
 Problem: given the mean tokens of each job's global batch, and G groups, none empty: min variance of the groups' sums.
 Method: head-tail pairing, jobs sorted by mean sample length and dealt back and forth, so that the shortest meets the
 longest; then moves and swaps while the sums become more even, O(n²) per pass. Tests prove it never less even than the
-pairing."""
+pairing.
+"""
 
 from __future__ import annotations
 

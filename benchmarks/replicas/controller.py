@@ -1,15 +1,14 @@
-"""Many ranks without a backbone: one process plays them all by a script, over the connections that real ranks use.
+"""What a controller costs: its processor time for each step that a rank reports. The ranks are scripted.
 
+One process plays all ranks without a backbone, over the connections that real ranks use.
 `python -m benchmarks.replicas.controller ADDRESS NUM_RANKS` joins the controller that listens there as so many ranks.
-Every rank tells a step and its microbatch each `TELL_S`, in one report. That is what a real rank tells where every
+Every rank reports a step and its microbatch each `TELL_S`, together. That is what a real rank reports where every
 microbatch completes one step; where microbatches are faster, a report holds several.
 
-
-What a controller costs: its processor time for each step that a rank tells it.
-
 controller_us       microseconds per step and rank with 64 scripted ranks of four jobs each: everything from the
-                    connection to the event that a run hears, up to the first job's end. No table is drawn.
-controller_end_ms   milliseconds for each job that ends: what is left is placed anew."""
+                    connection to the event that a run receives, up to the first job's end. No table is drawn.
+controller_end_ms   milliseconds for each job that ends: what is left is placed again.
+"""
 
 from __future__ import annotations
 

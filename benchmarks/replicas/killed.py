@@ -1,12 +1,11 @@
-"""A Ray cluster of two nodes on this machine, one of which can be lost.
+"""`kill -9` at random moments of whole runs, from the start of their first rank to their last file.
 
-`kill -9` at random moments of whole runs, from the start of their first rank to their last file.
-
-kills_differ     adapters of all these runs whose bytes are not those of one process that nobody disturbed.
+kills_differ     adapters of all these runs whose bytes are not those of one undisturbed process.
 kills_repeated   steps that a job took twice although its own rank was never killed: neighbours go on.
 kill_seen_s      the longest time from the death of a rank until its controller starts another one or goes on without.
 num_kills        runs in which something was killed: a rank in every other one; else the controller, which is then
-                 resumed, or with Ray installed an actor's process, or a node with all that is on it."""
+                 resumed, or with Ray installed an actor's process, or a node with all that is on it.
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""How long it takes to place jobs over replicas.
+"""How long it takes to place jobs over replicas, and what eight GPUs add to one, predicted.
 
 place_1000_s       1,000 jobs over 64 replicas, the slowest of three decisions: all jobs are new; some have ended, as
                    many have come, a replica is lost and one drains; the same where memory is too small for all jobs.
 place_1000_ratio   the first one's makespan over the larger of two bounds that none can beat: the work of all replicas,
                    and the longest job.
 
-
-What eight GPUs add to one, predicted: nothing here has run on eight.
+Predicted; nothing here has run on eight GPUs:
 
 sim8_jobs     64 jobs of mixed lengths, from ten minutes to four hours on one GPU, four at a time on each: the predicted
               time on one replica over that on eight (`simulate_placed`, with the cost of every move).
 sim8_trials   120 configurations of PLoRA's space (batches 1 to 32, ranks 8 to 128, samples of 1,024 tokens) with
               Qwen2.5-7B's shape on H200: the makespan that the packing planner finds for one GPU over that for eight.
-sim8          the smaller of both."""
+sim8          the smaller of both.
+"""
 
 from __future__ import annotations
 

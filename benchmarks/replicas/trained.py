@@ -1,4 +1,4 @@
-"""Real ranks on this machine's processors: whole training over one and over two, and over two of which one is killed.
+"""Real ranks on this machine: their speed, the recovery from a killed one, and the bits of two on one GPU.
 
 scale2_cpu   16 jobs on the embedded backbone by ranks of one thread each: tokens per second over two ranks, over those
              over one rank. The time runs from the first job's start to the last step of all, so loading is left out and
@@ -6,11 +6,9 @@ scale2_cpu   16 jobs on the embedded backbone by ranks of one thread each: token
 recover_s    seconds from `kill -9` of one of two ranks until every job that was on it has taken a step again, from its
              last checkpoint on the rank that is left.
 
-
-Two ranks on one GPU, each with less than half of its memory, beside one process.
-
-bits_two_ranks   adapters of a TinyLlama-shaped run by `weft train --devices 0,0` whose bytes are not those of the same
-                 run by one process. Both ranks must have computed something."""
+bits_two_ranks   adapters of a TinyLlama-shaped run by `weft train --devices 0,0`, two ranks on one GPU, whose
+                 bytes are not those of the same run by one process. Both ranks must have computed something.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A real `weft serve` to measure: one process that answers, one worker that trains, as anybody would start them.
+"""A real `weft serve` to measure, one process that answers and one worker that trains, and what the worker did.
 
-What the worker of a service did and when, read from the metrics.jsonl of its jobs.
-
-A line has the seconds since the worker's engine began. A file's time of change less those of its last line is when
-that was: every line is written as soon as its step is done, so the least over all files is off by milliseconds."""
+What the worker did and when is read from the metrics.jsonl of its jobs. A line has the seconds since the worker's
+engine began. A file's time of change less those of its last line is when that was: every line is written as soon as its
+step is done, so the least over all files is off by milliseconds.
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,19 @@
-"""Whether a neighbour changes a job's bits: gradients of one job alone, beside 3 and 31 others, shorter ones, NaN and
+"""Gradients compared: one job beside other neighbours (`step`), the fast path beside the reference (`agreement`).
+
+Whether a neighbour changes a job's bits: gradients of one job alone, beside 3 and 31 others, shorter ones, NaN and
 wide ranks; and of one without dropout beside others with it.
 
 The job's sample stands first when alone and last beside others, in microbatches of one capacity; beside shorter ones it
 begins in the middle of a block, which it then shares. Counted are the numbers of its gradients that are not equal to
 the bit.
 
-
 Whether the fast path computes what the reference path does: every gradient of every job, whole steps, real widths.
 
 Kernels are compiled anew for each class of ranks and for dropout, and a compiler can get one of them wrong. So two
 layers of a shape train a step on both paths for each such class, and the largest relative error of a job's gradient,
 ‖fast - reference‖ / ‖reference‖, is the figure. Both round to bf16 in places of their own, which alone makes 0.03 of
-difference on an H200; a kernel that was compiled wrongly made 2 and more."""
+difference on an H200; a kernel that was compiled wrongly made 2 and more.
+"""
 
 from __future__ import annotations
 

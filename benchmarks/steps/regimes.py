@@ -1,11 +1,11 @@
-"""What is measured, as data: workloads, the programs that run them, and the figures made of two such runs.
+"""What is measured, as data: workloads and their samples, the programs that run them, and the figures made of them.
 
 A figure compares a run of Weft with a run of a peer on the same shape and the same kind of samples. The targets are for
 one NVIDIA H200. On a shape without targets of its own the same comparisons are made, and their keys begin with the
 shape's name.
 
-
-Random samples for a workload: the same on every machine, drawn from fixed seeds."""
+Samples are random and the same on every machine, drawn from fixed seeds.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""The speed that matrix products alone allow: every product weight once forward in FP8 and once backward in bf16.
+"""`step`: measures what the chosen figures need, model by model, and reports every result as soon as it is there.
+
+The roofline is the speed that matrix products alone allow: every product weight once forward in FP8 and once backward
+in bf16.
 
 Per token and weight: 2 FLOP at the FP8 rate + 2 FLOP at the bf16 rate, both as this device reaches them on one large
 square product. Attention, norms, loss and adapters are free here, so no step is faster.
 
-
-Measures what the chosen figures need, model by model, and reports every result as soon as it is there.
-
 Order: peers first (their model is built once), then Weft per kind of storage. Memory is given back in between. One
-failing run costs only the figures that need it."""
+failing run costs only the figures that need it.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Weft's side of the comparison: a backbone, the jobs of a workload in one microbatch, and one step of them all.
+"""Weft's side of the comparison: the jobs of a workload in one microbatch, one step of all, and the whole engine.
 
 A step is what the engine does for one microbatch: forward and backward for all jobs, then every job's optimizer step.
 Losses and norms are read back, as the engine does: once the next microbatch has been started.
 
-
-The whole engine on a workload: what a user's training reaches of the speed that bare steps have.
-
-Every job has the samples of its share of one microbatch, over and over, so that the engine runs the microbatch that
-`step.Jobs` runs, and its planning, packing, metrics on disk and events besides."""
+In the measurement of the whole engine, every job has the samples of its share of one microbatch, over and over, so that
+the engine runs the microbatch that `BenchJobs` runs, and its planning, packing, metrics on disk and events besides.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Planning figures of sweeps: PLoRA's 120 configurations on eight A100-40G, planned, bounded and beside one by one.
+"""All figures of sweeps that need no GPU and no data file; `step` has those of real ones (`sweep32_…`).
 
-The space is a grid over its Table 1: batches 1 to 32, ranks 8 to 128, and four settings of learning rate and alpha,
-which change no time. Times come from `AnalyticCost` (met by an H200 within 10 %), PEFT's from what was measured there
-(`plan/sweep/solo.py`).
-
-
-All figures of sweeps that need no GPU and no data file; `step` has those of real ones (`sweep32_…`)."""
+PLoRA's 120 configurations on eight A100-40G are planned, bounded and compared with one by one. The space is a grid over
+its Table 1: batches 1 to 32, ranks 8 to 128, and four settings of learning rate and alpha, which change no time. Times
+come from `AnalyticCost` (met by an H200 within 10 %), PEFT's from what was measured there (`plan/sweep/solo.py`).
+"""
 
 from __future__ import annotations
 

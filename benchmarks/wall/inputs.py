@@ -1,6 +1,7 @@
-"""What a whole run starts from: a model's files with random weights, a data file, a jobs file.
+"""What a whole run starts from (a model's files, a data file, a jobs file), and what one took by the wall clock.
 
-One command in a fresh process, by the wall clock, and what its run directory tells of the time in between."""
+Weights are random; what a run did in between is read from its timeline.
+"""
 
 from __future__ import annotations
 
