@@ -15,7 +15,7 @@ from weft.engine.engine import Engine
 from weft.engine.execute.protocol import ReplicaMemoryError
 from weft.engine.train import execute_run, prepare_run
 from weft.errors import ConfigError, JobError, StorageError
-from weft.parallel.stages.stage_pool import StageReplicaLostError
+from weft.parallel.stages.stage_pool import StageLostError
 from weft.spec import load_run
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
@@ -163,7 +163,7 @@ def test_sweep_when_a_replica_is_lost_while_a_trial_is_judged_then_ends_in_a_sen
     with monkeypatch.context() as patch:
 
         def lose(*_: Any) -> float:
-            raise StageReplicaLostError("was ended by signal 9.", where="replica 1")
+            raise StageLostError("was ended by signal 9.", where="replica 1")
 
         patch.setattr(Engine, "answer", lose)
         with pytest.raises(JobError, match="replica 1: was ended by signal 9"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +21,6 @@ from weft.engine.execute.protocol import (
     EvaluationWork,
     Executor,
     ReplicaFaultError,
-    ReplicaLostError,
     ReplicaMemoryError,
 )
 from weft.engine.jobs.lifecycle import Command, Lifecycle
@@ -58,7 +56,6 @@ if TYPE_CHECKING:
     from weft.engine.inference.generate import Decoding
     from weft.model.backbone import Backbone
 
-BACK = "their replica was started anew; they go on from their last checkpoints, and all other jobs from where they were"
 RUN_STOPPED = Reason(ReasonCode.RUN_STOPPED, "the run was stopped")
 
 
@@ -122,8 +119,6 @@ class Engine:
         self._stopping = False
         self._has_released = False
         """A job may go further than the program that runs was planned for."""
-        self._gone: set[str] = set()
-        """Jobs that had ended when their replica was lost: what there is of them is on disk."""
 
     @property
     def num_replicas(self) -> int:
@@ -233,18 +228,6 @@ class Engine:
                 "training was interrupted in the middle of a step, so what is in memory is no longer exact.",
                 hint="Make a new engine; with the same run directory its jobs go on from their last checkpoints.",
             )
-        lost: ReplicaLostError | None = None
-        while True:
-            try:
-                if lost is not None:
-                    yield from self._recover(lost)
-                yield from self._train()
-                return
-            except ReplicaLostError as error:
-                lost = error
-
-    def _train(self) -> Iterator[Event]:
-        """Trains until no job can go on."""
         yield from self._tell()
         while not self._stopping:
             if self._program is None or not self._program.goes_on:
@@ -280,25 +263,6 @@ class Engine:
         except StorageError as error:
             yield JobWarning((), f"timeline: {error}")
 
-    def _recover(self, error: ReplicaLostError) -> Iterator[Event]:
-        """Goes on after a replica of several was lost: its jobs are queued, to begin at their last checkpoints."""
-        with suppress(ReplicaLostError):
-            # What the others have begun they bring to its end.
-            self._land()
-        self._program = None
-        yield JobWarning((), f"{error} It is started anew.")
-        ended = {name for name, job in self.jobs.items() if job.state.is_final}
-        with self.timeline.wall.spending(Activity.LOADING):
-            lost = {*self.executor.recover(ended)}
-        self._gone |= lost & ended
-        lost -= ended
-        self._untold.forget(lost)
-        jobs = [job for name, job in self.jobs.items() if name in lost]
-        for job in jobs:
-            self._lifecycle.transitions.lose(job)
-        self._is_within = False
-        yield JobWarning(tuple(sorted(lost)), BACK)
-
     @property
     def time_split(self) -> TimeSplit:
         """Where the wall clock of the run went so far, over all its sessions."""
@@ -306,25 +270,25 @@ class Engine:
 
     def adapter_of(self, name: str) -> dict[str, tuple[object, ...]]:
         """The adapter's tensors of a job by module path, as they are now; LoRA's are (A, B)."""
-        job = self._held(name)
+        job = self._job(name)
         self._land()
         return dict(self.executor.adapter_of(job.name))
 
     def evaluate(self, name: str) -> MeanScores:
         """How a job does on its evaluation data as it is now."""
-        work = EvaluationWork((self._held(name).name,), self.limits.capacity, self.row_tile)
+        work = EvaluationWork((self._job(name).name,), self.limits.capacity, self.row_tile)
         self._land()
         return self.executor.wait(self.executor.start(work)).means[0]
 
     def answer(self, name: str, prompts: Sequence[Prompt], decoding: Decoding) -> list[Answer]:
         """What a job answers to prompts as it is now."""
-        work = AnswersWork({self._held(name).name: prompts}, decoding)
+        work = AnswersWork({self._job(name).name: prompts}, decoding)
         self._land()
         return self.executor.wait(self.executor.start(work))[name]
 
     def export_adapter(self, name: str, directory: Path | str) -> None:
         """Writes a job's adapter, as it is now, as a PEFT directory; its parent must exist."""
-        job = self._held(name)
+        job = self._job(name)
         self._land()
         self._keeper.export_adapter(job, Path(directory))
 
@@ -349,7 +313,6 @@ class Engine:
         for command in [known for known in self._commands if known.job == name]:
             self._commands.remove(command)
         del self.jobs[name]
-        self._gone.discard(name)
         self.executor.drop(name)
 
     def fit_microbatches(self) -> list[Event]:
@@ -388,8 +351,6 @@ class Engine:
                 yield from jobs.make_room(names) if failure is None else jobs.find_culprit(names, failure)
                 return
             self._note([*self._plans.take_warnings(), *done])
-            if program.loss is not None:
-                raise program.loss
             yield from self._tell()
             yield from self._settlement.receive()
             is_settled = all(job.is_running and job.is_settled for job in running)
@@ -414,8 +375,6 @@ class Engine:
         done = program.finish()
         self._is_within = False
         self._note(done)
-        if program.loss is not None:
-            raise program.loss
 
     def _note(self, done: Sequence[Event]) -> None:
         """Notes what has been done, to be told."""
@@ -454,11 +413,3 @@ class Engine:
         if name not in self.jobs:
             raise ConfigError(f"there is no job {name!r}; there are {', '.join(self.jobs) or 'none'}.")
         return self.jobs[name]
-
-    def _held(self, name: str) -> LiveJob:
-        """A job whose tensors are here."""
-        job = self._job(name)
-        if name in self._gone:
-            found = "its replica was lost after it had ended, so its adapter is in its directory alone."
-            raise JobError(found, where=f"job {name}")
-        return job

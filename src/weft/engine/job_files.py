@@ -88,11 +88,6 @@ class JobFiles:
         self._ended = [file for file in self._ended if file.job is not job]
         return found
 
-    def forget(self, job: LiveJob) -> None:
-        """Tells nobody of what has been written of a job."""
-        self._under_way = [file for file in self._under_way if file.job is not job]
-        self._ended = [file for file in self._ended if file.job is not job]
-
     def finish_all(self) -> None:
         """Waits for all that is under way; `ended` still tells of it."""
         self._wait(list(self._under_way))

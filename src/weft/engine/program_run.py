@@ -20,7 +20,6 @@ from weft.engine.execute.protocol import (
     MicrobatchOutcome,
     MicrobatchWork,
     ReplicaFaultError,
-    ReplicaLostError,
     ReplicaMemoryError,
     StepOrder,
     StepsWork,
@@ -75,9 +74,6 @@ class StartedMicrobatch:
 
 class ProgramRun:
     """Runs one program: microbatches one by one, steps that follow each other together."""
-
-    loss: ReplicaLostError | None = None
-    """It has one replica: without it there is nothing to go on with."""
 
     def __init__(
         self,

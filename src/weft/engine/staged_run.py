@@ -7,7 +7,7 @@ Pipelines stay full all the same: while stages run a program, the next is planne
 in the next one. For a checkpoint stages keep a copy of the job's state behind the step. A job that is to have another
 home is left out of a program, and moves when nothing of it is under way. An evaluation needs the stages themselves, so
 nothing is appended to a program that ends with one; nor is a job paused, cancelled or failed before what has been
-started is counted. Where a replica is lost, the others bring all that was started to its end first.
+started is counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from weft.engine.events import Event, JobsGrouped, MicrobatchDone, MicrobatchesP
 from weft.engine.execute.protocol import (
     Executor,
     MoveWork,
-    ReplicaLostError,
     RestWork,
     StagedOutcome,
     StagedWork,
@@ -98,8 +97,6 @@ class StagedRun:
         """When it was counted."""
         self.is_mid_step = False
         """A program is under way: whatever happens to it, jobs may be ahead of what is known of them."""
-        self.loss: ReplicaLostError | None = None
-        """Why the program did not come to its end on all replicas."""
 
     def go_on(self, running: Sequence[LiveJob]) -> None:
         """From the next program on, these train."""
@@ -132,7 +129,7 @@ class StagedRun:
             else:
                 self._begin(following)
         done = self._count()
-        if self.loss is not None or any(job.progress.diverged for job in self._jobs.values()):
+        if any(job.progress.diverged for job in self._jobs.values()):
             done += self._count_all()
         self.is_mid_step = bool(self._begun)
         return done
@@ -177,7 +174,6 @@ class StagedRun:
         rates = {(job, step): self._jobs[job].progress.learning_rate(step) for job, step in steps}
         work = StagedWork(program, self._row_tile, rates)
         if self._endless is not None:
-            # First: a replica that is lost meanwhile leaves what is under way as it is.
             self._executor.wait(self._executor.start(MoveWork(program)))
             first = self._endless.num_microbatches
             lists = self._endless.append(DealtStream.of(program), self._plans.costs())
@@ -229,7 +225,6 @@ class StagedRun:
         now_s = time.perf_counter()
         self._last_s, self._counted_s = now_s - max(begun.begun_s, self._counted_s), now_s
         self._record(outcome, begun.begun_s)
-        self.loss = self.loss or outcome.loss
         done = [*self._grouped(), *self._counted(begun.program, outcome, begun.rates)]
         self._plans.observe_stages(begun.program, outcome.spans)
         ahead = {job for later in self._begun for job, _ in later.rates}
@@ -266,11 +261,7 @@ class StagedRun:
         scores: dict[tuple[str, int], list[tuple[Segment, Score]]] = {}
         completes = read_stream(program.microbatches).completes
         ended_s = self._step_ends(outcome)
-        lost = {*outcome.loss.jobs} if outcome.loss is not None else set[str]()
         for k, (microbatch, found) in enumerate(zip(program.microbatches, outcome.microbatches, strict=True)):
-            if microbatch.segments and lost >= microbatch.job_tokens.keys():
-                # Of these jobs nothing counts; their replica may not even have run it.
-                continue
             for segment, score in zip(microbatch.segments, found.scores, strict=True):
                 scores.setdefault((segment.job, segment.step), []).append((segment, score))
             if microbatch.segments:
@@ -278,7 +269,7 @@ class StagedRun:
                 done.append(MicrobatchDone(jobs, tokens, found.num_rows, found.seconds, found.num_heard))
             for step in completes.get(k, []):
                 job = self._jobs[step[0]]
-                if not (job.progress.diverged or step[0] in lost):
+                if not job.progress.diverged:
                     for segment, score in sorted(scores.pop(step), key=lambda pair: pair[0].index):
                         job.progress.add_score(segment, score)
                     done.append(count_step(job, rates[step], outcome.steps[step], ended_s[step]))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
-from weft.engine.events import Event, JobEvent, StepDone
+from weft.engine.events import Event, StepDone
 
 
 class UntoldEvents:
@@ -28,7 +28,3 @@ class UntoldEvents:
     def has_step(self, job: str) -> bool:
         """Whether a job has taken a later step than the last one that was told."""
         return any(isinstance(event, StepDone) and event.job == job for event in self._events)
-
-    def forget(self, jobs: Collection[str]) -> None:
-        """Nothing of these jobs is told any more: it is undone."""
-        self._events = deque(e for e in self._events if not (isinstance(e, JobEvent) and e.job in jobs))

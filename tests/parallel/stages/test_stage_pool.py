@@ -104,7 +104,7 @@ def test_run_when_a_stage_stands_still_then_all_are_ended_before_long(stages):
 )
 def test_jobs_when_replicas_are_processes_then_have_the_bits_of_one_device(sizes, num_steps):
     """Two that are spread over both, with dropout and clipping, and two at home on one; where no adapter is cut, two
-    have moments of 8 bits."""
+    have moments of 8 bits. When a process of one is killed, all end."""
     settings = {"max_steps": num_steps, "max_grad_norm": 0.1, "adapter": {"lora_dropout": 0.1}}
     sums = {"a": "free", "b": "free", "c": "ordered", "d": "ordered"}
     lean = {"a": "adamw_8bit", "c": "adamw_8bit"} if max(sizes) == 1 else {}
@@ -119,6 +119,11 @@ def test_jobs_when_replicas_are_processes_then_have_the_bits_of_one_device(sizes
         submit(engine, *own)
         for name, outcome in finish(engine).items():
             assert_same_bits(outcome, expected[name])
+        processes = executor.stages.processes  # type: ignore[attr-defined]
+        os.kill(processes[0].pid, signal.SIGKILL)
+        with pytest.raises(StageLostError, match="replica 0: was ended by signal 9, so all replicas were ended"):
+            executor.row_tile(32)
+        assert all(process.poll() is not None for process in processes)
     finally:
         executor.close()
 

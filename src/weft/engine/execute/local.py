@@ -290,10 +290,6 @@ class LocalExecutor:
                 if twin.reference is not None:
                     twin.reference.free_slot()
 
-    def recover(self, ended: Collection[str]) -> list[str]:
-        """Loses none: it is one replica, and without that there is nothing to go on with."""
-        return []
-
     def close(self) -> None:
         """Has nothing else to end: all of it is in this process."""
 

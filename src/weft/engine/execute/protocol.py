@@ -46,15 +46,6 @@ class ReplicaFaultError(Exception):
     """The replica's device has failed: nothing on it can be trusted, whichever job met it first."""
 
 
-class ReplicaLostError(ReplicaFaultError):
-    """One of several replicas has failed: `Executor.recover` makes it anew, and the others go on."""
-
-    answers: Mapping[int, Any] = {}
-    """What the stages of the others have answered, by number."""
-    jobs: Collection[str] = ()
-    """Whose program did not come to its end because of it."""
-
-
 @dataclass(frozen=True)
 class ReplicaFacts:
     """What does not change about a replica."""
@@ -211,8 +202,6 @@ class StagedOutcome:
     """By job and step."""
     spans: Sequence[Span]
     """What ran when on which stage, by `time.perf_counter`."""
-    loss: ReplicaLostError | None = None
-    """Why nothing counts of some jobs: a replica that had them is gone."""
 
 
 @dataclass(frozen=True)
@@ -427,13 +416,6 @@ class Executor(Protocol):
 
     def try_out(self, work: MicrobatchWork) -> TrialRun:
         """Runs a microbatch with stand-ins for its jobs, which stay as they are."""
-        ...
-
-    def recover(self, ended: Collection[str]) -> list[str]:
-        """After a ReplicaLostError: makes the replica anew and says whose state went with it.
-
-        These jobs stand where they were added, without seats; those that have `ended` are forgotten.
-        """
         ...
 
     def close(self) -> None:

@@ -94,12 +94,6 @@ class LiveJob:
         self.longest = max(part.longest_group for part in (data.train, data.eval) if part is not None)
         """Tokens of the longest sample, or of the longest group that shares a microbatch, evaluation included."""
 
-    def start_over(self) -> None:
-        """Forgets how far it has come."""
-        before, self.progress = self.progress, JobProgress(self.spec, self.data)
-        self.progress.reference, self.progress.hold_step = before.reference, before.hold_step
-        self.settled, self.is_suspect = SettledSteps(), False
-
     @property
     def name(self) -> str:
         """The job's name in this engine."""

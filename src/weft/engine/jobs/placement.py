@@ -118,10 +118,6 @@ class Placement:
             job.progress.rewind()
             self._executor.unseat(job.name)
 
-    def forget(self, job: LiveJob) -> None:
-        """Notes that a job has lost its place, with all that was there."""
-        self._seated.discard(job.name)
-
     def has_place(self, job: LiveJob) -> bool:
         """Whether a job is on the backbone."""
         return job.name in self._seated

@@ -20,7 +20,7 @@ from weft.engine.events import (
 )
 from weft.engine.execute.protocol import Executor
 from weft.engine.job_files import FileKind
-from weft.engine.jobs.live_job import JobStatus, LiveJob, SettledSteps
+from weft.engine.jobs.live_job import LiveJob, SettledSteps
 from weft.engine.jobs.placement import Placement
 from weft.engine.program_run import rewind
 from weft.engine.recorder import RunRecorder
@@ -69,14 +69,6 @@ class JobTransitions:
         except StorageError as error:
             remarks.append(JobWarning((job.name,), f"that it waits could not be recorded: {error}"))
         return [*remarks, JobPreempted(job.name, job.step, reason)]
-
-    def lose(self, job: LiveJob) -> None:
-        """A job whose state is gone from memory is as it was when it came; what is on disk is its state again."""
-        self._keeper.files.forget(job)
-        self._places.forget(job)
-        job.start_over()
-        state = JobState.PAUSED if job.state is JobState.PAUSED else JobState.QUEUED
-        job.status = JobStatus(state, job.reason if state is JobState.PAUSED else None, has_heard=job.status.has_heard)
 
     def run(self, job: LiveJob) -> None:
         """A job is to train; StorageError if that cannot be recorded."""

@@ -35,10 +35,6 @@ class StageGroup(Protocol):
         """The same of some stages, by number, with another thing given to each."""
         ...
 
-    def recover(self) -> list[int]:
-        """After a ReplicaLostError: starts the replicas anew that are gone, and says which; the others stay."""
-        ...
-
     def append(self, work: StagedWork, lists: Lists, due: Due) -> int:
         """Starts a program that goes on, behind what was started so far; its number. Each stage runs its list now.
 
@@ -198,10 +194,6 @@ class LocalStages:
                     del waiting[index]
             self._check_not_stuck(waiting)
         return found
-
-    def recover(self) -> list[int]:
-        """Loses none."""
-        return []
 
     def append(self, work: StagedWork, lists: Lists, due: Due) -> int:
         """Runs the stages' lists in turn."""

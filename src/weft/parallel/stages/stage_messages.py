@@ -17,7 +17,7 @@ from weft.parallel.stages.stage import StagePlace
 from weft.spec import BackboneSpec
 
 JOIN = "join"
-"""What a process is asked first, and again when others have been started anew: to meet all stages through a file."""
+"""The first request to a process: to meet all stages through a file."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def tellable(error: Exception, stage: int, what: str = "") -> Exception:
 
 
 class StageMember:
-    """A stage whose layers are loaded, among others: it may join them again, when some of them are new."""
+    """A stage whose layers are loaded, and that joins the others then."""
 
     def __init__(self, order: StageOrder) -> None:
         self._order = order

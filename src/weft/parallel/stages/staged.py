@@ -29,10 +29,8 @@ from weft.engine.execute.protocol import (
     MoveWork,
     NewJob,
     OutcomeT,
-    ReplicaLostError,
     ReplicaMemory,
     RestWork,
-    StagedOutcome,
     StagedWork,
     StateWork,
     Ticket,
@@ -42,7 +40,6 @@ from weft.engine.execute.protocol import (
 from weft.engine.inference.answers import Answer, refuse_long, worded
 from weft.errors import ConfigError, StorageError
 from weft.model.ahead.compile_ahead import CompileAhead
-from weft.parallel.stages.interpreter import StageOutcome
 from weft.parallel.stages.refusals import refuse_cut
 from weft.parallel.stages.routes import StepOrders
 from weft.parallel.stages.stage_group import StageGroup
@@ -88,8 +85,6 @@ class StagedExecutor:
         self._num_started = 0
         self._orders = StepOrders()
         """Of programs that go on."""
-        self._unsure: set[int] = set()
-        """Replicas that did not come to the end of a program, because another one is gone."""
 
     def beside(self) -> Executor:
         """Is not to be had: jobs of stages are known by their names."""
@@ -213,17 +208,6 @@ class StagedExecutor:
         """Is not to be had: stages take whole programs."""
         raise ConfigError("one microbatch is tried on one device; leave --layout out.", where="--layout")
 
-    def recover(self, ended: Collection[str]) -> list[str]:
-        """Has replicas made anew that are gone, and their jobs as they were added; says which jobs these are."""
-        anew = self.stages.recover()
-        # Until the end: should another one be lost meanwhile, these jobs are still to be told of.
-        self._unsure |= {*anew}
-        self._orders = StepOrders()
-        lost = self._jobs.on(self._unsure)
-        self._jobs.remake(lost, anew, ended)
-        self._unsure = set()
-        return lost
-
     def close(self) -> None:
         """Ends the stages."""
         self.stages.close()
@@ -243,7 +227,7 @@ class StagedExecutor:
                 self._orders.know(work.program)
                 told = dataclasses.replace(work, lists=None)
                 number = self.stages.append(told, work.lists, self._orders.due(work.lists))
-                return lambda: self._run_program(work, lambda: self.stages.outcomes(number))
+                return lambda: program_outcome(work, self.stages.outcomes(number))
             case MoveWork(program):
                 self._jobs.bring_home(program)
                 done = None
@@ -253,7 +237,7 @@ class StagedExecutor:
             case StagedWork():
                 self._jobs.bring_home(work.program)
                 told = dataclasses.replace(work, hears=self._hears(work.program))
-                done = self._run_program(work, lambda: self.stages.ask("run", told))
+                done = program_outcome(work, self.stages.ask("run", told))
             case EvaluationWork():
                 done = self._evaluate(work)
             case AnswersWork():
@@ -270,18 +254,6 @@ class StagedExecutor:
         """Whether a job of a program compares with a reference."""
         jobs = {job for microbatch in program.microbatches for job in microbatch.job_tokens}
         return any(self._jobs[job].given.batches.data.reads_reference for job in jobs)
-
-    def _run_program(self, work: StagedWork, outcomes: Callable[[], list[StageOutcome]]) -> StagedOutcome:
-        """Runs a program; where a replica is lost, what the others made of theirs, which then wait for `recover`."""
-        try:
-            return program_outcome(work, outcomes())
-        except ReplicaLostError as error:
-            loss = error
-        answers: Mapping[int, StageOutcome] = loss.answers
-        self._unsure |= {k for k, devices in enumerate(self._replicas) if not answers.keys() >= {*devices}}
-        loss.jobs = {*self._jobs.on(self._unsure)}
-        whole = [answers[device] for k, own in enumerate(self._replicas) if k not in self._unsure for device in own]
-        return dataclasses.replace(program_outcome(work, whole), loss=loss)
 
     def _evaluate(self, work: EvaluationWork) -> EvaluationOutcome:
         """Evaluates every job on a replica that has it."""

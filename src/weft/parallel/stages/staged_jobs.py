@@ -7,14 +7,13 @@ all its state where a program has it run on another. At any moment some replica 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from weft.engine.execute.protocol import NewJob, ReplicaMemoryError
-from weft.errors import JobError
 from weft.parallel.stages.find_start import find_start
 from weft.parallel.stages.gradient import JobShare
 from weft.parallel.stages.refusals import refuse_unlike
@@ -30,8 +29,6 @@ class StagedJob:
     given: NewJob
     shares: dict[int, list[JobShare]]
     """By the replicas that have it."""
-    left_over: set[int] = field(default_factory=set)
-    """Replicas that hold something of it and are not its home: it is on its way to them, or has just left them."""
     has_seat: bool = False
     is_unseen: bool = False
     """Its start is to be found in its data, which nobody has looked at."""
@@ -39,9 +36,6 @@ class StagedJob:
     @property
     def home(self) -> int:
         """The replica that is asked about it: what others have is equal."""
-        if not self.shares:
-            found = "had ended when its replica was lost; what it became is in its files."
-            raise JobError(found, where=self.given.spec.name)
         return min(self.shares)
 
 
@@ -55,10 +49,6 @@ class StagedJobs:
 
     def __getitem__(self, name: str) -> StagedJob:
         return self._jobs[name]
-
-    def on(self, replicas: Collection[int]) -> list[str]:
-        """Those of which some of these replicas have a share."""
-        return [name for name, job in self._jobs.items() if job.shares.keys() & {*replicas}]
 
     def add(self, job: NewJob) -> list[JobShare]:
         """Makes a job's shares, on all replicas or on the one where the least is trained so far; those of its home."""
@@ -108,22 +98,6 @@ class StagedJobs:
             if home not in self._jobs[name].shares:
                 self._move(name, home)
 
-    def remake(self, lost: Sequence[str], anew: Collection[int], ended: Collection[str]) -> None:
-        """Has `lost` jobs as they were added, where replicas have been made `anew`; of those that ended nothing."""
-        for name in lost:
-            job = self._jobs[name]
-            job.left_over |= job.shares.keys()
-            job.has_seat = False
-            job.is_unseen = job.given.spec.adapter.eva is not None
-        for name, job in self._jobs.items():
-            job.left_over -= {*anew}
-            self._clear(name)
-        for name in lost:
-            if name not in ended:
-                self._jobs[name].shares = self._place(self._jobs[name].given, sorted(self._jobs[name].shares))
-        for name in {*lost} & {*ended}:
-            self._jobs[name].shares = {}
-
     def ask(self, what: str, job: str, *given: Any) -> list[Any]:
         """What every stage answers that has a job."""
         devices = [device for replica in self._jobs[job].shares for device in self._replicas[replica]]
@@ -165,27 +139,21 @@ class StagedJobs:
         return counts.index(min(counts))
 
     def _move(self, name: str, home: int) -> None:
-        """Moves a job with all its state.
-
-        It leaves the replica that it was on when it is whole on the other: one of the two has it at any moment.
-        """
+        """Moves a job with all its state; it leaves the replica that it was on when it is whole on the other."""
         job = self._jobs[name]
         tensors = join_state(self.ask_home("tensors", name))
-        job.left_over = {home}
         try:
             shares = self._place(job.given, [home])
             self._restore(name, shares, tensors)
             if job.has_seat:
                 self._stages.ask_each("seat", dict.fromkeys(self._replicas[home], (name,)))
         except Exception:
-            self._clear(name)
+            self._remove(name, [home])
             raise
-        job.left_over, job.shares = {*job.shares}, shares
-        self._clear(name)
+        self._remove(name, job.shares)
+        job.shares = shares
 
-    def _clear(self, name: str) -> None:
-        """Takes a job off replicas that are not its home; where one is gone, `recover` does."""
-        job = self._jobs[name]
-        devices = [device for replica in sorted(job.left_over) for device in self._replicas[replica]]
+    def _remove(self, name: str, replicas: Iterable[int]) -> None:
+        """Takes a job off replicas that are not its home."""
+        devices = [device for replica in sorted(replicas) for device in self._replicas[replica]]
         self._stages.ask_each("remove", dict.fromkeys(devices, (name,)))
-        job.left_over = set()
