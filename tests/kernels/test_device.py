@@ -50,7 +50,7 @@ def test_rehearsed_when_the_meta_device_stands_for_a_gpu_then_it_answers_as_that
     """Kernels are chosen as on the GPU, by a process that has none; afterwards the meta device is nothing again."""
     meta = torch.device("meta")
     gpu = device.GpuKind("NVIDIA H200", (9, 0), 132, 2**37)
-    with device.rehearsed(gpu):
+    with device.as_gpu(gpu):
         assert device.is_gpu(meta) and not device.has_streams(meta)
         assert device.gpu_kind(meta) == gpu
         assert not device.is_gpu(device.CPU)

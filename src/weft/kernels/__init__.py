@@ -1,1 +1,2 @@
-"""Operations that are fast on a GPU: one per file, each with a plain torch twin that runs anywhere."""
+"""Operations that are fast on a GPU: one per file, each with a reference implementation in plain torch that runs
+anywhere."""

@@ -10,8 +10,8 @@ This is torch.optim.AdamW after torch's clip_grad_norm_. A job is one or more la
 B), each of P numbers with gradient and moments, all fp32 and changed in place. Three launches serve all jobs: squares
 (a sum per block of `BLOCK` numbers), norms (a job's blocks in their order), update. A lane's blocks begin at its own
 start and nothing is summed over two jobs, so a job's bits depend neither on who steps with it nor on the order; a NaN
-in another job does nothing. What all jobs' steps did comes back in one read, and nobody has to wait for it: other work
-may be asked of the device first. Every job has as many lanes in the tables as the one with most, at least two; those it
+in another job does nothing. What all jobs' steps did comes back in one read, and no one has to wait for it: other work
+may be launched first. Every job has as many lanes in the tables as the one with most, at least two; those it
 does not need are empty and have no blocks. Sizes: J jobs, S lanes of a job, L = S J lanes, P numbers of a lane.
 """
 
@@ -41,7 +41,6 @@ class ParameterLane:
     rate: float
 
     def emptied(self) -> Self:
-        """A lane of the same kind without any numbers."""
         named: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         none = {name: value[:0] for name, value in named.items() if isinstance(value, torch.Tensor)}
         return type(self)(**{**named, **none})
@@ -53,14 +52,14 @@ class Update:
 
     lanes: tuple[ParameterLane, ...]
     number: int
-    """Which update of the job this is, counted from 1."""
+    """Number of this update of the job, counted from 1."""
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     max_grad_norm: float
     """0: no limit."""
     is_finite: bool
-    """Whether the loss is finite as far as the host knows; the update is left out if not."""
+    """False if the host knows that the loss is not finite; the update is then skipped."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ class Updated:
     """What one job's step did."""
 
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     largest: float
-    """The largest size of a weight after the step."""
+    """Largest absolute value of a weight after the step."""
     skipped: bool
-    """The loss or the gradient was not finite, so weights and moments stayed as they were."""
+    """True if the loss or the gradient was not finite: weights and moments stayed as they were."""
     error: Exception | None = None
-    """What this job's step raised, if it did; its neighbours have been stepped all the same."""
+    """Exception that this job's step raised; its neighbours have been stepped all the same."""
 
 
 StepLane = Callable[[Update, ParameterLane, float], None]
@@ -87,7 +86,7 @@ def adamw_reference(
     step_lane: StepLane | None = None,
     norms_J: torch.Tensor | None = None,
 ) -> list[Updated]:
-    """The same in plain torch, job by job; `step_lane`: how a buffer is stepped, if not as here."""
+    """The same in plain torch, job by job; `step_lane` steps one buffer."""
     step_lane = step_lane or step_plain_lane
     results = []
     for job, (update, is_finite) in enumerate(zip(updates, finite_J.tolist(), strict=True)):
@@ -104,13 +103,11 @@ def adamw_reference(
 
 
 def norm_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of a gradient that is in several buffers."""
     norm: torch.Tensor = torch.stack([grad.norm() for grad in grads]).norm()
     return norm
 
 
 def step_plain_lane(update: Update, lane: ParameterLane, factor: float) -> None:
-    """Steps one buffer by its gradient times a factor."""
     decay, beta1, rest1, beta2, rest2, size, root2, eps = _numbers(update, lane)[:8]
     grad_P = lane.grad_P * factor
     lane.exp_avg_P.mul_(beta1).add_(grad_P, alpha=rest1)
@@ -123,7 +120,7 @@ BLOCK = 4096
 """Numbers per program, 16 for each thread of 8 warps: four loads of 16 bytes in flight from each of four buffers."""
 NUM_WARPS = 8
 FEWEST_LANES = 64
-"""Lanes a program looks through for its own; for more jobs the kernels are compiled again."""
+"""Lanes that a program searches for its own; with more jobs the kernels are compiled again."""
 CHUNK = 1024
 """Block sums added at once; 20 million numbers of a lane have five chunks."""
 
@@ -137,13 +134,12 @@ def block_pointers(lanes_ptr, lane, column, start, BLOCK: tl.constexpr):  # type
 
 @jit
 def load_block(pointers, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The numbers of a block, zeros beyond the lane's end; a full block is not masked, so that its loads are wide."""
+    """Numbers of a block, zeros beyond the lane's end; a full block is not masked, so that its loads are wide."""
     return tl.load(pointers) if IS_FULL else tl.load(pointers, mask=tl.arange(0, BLOCK) < left, other=0.0)
 
 
 @jit
 def store_block(pointers, values, left, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes the numbers of a block that the lane has."""
     if IS_FULL:
         tl.store(pointers, values)
     else:
@@ -158,7 +154,7 @@ def _square_sum(lanes_ptr, lane, start, left, BLOCK: tl.constexpr, IS_FULL: tl.c
 
 @jit
 def find_block(lanes_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's lane, where its block begins there, and how many numbers are left from there on."""
+    """This program's lane, the start of its block in it, and the numbers left from there on."""
     block = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     firsts = tl.load(lanes_ptr + lanes * 6 + 5, mask=lanes < num_lanes, other=9223372036854775807)
@@ -170,11 +166,11 @@ def find_block(lanes_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr): 
 @jit
 def _squares_kernel(lanes_ptr, sums_ptr, num_lanes, BLOCK: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     lane, start, left = find_block(lanes_ptr, num_lanes, BLOCK, LANES)
-    place = sums_ptr + tl.program_id(0)
+    target = sums_ptr + tl.program_id(0)
     if left >= BLOCK:
-        tl.store(place, _square_sum(lanes_ptr, lane, start, left, BLOCK, True))
+        tl.store(target, _square_sum(lanes_ptr, lane, start, left, BLOCK, True))
     else:
-        tl.store(place, _square_sum(lanes_ptr, lane, start, left, BLOCK, False))
+        tl.store(target, _square_sum(lanes_ptr, lane, start, left, BLOCK, False))
 
 
 @jit
@@ -190,9 +186,9 @@ def _norms_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     IS_KNOWN: tl.constexpr,
 ):
-    """A job's gradient norm, and what its gradient is multiplied by: negative if the step is left out.
+    """A job's gradient norm, and the factor of its gradient: negative if the step is skipped.
 
-    Where a job's gradient is in several places the norm is known already.
+    Where a job's gradient is divided over several devices the norm is known already.
     """
     job = tl.program_id(0)
     if IS_KNOWN:
@@ -202,11 +198,11 @@ def _norms_kernel(  # type: ignore[no-untyped-def]
         for side in tl.static_range(SIDES):
             lane = SIDES * job + side
             num_blocks = (tl.load(lanes_ptr + lane * 6 + 4) + BLOCK - 1) // BLOCK
-            own = sums_ptr + tl.load(lanes_ptr + lane * 6 + 5)
+            lane_sums = sums_ptr + tl.load(lanes_ptr + lane * 6 + 5)
             sums = tl.zeros([CHUNK], tl.float32)
             for first in range(0, num_blocks, CHUNK):
-                places = first + tl.arange(0, CHUNK)
-                sums += tl.load(own + places, mask=places < num_blocks, other=0.0)
+                blocks = first + tl.arange(0, CHUNK)
+                sums += tl.load(lane_sums + blocks, mask=blocks < num_blocks, other=0.0)
             total += tl.sum(sums, 0)
         norm = tl.sqrt_rn(total)
     limit = tl.load(numbers_ptr + job * SIDES * 10 + 8)
@@ -279,7 +275,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class StepTables:
-    """What an update kernel is launched with; the norms are known by then."""
+    """Arguments of an update kernel; the norms are known by then."""
 
     lanes: list[ParameterLane]
     lanes_L6: torch.Tensor
@@ -295,31 +291,30 @@ class StepTables:
 def adamw_kernel(
     updates: Sequence[Update], finite_J: torch.Tensor, norms_J: torch.Tensor | None = None
 ) -> Callable[[], list[Updated]]:
-    """The same by three launches and one read, whatever the number of jobs."""
     return step_by_kernel(updates, finite_J, _launch_update, norms_J)
 
 
 def norm_kernel(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of a gradient that is in several buffers, to the bits that a step of all of them finds."""
+    """The norm of a gradient in several buffers, with the bits of a step of all of them."""
     lanes = tuple(ParameterLane(grad, grad, grad, grad, 0.0) for grad in grads)
-    found: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
 
     def keep_norm(tables: StepTables) -> None:
-        found.append(tables.norms_J[0].clone())
+        norms.append(tables.norms_J[0].clone())
 
     update = Update(lanes, 1, (0.0, 0.0), 0.0, 0.0, 0.0, True)
     step_by_kernel([update], torch.ones(1, device=grads[0].device), keep_norm)
-    return found[0]
+    return norms[0]
 
 
 def adamw_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of one job's gradient as its step finds it, on the device; to be given to steps of parts of it."""
+    """The norm of one job's gradient on the device, with the bits of its step; an input of steps of its parts."""
     return norm_kernel(grads) if runs_triton(grads[0]) else norm_reference(grads)
 
 
 def _launch_update(tables: StepTables) -> None:
-    grid, own = (tables.num_blocks,), (tables.lanes_L6, tables.numbers_L10, tables.factors_J, tables.largest_J)
-    _update_kernel[grid](*own, len(tables.lanes), tables.sides, **tables.shared)
+    grid, lane_tables = (tables.num_blocks,), (tables.lanes_L6, tables.numbers_L10, tables.factors_J, tables.largest_J)
+    _update_kernel[grid](*lane_tables, len(tables.lanes), tables.sides, **tables.shared)
 
 
 def step_by_kernel(
@@ -328,7 +323,8 @@ def step_by_kernel(
     launch_update: Callable[[StepTables], None],
     known_J: torch.Tensor | None = None,
 ) -> Callable[[], list[Updated]]:
-    """Norms and factors of all jobs, then an update kernel, then one read; `known_J`: norms that are known already."""
+    """Computes norms and factors of all jobs, then runs an update kernel, then one read; `known_J`: norms computed
+    before."""
     device = updates[0].lanes[0].params_P.device
     sides = max(2, *(len(update.lanes) for update in updates))
     filled = [(update, lane) for update in updates for lane in _filled_up(update.lanes, sides)]
@@ -339,7 +335,7 @@ def step_by_kernel(
     lanes_L6 = sent(torch.tensor(table), device)
     numbers_L10 = sent(torch.tensor(numbers, dtype=torch.float32), device)
     sums = torch.empty(num_blocks, device=device)
-    # Rows of whole vectors: a kernel is compiled anew for tables that do not begin at multiples of 16 bytes.
+    # Rows of whole vectors: a kernel is compiled again for tables that do not begin at multiples of 16 bytes.
     num_jobs = len(updates)
     results_3J = torch.zeros(3, cdiv(num_jobs, 4) * 4, device=device)
     arrival = AsyncCopy(results_3J)
@@ -362,9 +358,9 @@ def adamw(
 ) -> Callable[[], list[Updated]]:
     """Starts the steps of all jobs given, each as if alone; gradients are zero afterwards.
 
-    `finite_J` says on the device whether each loss is finite, where the host does not know yet; `norms_J` are the norms
-    of gradients of which the buffers here are only parts. What is returned waits for the device and says what the steps
-    did.
+    `finite_J` holds on the device whether each loss is finite, where the host does not know yet; `norms_J` are the
+    norms of gradients of which the buffers here are only parts. Returns a function that waits for the device and
+    returns the results.
     """
     assert updates
     if finite_J is None:
@@ -379,7 +375,7 @@ def adamw(
 
 
 def _numbers(update: Update, lane: ParameterLane) -> tuple[float, ...]:
-    """A row of the table of numbers; worked out here in double precision."""
+    """A row of the table of numbers, computed in double precision."""
     beta1, beta2 = update.betas
     return (
         1 - lane.rate * update.weight_decay,
@@ -396,12 +392,12 @@ def _numbers(update: Update, lane: ParameterLane) -> tuple[float, ...]:
 
 
 def _filled_up(lanes: tuple[ParameterLane, ...], sides: int) -> list[ParameterLane]:
-    """As many lanes as every job has in the tables, the last ones empty."""
+    """The lanes of a job, filled up with empty ones to the number in the tables."""
     return [*lanes, *[lanes[0].emptied()] * (sides - len(lanes))]
 
 
 def _addresses(lane: ParameterLane) -> list[int]:
-    """A row of the table of lanes: where its buffers begin, and how long they are."""
+    """A row of the table of lanes: addresses of its buffers and their length."""
     tensors = (lane.params_P, lane.grad_P, lane.exp_avg_P, lane.exp_avg_sq_P)
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % 16 == 0 for address in addresses), "flat buffers begin at multiples of 16 bytes"

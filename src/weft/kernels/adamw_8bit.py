@@ -79,15 +79,14 @@ def dequantise(codes_P: torch.Tensor, scales: torch.Tensor, decades: int) -> tor
 @lru_cache(maxsize=4)
 def levels(decades: int) -> torch.Tensor:
     """The share that each code stands for."""
-    found = [0.0]
+    shares = [0.0]
     for decade in range(decades):
         each = [0.1 + 0.9 * (k + 1) / 2**decade for k in range(2**decade)]
-        found += [10.0 ** (decade - decades + 1) * level for level in each]
-    return torch.tensor(found)
+        shares += [10.0 ** (decade - decades + 1) * level for level in each]
+    return torch.tensor(shares)
 
 
 def adamw_8bit_reference(updates: Sequence[Update], finite_J: torch.Tensor) -> list[Updated]:
-    """The same in plain torch, job by job."""
     return adamw_reference(updates, finite_J, _step_lane)
 
 
@@ -106,14 +105,13 @@ def _step_lane(update: Update, lane: ParameterLane, factor: float) -> None:
 
 @jit
 def _scale_pointers(scales_ptr, lane, column, start, BLOCK: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales of a block of one of a lane's moments."""
     base = tl.load(scales_ptr + lane * 2 + column).to(tl.pointer_type(tl.float32))
     return base + start // SCALED + tl.arange(0, BLOCK // SCALED)
 
 
 @jit
 def _sizes(levels_ptr, codes, scales, BLOCK: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What codes stand for, without a sign."""
+    """Absolute values that codes stand for."""
     shares = tl.reshape(tl.load(levels_ptr + codes), [BLOCK // SCALED, SCALED])
     return tl.reshape(shares * scales[:, None], [BLOCK])
 
@@ -125,7 +123,7 @@ def _scales_of(sizes, BLOCK: tl.constexpr, SCALED: tl.constexpr):  # type: ignor
 
 @jit
 def _codes(sizes, scales, DECADES: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The codes of the nearest levels, and what share of the scale each number is."""
+    """Codes of the nearest levels, and each number's share of the scale."""
     rows = tl.reshape(sizes, [BLOCK // SCALED, SCALED])
     share = tl.div_rn(rows, tl.where(scales > 0, scales, 1.0)[:, None] + tl.zeros_like(rows))
     share = tl.reshape(share, [BLOCK])
@@ -231,28 +229,26 @@ def _update_8bit_kernel(  # type: ignore[no-untyped-def]
 
 
 def adamw_8bit_kernel(updates: Sequence[Update], finite_J: torch.Tensor) -> Callable[[], list[Updated]]:
-    """The same by three launches and one read, whatever the number of jobs."""
     return step_by_kernel(updates, finite_J, _launch_update)
 
 
 def _launch_update(tables: StepTables) -> None:
-    """Sends the tables of scales and levels along."""
     device = tables.lanes_L6.device
     scales = [[lane.exp_avg_scales.data_ptr(), lane.root_scales.data_ptr()] for lane in _quantised(tables.lanes)]
     both = torch.cat([levels(SIGNED_DECADES), levels(ROOT_DECADES)])
-    grid, own = (tables.num_blocks,), (tables.lanes_L6, tables.numbers_L10, tables.factors_J, tables.largest_J)
+    grid, lane_tables = (tables.num_blocks,), (tables.lanes_L6, tables.numbers_L10, tables.factors_J, tables.largest_J)
     more = (sent(torch.tensor(scales), device), sent(both, device), len(tables.lanes), tables.sides, SCALED)
-    _update_8bit_kernel[grid](*own, *more, **tables.shared)
+    _update_8bit_kernel[grid](*lane_tables, *more, **tables.shared)
 
 
 def _quantised(lanes: Sequence[ParameterLane]) -> list[QuantisedLane]:
-    found = [lane for lane in lanes if isinstance(lane, QuantisedLane)]
-    assert len(found) == len(lanes), "all jobs of a call have moments of 8 bits"
-    return found
+    quantised = [lane for lane in lanes if isinstance(lane, QuantisedLane)]
+    assert len(quantised) == len(lanes), "all jobs of a call have moments of 8 bits"
+    return quantised
 
 
 def adamw_8bit(updates: Sequence[Update], finite_J: torch.Tensor | None = None) -> Callable[[], list[Updated]]:
-    """Starts the steps of all jobs given, each as if alone; gradients are zero afterwards. As `adamw` in all else."""
+    """Starts the steps of all jobs given, each as if alone; gradients are zero afterwards. Otherwise as `adamw`."""
     assert updates
     if finite_J is None:
         finite_J = torch.ones(len(updates), device=updates[0].lanes[0].params_P.device)

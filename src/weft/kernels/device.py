@@ -1,7 +1,9 @@
-"""The one place that asks torch which devices there are, what they can do, what they hold and in which order they work.
+"""The one place that reads from torch which devices there are, what they can do, what they hold and in which order they
+work.
 
-Everybody else asks here, so a new kind of device is taught in one file. Questions about memory have an answer
-everywhere: a CPU has no account, so it holds nothing and waits for nothing. Nothing here touches a GPU at import.
+Everything else goes through it, so support for a new kind of device is written in one file. Functions about memory work
+for every device: for a CPU, where nothing is counted, they return 0 and do not wait. Nothing here touches a GPU at
+import.
 """
 
 from __future__ import annotations
@@ -20,26 +22,24 @@ Graph = torch.cuda.CUDAGraph
 
 @dataclass(frozen=True)
 class GpuKind:
-    """What kernels are chosen and compiled by."""
+    """The GPU that kernels are chosen and compiled for."""
 
     name: str
-    """What its driver calls it."""
+    """Name given by the driver."""
     capability: tuple[int, int]
     num_multiprocessors: int
     total_bytes: int
 
 
-_REHEARSED: list[GpuKind] = []
+_STAND_IN: list[GpuKind] = []
 """The GPU that the meta device stands for."""
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a GPU."""
     return torch.cuda.is_available()
 
 
 def gpus() -> list[torch.device]:
-    """All that torch sees."""
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if has_gpu() else []
 
 
@@ -49,45 +49,42 @@ def default_device() -> torch.device:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device is a GPU, or stands for one in a rehearsal."""
+    """True if a device is a GPU or stands for one (`as_gpu`)."""
     return device.type == "cuda" or _stand_in(device) is not None
 
 
 def _stand_in(device: torch.device) -> GpuKind | None:
-    """The GPU that a device stands for."""
-    return _REHEARSED[-1] if _REHEARSED and device.type == "meta" else None
+    return _STAND_IN[-1] if _STAND_IN and device.type == "meta" else None
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device works on while the host goes on; one that only stands for a GPU does no work."""
+    """True if a device works on while the host goes on; a stand-in for a GPU does no work."""
     return device.type == "cuda"
 
 
 @contextmanager
-def rehearsed(gpu: GpuKind) -> Iterator[None]:
-    """Inside, the meta device answers as this GPU would: operations choose its kernels and compute nothing.
+def as_gpu(gpu: GpuKind) -> Iterator[None]:
+    """Makes the meta device stand for this GPU: operations choose its kernels and compute nothing.
 
-    For a process of its own, since answers about a device are kept.
+    Use it in a separate process, since answers about a device are cached.
     """
-    _REHEARSED.append(gpu)
+    _STAND_IN.append(gpu)
     try:
         yield
     finally:
-        _REHEARSED.pop()
+        _STAND_IN.pop()
 
 
 def gpu_kind(device: torch.device) -> GpuKind:
-    """What a GPU is, for a rehearsal elsewhere."""
     return GpuKind(device_name(device), capability(device), num_multiprocessors(device), total_bytes(device))
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Whether a device is the CPU."""
     return device.type == "cpu"
 
 
 def device_name(device: torch.device) -> str:
-    """What its driver calls a GPU; the kind of any other device."""
+    """The driver's name of a GPU; the kind of any other device."""
     if gpu := _stand_in(device):
         return gpu.name
     return torch.cuda.get_device_name(device) if is_gpu(device) else device.type
@@ -101,74 +98,69 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """How many blocks of threads a GPU runs at the same time."""
+    """Number of blocks of threads that a GPU runs at the same time."""
     if gpu := _stand_in(device):
         return gpu.num_multiprocessors
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def total_bytes(device: torch.device) -> int:
-    """The memory of a GPU, whoever uses it."""
     if gpu := _stand_in(device):
         return gpu.total_bytes
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """What no process uses of a GPU's memory, and all of it, as the driver counts."""
+    """Free and total memory of a GPU, counted by the driver over all processes."""
     return torch.cuda.mem_get_info(device)
 
 
 def memory_share(device: torch.device) -> float:
-    """The part of a GPU's memory that this process may take."""
+    """The fraction of a GPU's memory that this process may take."""
     return torch.cuda.get_per_process_memory_fraction(device)
 
 
 def limit_memory(device: torch.device, share: float) -> None:
-    """Lets this process take no more than a part of a GPU's memory."""
     torch.cuda.set_per_process_memory_fraction(share, device.index)
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What this process's tensors take on a device now."""
+    """Bytes of this process's tensors on a device now."""
     return torch.cuda.memory_allocated(device)
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """What this process has taken of a device for its tensors, used or not."""
+    """Bytes that this process has reserved on a device for its tensors."""
     return torch.cuda.memory_reserved(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most that tensors took since `reset_peak`; 0 where nobody counts."""
+    """Most bytes of tensors since `reset_peak`; 0 where it is not counted."""
     return torch.cuda.max_memory_allocated(device) if is_gpu(device) else 0
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Most that was taken for tensors since `reset_peak`; 0 where nobody counts."""
+    """Most bytes reserved since `reset_peak`; 0 where it is not counted."""
     return torch.cuda.max_memory_reserved(device) if is_gpu(device) else 0
 
 
 def reset_peak(device: torch.device) -> None:
-    """Starts a new account of the peak."""
     if is_gpu(device):
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives memory back that is reserved and not used."""
     if is_gpu(device):
         torch.cuda.empty_cache()
 
 
 def synchronise(device: torch.device) -> None:
-    """Waits until a device has done all that was asked of it."""
     if is_gpu(device):
         torch.cuda.synchronize(device)
 
 
 def timing_event(device: torch.device) -> torch.cuda.Event | None:
-    """A mark behind all that a GPU has been asked for, with the time it gets there; None for devices without."""
+    """An event after all work launched so far, with a time; None for devices without streams."""
     if not has_streams(device):
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -177,30 +169,28 @@ def timing_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The order of work in which a GPU does what is launched now."""
     return torch.cuda.current_stream(device)
 
 
 def on_stream(stream: Stream) -> Any:
-    """A context in which launches go to a stream."""
     return torch.cuda.stream(stream)
 
 
 def join_thread(device: torch.device) -> None:
-    """Lets the thread that asks launch on a device, also what goes to the driver past torch."""
+    """Lets the calling thread launch on a device, including driver calls outside torch."""
     if has_streams(device):
         torch.cuda.set_device(device)
         torch.cuda.synchronize(device)
 
 
 def as_here(device: torch.device) -> AbstractContextManager[Any]:
-    """A context for another thread, in which launches go where they go in this one."""
+    """A context for another thread, in which launches go to this thread's device and stream."""
     return on_stream(current_stream(device)) if has_streams(device) else nullcontext()
 
 
 @contextmanager
 def beside(device: torch.device, stream: Stream) -> Iterator[None]:
-    """Launches go to a stream, after all that was asked of the device before and before all that follows."""
+    """Launches go to a stream, after all earlier work of the device and before all later work."""
     main = current_stream(device)
     stream.wait_stream(main)
     with on_stream(stream):
@@ -209,32 +199,32 @@ def beside(device: torch.device, stream: Stream) -> Iterator[None]:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """A mark behind all that was launched to the current stream, for other streams; None for devices without."""
+    """An event after all that was launched to the current stream, for other streams; None for devices without
+    streams."""
     return current_stream(device).record_event() if has_streams(device) else None
 
 
 def wait_for(tensor: torch.Tensor, ready: torch.cuda.Event | None) -> None:
-    """What is launched to the current stream from now on finds a tensor that another stream had made by a mark."""
+    """Makes the current stream wait for a tensor that another stream had finished at an event."""
     if ready is not None:
         stream = current_stream(tensor.device)
         stream.wait_event(ready)
-        # Its memory is not given to others of its own stream before this one is done with it.
+        # Its memory is not given to others of its stream before this one is done with it.
         tensor.record_stream(stream)
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Room in the machine's memory, to and from which a device copies while the host goes on."""
+    """Pinned memory of the host, which a device copies to and from while the host goes on."""
     return torch.empty(*shape, dtype=dtype, pin_memory=has_streams(device))
 
 
 def graph_pool() -> Any:
-    """Memory that captured graphs share."""
     return torch.cuda.graph_pool_handle()
 
 
 @contextmanager
 def record(*, pool: Any = None, stream: Stream | None = None) -> Iterator[Graph]:
-    """What is launched inside is not run but recorded, to be replayed as one."""
+    """Records the launches inside it instead of running them, to be replayed as one graph."""
     graph = Graph()
     # Other threads wait for what goes to other processes meanwhile, which the default would take for a mistake.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

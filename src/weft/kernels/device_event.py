@@ -1,7 +1,7 @@
 """Points in a device's work: the time when it gets there, and numbers that are copied to it or back from it.
 
-A GPU works on while the host goes on, so all of these are asked for in advance. What is waited for is waited for later,
-and not with it what was started in between.
+A GPU works on while the host goes on, so all of these are requested in advance. The host waits later, and only for what
+was started before.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from weft.kernels.device import has_streams, timing_event
 
 
 class DeviceEvent:
-    """The time when a device has done all that was asked of it so far; on a CPU that is now."""
+    """The time when a device has finished the work launched so far; on a CPU that is now."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = timing_event(device)
         self.seen_s: float | None = time.perf_counter() if self._event is None else None
-        """When the host first knew that it had come, by `time.perf_counter`."""
+        """Time at which the host first knew that it had come, by `time.perf_counter`."""
 
     def wait(self) -> float:
-        """Until it has come; returns `seen_s`."""
+        """Waits until it has come; returns `seen_s`."""
         if self._event is not None:
             self._event.synchronize()
         if self.seen_s is None:
@@ -31,7 +31,7 @@ class DeviceEvent:
         return self.seen_s
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
-        """Between two moments of one device; waits for this one."""
+        """Seconds since an earlier event of the same device; waits for this one."""
         if self._event is None or earlier._event is None:
             return self.wait() - earlier.wait()
         self.wait()
@@ -39,14 +39,14 @@ class DeviceEvent:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on a device, once that has done what was asked of it before; the host does not wait."""
+    """The tensor on a device, copied after the work launched before; the host does not wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if has_streams(device) else tensor.to(device)
 
 
 class AsyncCopy:
-    """Room on the host for the numbers of a tensor, which come when its device has made them.
+    """Room on the host for the numbers of a tensor, filled when its device has computed them.
 
-    The room is taken at once: without memory for it nothing has been asked of the device yet.
+    The room is allocated at once: if there is no memory for it, nothing has been launched yet.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ class AsyncCopy:
         self._moment: DeviceEvent | None = None
 
     def begin(self) -> AsyncCopy:
-        """Brings the numbers as they are when the device gets here."""
+        """Starts the copy, of the numbers as they are when the device gets here."""
         if self._host is not self._tensor:
             self._host.copy_(self._tensor, non_blocking=True)
         self._moment = DeviceEvent(self._tensor.device)
@@ -63,8 +63,7 @@ class AsyncCopy:
 
     @property
     def moment(self) -> DeviceEvent:
-        """When they are there."""
-        assert self._moment is not None, "nobody has asked for them"
+        assert self._moment is not None, "begin() has not been called"
         return self._moment
 
     def get(self) -> torch.Tensor:
@@ -74,14 +73,14 @@ class AsyncCopy:
 
 
 def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the host in ordinary memory; from a GPU all at once through pinned memory, which others get back."""
+    """Copies in ordinary host memory; from a GPU all at once through pinned memory, which is released."""
     copies = {name: host_copy(tensor) for name, tensor in tensors.items()}
     return {name: copy.get().clone() if tensors[name].is_cuda else copy.get() for name, copy in copies.items()}
 
 
 def host_copy(tensor: torch.Tensor) -> AsyncCopy:
-    """A copy of a tensor on the host, as it is when the device gets here; where there is no pinned memory for it, the
-    host waits for the copy."""
+    """A copy of a tensor on the host, as it is when the device gets here; without pinned memory the host waits for the
+    copy."""
     if not tensor.is_cuda:
         return AsyncCopy(tensor.clone()).begin()
     try:

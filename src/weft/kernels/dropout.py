@@ -1,9 +1,9 @@
 """LoRA dropout whose mask is a pure function of the job's own history.
 
-Whether an input is dropped depends on (job seed, job step, place of the sample in its global batch, token position,
+Whether an input is dropped depends on (job seed, job step, index of the sample in its global batch, token position,
 module, feature) and on nothing else: not on neighbours, microbatch cuts or device. It is a counter-based hash of 32-bit
-integers, computed alike everywhere: a key per row, made once per microbatch and well mixed, meets a key per feature of
-the module, which is one multiplication: on a GPU it is made again and again.
+integers, computed alike everywhere. A key per row, made once per microbatch and well mixed, is combined with a key per
+feature of the module. The latter is one multiplication, since a GPU computes it again for every tile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 MASKS = 2
-"""Which masks these are; another number whenever they change, so that a resumed job can say so."""
+"""Version of the masks; it changes with them, so that a resumed job can detect it."""
 _MASK = 0xFFFFFFFF
 _SIGN = -(2**31)
 _STRIDE = 0x9E3779B1
@@ -25,7 +25,6 @@ _FACTOR = 0xFFD66A5A - 2**32
 
 
 def mix(*values: int) -> int:
-    """One well-mixed 32-bit number from several integers."""
     state = 0x9E3779B9
     for value in values:
         for word in (value & _MASK, (value >> 32) & _MASK):
@@ -50,14 +49,14 @@ def row_keys(sample_key: int, num_rows: int) -> npt.NDArray[np.int32]:
 
 
 def module_seed(module: int, first: int = 0) -> int:
-    """Seed of a module's feature keys; `first`: the place of the first feature that is here among all of them."""
+    """Seed of a module's feature keys; `first`: index of the first local feature among all of the module."""
     return (mix(module, 0x27D4EB2F) + first * _STRIDE) & _MASK
 
 
 def keep_mask(row_keys_L: torch.Tensor, module: int, num_features: int, p: float, *, first: int = 0) -> torch.Tensor:
     """Bool [L, num_features]: True where an input is kept, with probability 1 - p.
 
-    `first`: the place of the first of these features among all of the module's.
+    `first`: index of the first of these features among all of the module.
     """
     keys_D = _feature_keys(module, first + num_features, row_keys_L.device)[first:]
     # int32 arithmetic wraps around. The product's upper bits decide, as an unsigned number: with an odd factor of the
@@ -76,6 +75,6 @@ def drop(x_LD: torch.Tensor, keep_LD: torch.Tensor, p: float) -> torch.Tensor:
 
 @lru_cache(maxsize=8192)
 def _feature_keys(module: int, num_features: int, device: torch.device) -> torch.Tensor:
-    """int32 [num_features]: what the rows' keys meet at each feature of a module."""
+    """int32 [num_features]: the keys of a module's features."""
     keys_D = np.arange(num_features, dtype=np.uint32) * np.uint32(_STRIDE) + np.uint32(module_seed(module))
     return torch.from_numpy(keys_D.view(np.int32)).to(device)

@@ -2,21 +2,21 @@
 
     v = round(g / u),  u = 2⁻⁶⁰;      sum = Σ v, which is exact;      the result is u · sum, rounded to fp32 once
 
-The unit is the same for every job, step and tensor, so no layout, cut or neighbour has a say in it. Numbers from 2⁻³⁷
+The unit is the same for every job, step and tensor, so it depends on no layout, cut or neighbour. Numbers from 2⁻³⁷
 (7e-12) on are multiples of it already and lose nothing; smaller ones are rounded by at most 2⁻⁶¹ each. A sum in fp32
 rounds every time: of three and more numbers of about 1e-10, or larger ones, it is the less exact of the two.
 
 A sum is held in one or two int64 words, fine · u + coarse · c with c = 2⁻¹⁷. Almost always fine is enough. The second
-is taken when a number of 2 or more comes, or when fine might overflow: whole units of c are then carried over, which
-changes nothing about the sum. Whatever was carried when, `total` is a function of the exact sum alone.
+word is used when a number of 2 or more comes, or when fine might overflow: whole units of c are then carried over,
+which changes nothing about the sum. Whenever carries happen, `total` is a function of the exact sum alone.
 
-The sizes of the largest numbers of all that was added are added up as well. Where that reaches 2⁴⁵ (3.5e13), or a
-number was not finite, the total is NaN: a sum is refused, never wrapped. That depends on no order either.
+The absolute values of the largest numbers added are added up as well. Where that reaches 2⁴⁵ (3.5e13), or a number was
+not finite, the total is NaN: a sum is refused, never wrapped. That depends on no order either.
 
-What several devices have summed is added in the same words (`SumWords`, `total_of_all`): the total of all is that of
-one device that had every number.
+Sums of several devices are added in the same words (`SumWords`, `total_of_all`): the total of all is that of one device
+that had every number.
 
-`python -m benchmarks free-sums` measures what it costs.
+`python -m benchmarks free-sums` measures the cost.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FINE_BITS, COARSE_BITS = 60, 17
 """Units are 2 to the minus of these."""
 CARRY_BITS = FINE_BITS - COARSE_BITS
 LARGEST_FINE = 2.0
-"""Numbers from here on are divided between both words."""
+"""Numbers from here on are split between both words."""
 ROOM = 2**62
-"""What either word may come to in units of its own."""
+"""Largest value of either word, in its units."""
 CHUNK = 2**16
-"""Numbers that are converted at once, so that what is in between stays in a processor's cache."""
+"""Numbers converted at once, so that intermediate values stay in a processor's cache."""
 REFUSED = 2**63 - 1
-"""What a kernel's word holds instead of a sum once a number was too large."""
+"""Value of a kernel's word instead of a sum once a number was too large."""
 TOO_LARGE = ROOM << CARRY_BITS
 """Units from which on a sum is refused."""
 
@@ -49,22 +49,22 @@ class SumWords:
 
     fine_P: torch.Tensor
     coarse_P: torch.Tensor | None
-    """None: fine is enough for all of them."""
+    """None if fine is enough for all of them."""
     sizes: tuple[int, ...]
-    """Numbers of each tensor."""
+    """Number of elements of each tensor."""
     units: tuple[int, ...]
-    """Of each tensor, what was added at most; `TOO_LARGE` where it is refused."""
+    """Upper bound of what was added, for each tensor; `TOO_LARGE` where it is refused."""
 
     def with_words(self, fine_P: torch.Tensor, coarse_P: torch.Tensor) -> SumWords:
         """The same tensors with sums that kernels have made (`fixed_words.py`)."""
-        refused = [bool((own == REFUSED).any()) for own in coarse_P.split(self.sizes)]
+        refused = [bool((words == REFUSED).any()) for words in coarse_P.split(self.sizes)]
         return replace(
             self, fine_P=fine_P, coarse_P=coarse_P, units=tuple(TOO_LARGE if each else 0 for each in refused)
         )
 
     @staticmethod
     def joined(parts: Sequence[SumWords]) -> SumWords:
-        """The tensors of several, one behind the other."""
+        """The tensors of several parts, one after the other."""
         coarse = None
         if any(part.coarse_P is not None for part in parts):
             coarse = torch.cat(
@@ -79,7 +79,7 @@ class SumWords:
 
 
 def total_of_all(parts: Sequence[SumWords]) -> torch.Tensor:
-    """The sum (P) in fp32 of sums of the same tensors: what one `FixedPointSum` of all numbers would give."""
+    """The sum (P) in fp32 of sums of the same tensors: the result of one `FixedPointSum` of all numbers."""
     first = parts[0]
     rest_P, coarse_P = torch.zeros_like(first.fine_P), torch.zeros_like(first.fine_P)
     for part in parts:
@@ -90,28 +90,28 @@ def total_of_all(parts: Sequence[SumWords]) -> torch.Tensor:
             coarse_P += part.coarse_P
     total_P = rounded(rest_P, coarse_P)
     is_wrong = [sum(units) >= TOO_LARGE for units in zip(*(part.units for part in parts), strict=True)]
-    for own, wrong in zip(total_P.split(first.sizes), is_wrong, strict=True):
+    for total, wrong in zip(total_P.split(first.sizes), is_wrong, strict=True):
         if wrong:
-            own.fill_(math.nan)
+            total.fill_(math.nan)
     return total_P
 
 
 class FixedPointSum:
-    """The sum of all that a buffer held whenever it was taken."""
+    """The sum of the contents of a buffer at each `take`."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        """`values`: an fp32 buffer with memory in one piece, which others add to between two calls."""
+        """`values`: a contiguous fp32 buffer, which others add to between two calls."""
         self._values_P = values.view(-1)
         self._coarse_P: torch.Tensor | None = None
         self._in_fine = 0
-        """Units that no number of fine can be above."""
+        """Upper bound of fine, in units."""
         self._in_all = 0
-        """The same of all that was added, whatever was carried."""
+        """Upper bound of all that was added, in units, whether carried or not."""
         self._is_finite = True
 
     @cached_property
     def _fine_P(self) -> torch.Tensor:
-        """Made when it is needed: where kernels have sums of their own it never is."""
+        """Allocated when needed: never where kernels have separate sums."""
         return torch.zeros_like(self._values_P, dtype=torch.int64)
 
     def take(self) -> None:
@@ -145,16 +145,15 @@ class FixedPointSum:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing but zeros was taken."""
         return self._in_all == 0
 
     def words(self) -> SumWords:
-        """The sum so far, as it is added to those of other devices; to be read before the next number comes."""
+        """The sum so far, to be added to those of other devices; read it before the next number comes."""
         units = min(self._in_all, TOO_LARGE)
         return SumWords(self._fine_P, self._coarse_P, (len(self._fine_P),), (units,))
 
     def forget(self) -> None:
-        """Begins again; the buffer is its owner's to empty."""
+        """Starts again from zero; the buffer is emptied by its owner."""
         if not self.is_empty:
             self._fine_P.zero_()
         self._coarse_P = None
@@ -169,7 +168,6 @@ class FixedPointSum:
         self._values_P.sub_(whole_P.mul_(2.0**-COARSE_BITS))
 
     def _carry(self) -> None:
-        """Moves whole units of coarse from fine to it."""
         carried_P = _carried(self._fine_P)
         self._second_word().add_(carried_P)
         self._fine_P.sub_(carried_P.bitwise_left_shift_(CARRY_BITS))
@@ -182,7 +180,7 @@ class FixedPointSum:
 
 
 def rounded(fine_P: torch.Tensor, coarse_P: torch.Tensor | None) -> torch.Tensor:
-    """The number that both words stand for, rounded once; however it is divided between them."""
+    """The number that both words stand for, rounded once, independent of how it is split between them."""
     carried_P = _carried(fine_P)
     rest_P = fine_P - (carried_P << CARRY_BITS)
     if coarse_P is not None:

@@ -1,4 +1,4 @@
-"""Triton where it is installed; without it every operation runs its plain torch twin.
+"""Triton where it is installed; without it every operation runs its reference implementation in plain torch.
 
 Kernel files write `from weft.kernels.launch import jit, runs_triton, tl` and decorate with `@jit`. Nothing here touches
 a GPU at import.
@@ -17,7 +17,7 @@ from weft.kernels.device import Stream, current_stream, has_streams, is_gpu, on_
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine that only runs the twins
+except ImportError:  # a machine that only runs reference implementations
     triton = None
     tl = None
 
@@ -26,7 +26,7 @@ __all__ = ["cdiv", "has_triton", "jit", "lanes", "next_power_of_2", "runs_triton
 Item = TypeVar("Item")
 
 
-PLACES = ("module", "num_modules", "num_lanes")
+UNSPECIALISED = ("module", "num_modules", "num_lanes")
 """Arguments that differ from layer to layer or grow with the jobs; a kernel compiled for one value serves all."""
 
 
@@ -35,16 +35,15 @@ def jit(function: Callable[..., Any]) -> Any:
     if triton is None:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in PLACES if name in names])
+    return triton.jit(function, do_not_specialize=[name for name in UNSPECIALISED if name in names])
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed."""
     return triton is not None
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether an operation on this tensor launches its kernel; otherwise it runs its twin."""
+    """True if an operation on this tensor launches its kernel; otherwise it runs its reference implementation."""
     return triton is not None and is_gpu(tensor.device)
 
 
@@ -54,13 +53,12 @@ def cdiv(numerator: int, denominator: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def lanes(items: Sequence[Item], device: torch.device) -> Iterator[Item]:
-    """The items; on a GPU what each round of the loop launches runs beside the other rounds', all of it before whatever
-    follows the loop.
+    """Yields the items; on a GPU the launches of each round run in parallel to those of other rounds, and finish before
+    what follows the loop.
 
     For launches that do not touch each other's results: one that has few rows cannot fill a GPU by itself.
     """

@@ -1,11 +1,10 @@
-"""Kernels compiled ahead of their first launch, in processes that have no GPU of their own.
+"""Kernels compiled ahead of their first launch, in processes without a GPU.
 
-`recorded_launches` runs operations on the meta device, which stands for a GPU (`device.rehearsed`). Nothing is
-computed, and Triton hands every launch to a hook with all that decides its binary, in words that `JITFunction.preload`
-takes.
-`compile_launch` then does what the first launch would do, up to the point where a GPU is needed: the binary goes to
-Triton's cache on disk under the very key that a process with the GPU looks for. For a process that launches nothing
-itself: it has no driver but the one set here.
+`recorded_launches` runs operations on the meta device, which stands for a GPU (`device.as_gpu`). Nothing is computed,
+and Triton passes every launch to a hook with all that its binary depends on, in the form that `JITFunction.preload`
+takes. `compile_launch` then does the same as the first launch, up to the point where a GPU is needed: the binary goes
+to Triton's cache on disk under the same key that a process with the GPU looks up. Use it in a process that launches
+nothing itself: its only driver is the one set here.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weft.kernels.device import GpuKind, rehearsed
+from weft.kernels.device import GpuKind, as_gpu
 
 
 @dataclass(frozen=True)
 class RecordedLaunch:
-    """A kernel as some launch needs it."""
+    """A kernel with the specialization of a launch."""
 
     kernel: Any
     """A `triton.JITFunction`."""
     specialization: str
-    """Types, constants, alignments and options, as Triton writes them down."""
+    """Types, constants, alignments and options, in Triton's notation."""
 
 
-class RehearsalDriver:
-    """What Triton asks a driver before it compiles, answered for a GPU that is not here."""
+class RecordingDriver:
+    """The driver that Triton reads before it compiles, for a GPU that is not here."""
 
     def __init__(self, gpu: GpuKind) -> None:
         from triton.backends.compiler import GPUTarget
@@ -38,11 +37,10 @@ class RehearsalDriver:
         self._target = GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_target(self) -> Any:
-        """What binaries are made for."""
+        """Target that binaries are compiled for."""
         return self._target
 
     def get_current_device(self) -> int:
-        """The first, as there is no other."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
@@ -51,36 +49,36 @@ class RehearsalDriver:
 
 
 def recorded_launches(gpu: GpuKind, run: Callable[[], None]) -> list[RecordedLaunch]:
-    """What `run` would launch on a GPU, each once, in the order of their first launches."""
+    """Launches of `run` on a GPU, each once, in the order of their first launches."""
     from triton import knobs
     from triton.runtime.driver import driver
 
-    driver.set_active(RehearsalDriver(gpu))
-    found: dict[RecordedLaunch, None] = {}
+    driver.set_active(RecordingDriver(gpu))
+    launches: dict[RecordedLaunch, None] = {}
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        found[RecordedLaunch(fn.jit_function, compile["specialization_data"])] = None
+        launches[RecordedLaunch(fn.jit_function, compile["specialization_data"])] = None
         return True  # there is nothing to compile or to launch now
 
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note
     try:
-        with rehearsed(gpu):
+        with as_gpu(gpu):
             run()
     finally:
         knobs.runtime.jit_cache_hook = before
-    return list(found)
+    return list(launches)
 
 
 def compile_launch(launch: RecordedLaunch) -> None:
-    """Leaves in Triton's cache what the first such launch looks for there."""
+    """Compiles the binary of a launch into Triton's cache."""
     compiled = launch.kernel.preload(launch.specialization)
     with suppress(Exception):  # there is one only in some versions, and a launch makes what it does not find
         _build_launcher(compiled)
 
 
 def build_driver() -> None:
-    """Leaves in Triton's cache the C module through which it talks to a GPU; the GPU is not asked."""
+    """Compiles Triton's C module that talks to a GPU into its cache, without using the GPU."""
     with suppress(Exception):  # as above
         from triton.backends.nvidia.driver import CudaUtils
 

@@ -1,7 +1,7 @@
 """Sizes of blocks and numbers of warps, by operation, class of ranks and kind of GPU.
 
-Keys never hold what is in a batch. No choice here changes a bit of a result: what is summed in which order is in
-`REDUCTION` and `rank_blocks`, the same everywhere. A GPU without a table of its own gets the H200's, with as many
+Keys never contain anything of a batch. No choice here changes a bit of a result: the order of sums is set by
+`REDUCTION` and `rank_blocks`, the same everywhere. A GPU without a table gets the H200's, with as many
 stages as its shared memory holds, until `weft tune` has measured it.
 """
 
@@ -36,7 +36,8 @@ SHARED_BYTES = {
 
 Choice = Mapping[str, int]
 Table = Mapping[str, Choice]
-"""By "operation/class", such as "shrink/16"; the classes are those of `RankLaunch`: up to 16, up to 64, more."""
+"""Choices by "operation/class", such as "shrink/16"; the classes are those of `RankLaunch`: up to 16, up to 64,
+more."""
 
 H200: Table = {
     # us at 8192 x 4096: 21 for one part of rank 16, 31 with dropout, which wants more and smaller programs
@@ -61,11 +62,11 @@ H200: Table = {
     "expand_grad/more": {"BN": 128, "num_warps": 4, "num_stages": 2},
 }
 SHIPPED = {"H200": H200, "H100": H200}
-"""Tables that were measured, by what a GPU's name holds; the H100 has the H200's multiprocessors."""
+"""Measured tables by part of a GPU's name; the H100 has the H200's multiprocessors."""
 
 _WARPS, _STAGES = (4, 8), (2, 3, 4, 5)
 _WIDTHS = (64, 128, 256)
-"""Never 32: with it Triton 3.6 got products of wide ranks wrong."""
+"""Never 32: with it Triton 3.6 computed products of wide ranks wrongly."""
 _OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "shrink": {"BM": (16, 32, 64), "num_warps": _WARPS, "num_stages": _STAGES},
     "shrink_grad": {"BM": (16, 32, 64), "num_warps": _WARPS, "num_stages": _STAGES},
@@ -73,26 +74,24 @@ _OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "expand": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2, 3)},
     "expand_grad": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2)},
 }
-"""What `weft tune` tries."""
+"""Values that `weft tune` tries."""
 
 TRYING: dict[str, Choice] = {}
-"""What is being tried right now, by key."""
+"""Choices on trial, by key."""
 
 
 def class_of(rank_class: int) -> str:
-    """The last part of a key."""
     return str(rank_class) if rank_class <= 16 else "64" if rank_class <= 64 else "more"
 
 
 def candidates(key: str) -> list[Choice]:
-    """All that can be tried for a key."""
     options = _OPTIONS[key.partition("/")[0]]
     return [dict(zip(options, values, strict=True)) for values in product(*options.values())]
 
 
 @contextmanager
 def trying(key: str, choice: Choice) -> Iterator[None]:
-    """Inside, launches of this key use the choice."""
+    """Launches of this key inside it use the choice."""
     TRYING[key] = choice
     try:
         yield
@@ -101,18 +100,18 @@ def trying(key: str, choice: Choice) -> Iterator[None]:
 
 
 def tuning_file() -> Path:
-    """Where `weft tune` keeps what it found: WEFT_TUNING, or the user's cache."""
+    """File of `weft tune`: WEFT_TUNING, or in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("WEFT_TUNING") or Path(cache) / "weft" / "tuning.json")
 
 
 def tuned_tables(path: Path) -> dict[str, Table]:
-    """What was measured on this machine, by the GPU's whole name; a file that is none counts as empty."""
+    """Tables measured on this machine, by the GPU's full name; empty for a file that is not such a table."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        tables = json.loads(path.read_text(encoding="utf-8"))
         return {
             str(gpu): {key: {name: int(value) for name, value in choice.items()} for key, choice in table.items()}
-            for gpu, table in found.items()
+            for gpu, table in tables.items()
         }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
@@ -120,7 +119,7 @@ def tuned_tables(path: Path) -> dict[str, Table]:
 
 @functools.cache
 def table_of(device: torch.device) -> tuple[Table, str]:
-    """The choices for a device, and where they come from."""
+    """The choices for a device, and their source."""
     if not is_gpu(device):
         return H200, "the H200's"
     name = device_name(device)
@@ -134,7 +133,7 @@ def table_of(device: torch.device) -> tuple[Table, str]:
 
 
 def _chosen(operation: str, rank_class: int, device: torch.device, stage_bytes: int = 0) -> dict[str, int]:
-    """The choice for an operation, with no more stages than fit; how many changes no result."""
+    """The choice for an operation, with no more stages than fit; their number changes no result."""
     key = f"{operation}/{class_of(rank_class)}"
     choice = dict(TRYING[key] if key in TRYING else table_of(device)[0][key])
     if stage_bytes:
@@ -143,7 +142,6 @@ def _chosen(operation: str, rank_class: int, device: torch.device, stage_bytes: 
 
 
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory one program may have on a device."""
     if not is_gpu(device):
         return SHARED_BYTES[9, 0]
     return SHARED_BYTES.get(capability(device), min(SHARED_BYTES.values()))
@@ -155,7 +153,7 @@ def shrink_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[s
 
 
 def shrink_grad_blocks(rank_class: int, like: torch.Tensor) -> dict[str, int]:
-    """For `shrink_grad`, whose parts have outputs of their own; wide ranks read them half as often."""
+    """For `shrink_grad`, whose parts have separate outputs; wide ranks read them half as often."""
     return _row_blocks("shrink_grad", rank_class, rank_blocks(rank_class, most=128), like)
 
 
@@ -184,7 +182,7 @@ def expand_grad_blocks(rank_class: int, num_parts: int, device: torch.device) ->
 
 
 def rank_blocks(rank_class: int, num_parts: int = 1, most: int = 64) -> dict[str, int]:
-    """How a kernel walks the rank of a part: in blocks of BR, of which the widest has RANK_BLOCKS.
+    """Blocks in which a kernel walks the rank of a part: of BR ranks, of which the widest has RANK_BLOCKS.
 
     BR holds the ranks of all parts that one program computes together, up to `most`.
     """

@@ -13,10 +13,10 @@ def table_of(
     sites: tuple[Site, ...],
     slots: list[OtherParts[int]],
     entries: list[dict[int, Entry]] | None = None,
-    row_places: dict[int, str] | None = None,
+    row_sites: dict[int, str] | None = None,
 ) -> SlotTable:
     """A table with these slots, from 1 on."""
-    table = SlotTable(sites, torch.device("cpu"), row_places)
+    table = SlotTable(sites, torch.device("cpu"), row_sites)
     for own, others in zip(entries or [{}] * len(slots), slots, strict=True):
         table.put(own, others)
     return table

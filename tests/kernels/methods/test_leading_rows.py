@@ -33,7 +33,7 @@ def slots() -> list[OtherParts[int]]:
 @pytest.mark.parametrize("run", [put_rows_reference, put_rows_kernel])
 def test_put_rows_when_slots_differ_then_every_sample_begins_with_its_owners_rows(run):
     parts, rows = slots(), all_rows()
-    table = table_of((SITE,), parts, row_places={PLACE: "rows"})
+    table = table_of((SITE,), parts, row_sites={PLACE: "rows"})
     x_TN = torch.randn(NUM_ROWS, WIDTH + 10)
     expected_TN = x_TN.clone()
     for span in rows.spans:
@@ -51,7 +51,7 @@ def test_rows_grad_when_slots_differ_then_adds_what_arrives_at_their_rows(with_k
     offset, width = 30, 100
     run: Callable[..., None] = partial(rows_grad_kernel, whole=WIDTH) if with_kernel else rows_grad_reference
     parts, rows = slots(), all_rows()
-    table = table_of((SITE,), parts, row_places={PLACE: "rows"})
+    table = table_of((SITE,), parts, row_sites={PLACE: "rows"})
     dx_TN = torch.randn(NUM_ROWS, width)
     before_TN, expected = dx_TN.clone(), [own.rows[PLACE].grad_VN.clone() for own in parts if own.rows]
     left_TN = dx_TN.clone()

@@ -264,15 +264,15 @@ def launch_two() -> None:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from weft.kernels.device import rehearsed
-    from weft.kernels.recorded import RehearsalDriver
+    from weft.kernels.device import as_gpu
+    from weft.kernels.recorded import RecordingDriver
     from weft.model.ahead.rehearsal import _step_jobs
 
-    driver.set_active(RehearsalDriver(H200))
+    driver.set_active(RecordingDriver(H200))
     JITFunction.__getitem__ = lambda self, grid: (
         lambda *args, **kw: self.run(*args, grid=grid, warmup=True, **kw) if self.__name__ != "_update_kernel" else None
     )
-    with rehearsed(H200):
+    with as_gpu(H200):
         _step_jobs(3, 2)
 
 

@@ -6,8 +6,8 @@ H query heads share K key heads, H/K neighbours each. lse is kept in base 2, for
 
 A query's keys are taken in blocks counted from its own sample's start, in order, with a running maximum; products and
 sums are fp32, p is rounded to the type of v before its product. Blocks never reach over a sample's end: what lies there
-is loaded as zeros, so a NaN in another sample or in padding changes nothing, and neither does a sample's place. Rows in
-no sample are left unwritten. Nothing is added by two programs: equal inputs give equal bits.
+is loaded as zeros, so a NaN in another sample or in padding changes nothing, and neither does a sample's position.
+Rows in no sample are left unwritten. Nothing is added by two programs: equal inputs give equal bits.
 
 Shape suffixes: T rows, H query heads, K key heads, G = H/K, C head size, L queries and M keys of one sample, N lines of
 the table of blocks.
@@ -32,21 +32,22 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """Where the samples of a microbatch lie, for kernels and for their twins."""
+    """Where the samples of a microbatch are, for kernels and for reference implementations."""
 
     lines_N4: torch.Tensor
-    """int32 (first row of a block, its sample's start and end, the sample's place) on the device; empty where the first
-    row is not before the end. The place is where the sample begins in arrays that give each a multiple of BLOCK."""
+    """int32 (first row of a block, its sample's start and end, the sample's padded start) on the device; empty where
+    the first row is not before the end. The padded start is where the sample begins in arrays that give each a multiple
+    of BLOCK."""
     spans: tuple[SampleRows, ...]
-    """The samples, for the twins."""
+    """The samples, for reference implementations."""
 
 
 def attention_blocks(spans: Sequence[SampleRows], num_rows: int, num_spans: int) -> np.ndarray:
     """Lines of `AttentionBlocks`, longest work first, in a size that any `num_spans` samples in `num_rows` rows fit."""
     lines: list[tuple[int, int, int, int]] = []
     for span in spans:
-        place = len(lines) * BLOCK
-        lines += [(first, span.start, span.end, place) for first in range(span.start, span.end, BLOCK)]
+        padded_start = len(lines) * BLOCK
+        lines += [(first, span.start, span.end, padded_start) for first in range(span.start, span.end, BLOCK)]
     # A block's work grows with the keys before it. Late in the launch only short work is left, and all end together.
     lines.sort(key=lambda line: (line[1] - line[0], line[0]))
     table = np.zeros((cdiv(num_rows, BLOCK) + num_spans, 4), dtype=np.int32)
@@ -62,17 +63,17 @@ def attend_reference(
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plain torch twin of `attend`, in fp64 inside; rows in no sample are zero."""
+    """The reference implementation of `attend`, in fp64 inside; rows in no sample are zero."""
     num_rows, num_q, _ = q_THC.shape
     out_THC = torch.zeros_like(q_THC, memory_format=torch.contiguous_format)
     lse_HT = torch.zeros((num_q, num_rows), dtype=torch.float32, device=q_THC.device)
     for span in blocks.spans:
-        own = slice(span.start, span.end)
-        s_KGLM = scores(q_THC[own], k_TKC[own], scale, window)
+        mine = slice(span.start, span.end)
+        s_KGLM = scores(q_THC[mine], k_TKC[mine], scale, window)
         lse_KGL = torch.logsumexp(s_KGLM, dim=-1)
-        out_LKGC = torch.einsum("kglm,mkc->lkgc", torch.exp(s_KGLM - lse_KGL[..., None]), v_TKC[own].double())
-        out_THC[own] = out_LKGC.flatten(1, 2).to(out_THC.dtype)
-        lse_HT[:, own] = lse_KGL.flatten(0, 1) * LOG2_E
+        out_LKGC = torch.einsum("kglm,mkc->lkgc", torch.exp(s_KGLM - lse_KGL[..., None]), v_TKC[mine].double())
+        out_THC[mine] = out_LKGC.flatten(1, 2).to(out_THC.dtype)
+        lse_HT[:, mine] = lse_KGL.flatten(0, 1) * LOG2_E
     return out_THC, lse_HT
 
 
@@ -80,20 +81,20 @@ def scores(q_LHC: torch.Tensor, k_MKC: torch.Tensor, scale: float, window: int |
     """s_KGLM of one sample in fp64, −inf where a query does not see a key."""
     q_LKGC = q_LHC.double().unflatten(1, (k_MKC.shape[1], -1))
     s_KGLM = torch.einsum("lkgc,mkc->kglm", q_LKGC, k_MKC.double()) * scale
-    place_L = torch.arange(len(q_LHC), device=q_LHC.device)
-    back_LM = place_L[:, None] - place_L[None, :]
+    index_L = torch.arange(len(q_LHC), device=q_LHC.device)
+    back_LM = index_L[:, None] - index_L[None, :]
     return s_KGLM.masked_fill((back_LM < 0) | (back_LM >= (window or len(q_LHC))), float("-inf"))
 
 
 class Blocks(NamedTuple):
-    """How one kernel is launched for one head size."""
+    """Launch settings of one kernel for one head size."""
 
     queries: int
     """Queries of a tile: rows times heads packed into it."""
     keys: int
     """Keys of a tile."""
     heads: int
-    """Query heads at most that share a tile, and with it every load of keys: rows per head are fewer, so less of the
+    """Maximum of query heads that share a tile, and with it every load of keys: rows per head are fewer, so less of the
     diagonal is computed in vain."""
     num_warps: int
     num_stages: int
@@ -106,13 +107,11 @@ backward, where FlashAttention 2 took 0.37 and 1.16 ms with its fixed order of s
 
 
 def blocks_of(table: dict[int, Blocks], size: int) -> Blocks:
-    """The launch for a head size."""
     assert size <= 256, size
     return table[max(64, next_power_of_2(size))]
 
 
 def padded_size(size: int) -> int:
-    """Columns of a head's tile."""
     return max(16, next_power_of_2(size))
 
 
@@ -128,8 +127,8 @@ def tile(  # type: ignore[no-untyped-def]
     """(ROWS, CP) of one head from row `first` on; zeros past C and, where checked, from row `end` on."""
     rows = tl.arange(0, ROWS)
     if CP == C:
-        found = x.load([first, head * C])
-        return tl.where((first + rows < end)[:, None], found, 0.0) if CHECKED else found
+        loaded = x.load([first, head * C])
+        return tl.where((first + rows < end)[:, None], loaded, 0.0) if CHECKED else loaded
     else:
         columns = tl.arange(0, CP)
         here = x + (tl.cast(first, tl.int64) * stride + head * C) + (rows[:, None] * stride + columns[None, :])
@@ -150,9 +149,10 @@ def resident_tile(x, stride, rows, first_column, end, C: tl.constexpr, CP: tl.co
 
 @jit
 def query_block(lines, NUM_H: tl.constexpr, BM: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's queries: the first row, the sample's start, end and place, the rows, the heads and the first."""
+    """This program's queries: the first row, the sample's start, end and padded start, the rows, the heads and the
+    first head."""
     line = lines + tl.program_id(1) * 4
-    start, begin, end, place = tl.load(line), tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
+    start, begin, end, padded_start = tl.load(line), tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
     ROWS: tl.constexpr = BM // PACK
     # The later parts of a line see more keys and go first.
     part = BLOCK // ROWS - 1 - tl.program_id(0) // (NUM_H // PACK)
@@ -160,13 +160,13 @@ def query_block(lines, NUM_H: tl.constexpr, BM: tl.constexpr, PACK: tl.constexpr
     lanes = tl.arange(0, BM)
     # An empty line keeps all its parts empty.
     first = tl.where(start < end, start + part * ROWS, end)
-    return first, begin, end, place, first + lanes % ROWS, head + lanes // ROWS, head
+    return first, begin, end, padded_start, first + lanes % ROWS, head + lanes // ROWS, head
 
 
 @jit
 def key_blocks(first, begin, end, window, HAS_WINDOW: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the keys of a block of queries begin, where only some queries see a key, where blocks reach over the
-    sample's end, and where they stop."""
+    """The first key of a block of queries, the first key that only some queries see, the first block that reaches over
+    the sample's end, and the end."""
     first_block = begin + tl.maximum(first - window + 1 - begin, 0) // BN * BN if HAS_WINDOW else begin
     diagonal = begin + (first - begin) // BN * BN
     last = tl.minimum(first + ROWS, end)
@@ -176,7 +176,6 @@ def key_blocks(first, begin, end, window, HAS_WINDOW: tl.constexpr, ROWS: tl.con
 
 @jit
 def visible(queries, keys, window, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which queries see which keys."""
     if HAS_WINDOW:
         return (keys <= queries) & (queries - keys < window)
     else:
@@ -242,7 +241,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def described(tensors: Sequence[torch.Tensor], num_rows: int) -> list[Any]:
     """Each (T, heads, C) as the GPU's copy engine reads it, `num_rows` rows of a head at a time.
 
-    A head size that is no power of two is read through pointers, and its tensors come back as they are.
+    A head size that is no power of two is read through pointers, and its tensors are returned unchanged.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -262,7 +261,6 @@ def attend_kernel(
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` by its Triton kernel."""
     num_rows, num_q, size = q_THC.shape
     num_kv = k_TKC.shape[1]
     assert scale > 0 and all(x.stride()[1:] == (size, 1) for x in (q_THC, k_TKC, v_TKC))

@@ -48,19 +48,20 @@ def attend_grad_reference(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """The plain torch twin of `attend_grad`, in fp64 inside, from q, k and v alone; rows in no sample are zero."""
+    """The reference implementation of `attend_grad`, in fp64 inside, from q, k and v alone; rows in no sample are
+    zero."""
     groups = (k_TKC.shape[1], -1)
     dqkv_TE = torch.zeros((len(q_THC), (q_THC.shape[1] + 2 * k_TKC.shape[1]) * q_THC.shape[2]), device=q_THC.device)
     for span in blocks.spans:
-        own = slice(span.start, span.end)
-        q_LKGC, dout_LKGC = (x[own].double().unflatten(1, groups) for x in (q_THC, dout_THC))
-        p_KGLM = torch.softmax(scores(q_THC[own], k_TKC[own], scale, window), dim=-1)
-        dp_KGLM = torch.einsum("lkgc,mkc->kglm", dout_LKGC, v_TKC[own].double())
+        mine = slice(span.start, span.end)
+        q_LKGC, dout_LKGC = (x[mine].double().unflatten(1, groups) for x in (q_THC, dout_THC))
+        p_KGLM = torch.softmax(scores(q_THC[mine], k_TKC[mine], scale, window), dim=-1)
+        dp_KGLM = torch.einsum("lkgc,mkc->kglm", dout_LKGC, v_TKC[mine].double())
         ds_KGLM = scale * p_KGLM * (dp_KGLM - (p_KGLM * dp_KGLM).sum(-1, keepdim=True))
-        dq_LKGC = torch.einsum("kglm,mkc->lkgc", ds_KGLM, k_TKC[own].double())
+        dq_LKGC = torch.einsum("kglm,mkc->lkgc", ds_KGLM, k_TKC[mine].double())
         dk_MKC = torch.einsum("kglm,lkgc->mkc", ds_KGLM, q_LKGC)
         dv_MKC = torch.einsum("kglm,lkgc->mkc", p_KGLM, dout_LKGC)
-        dqkv_TE[own] = torch.cat([x.flatten(1) for x in (dq_LKGC, dk_MKC, dv_MKC)], dim=1)
+        dqkv_TE[mine] = torch.cat([x.flatten(1) for x in (dq_LKGC, dk_MKC, dv_MKC)], dim=1)
     return dqkv_TE.to(q_THC.dtype)
 
 
@@ -75,12 +76,12 @@ queries at a time would not fit beside them."""
 
 @jit
 def _grad_queries(  # type: ignore[no-untyped-def]
-    dy, q, k, v, out, lse, placed_lse, placed_delta, dqkv, lines, stride_q, stride_k, stride_v, num_rows, num_places,
+    dy, q, k, v, out, lse, padded_lse, padded_delta, dqkv, lines, stride_q, stride_k, stride_v, num_rows, num_padded,
     scale, log_scale, window,
     NUM_H: tl.constexpr, NUM_K: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    first, begin, end, place, rows, heads, head = query_block(lines, NUM_H, BM, PACK, BLOCK)
+    first, begin, end, padded_start, rows, heads, head = query_block(lines, NUM_H, BM, PACK, BLOCK)
     if first >= end:
         return
     kv_head = head // (NUM_H // NUM_K)
@@ -89,9 +90,9 @@ def _grad_queries(  # type: ignore[no-untyped-def]
     delta_rows = tl.sum(dy_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     # Past the end p becomes exp2(−inf), in both kernels: no query there adds anything.
     lse_rows = tl.load(lse + heads.to(tl.int64) * num_rows + rows, mask=rows < end, other=float("inf"))
-    placed = heads.to(tl.int64) * num_places + place + rows - begin
-    tl.store(placed_lse + placed, lse_rows)
-    tl.store(placed_delta + placed, delta_rows)
+    padded_rows = heads.to(tl.int64) * num_padded + padded_start + rows - begin
+    tl.store(padded_lse + padded_rows, lse_rows)
+    tl.store(padded_delta + padded_rows, delta_rows)
     q_tile = resident_tile(q, stride_q, rows, (heads * C)[:, None], end, C, CP)
     dq = tl.zeros((BM, CP), dtype=tl.float32)
     first_block, diagonal, edge, last = key_blocks(first, begin, end, window, HAS_WINDOW, BM // PACK, BN)
@@ -132,13 +133,13 @@ def _take_keys(  # type: ignore[no-untyped-def]
 
 @jit
 def _grad_keys(  # type: ignore[no-untyped-def]
-    dy, q, k, v, placed_lse, placed_delta, dqkv, lines, stride_q, stride_k, stride_v, num_places,
+    dy, q, k, v, padded_lse, padded_delta, dqkv, lines, stride_q, stride_k, stride_v, num_padded,
     scale, log_scale, window,
     NUM_H: tl.constexpr, NUM_K: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     line = lines + tl.program_id(1) * 4
-    start, begin, end, place = tl.load(line), tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
+    start, begin, end, padded_start = tl.load(line), tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
     if start >= end:
         return
     # Lines come by the number of keys before a block. Its mirror image within the sample has as many queries after it.
@@ -159,25 +160,25 @@ def _grad_keys(  # type: ignore[no-untyped-def]
     num_whole = tl.minimum(num_blocks, (end - first) // BM)
     num_diagonal = tl.minimum(num_whole, (BN + BM - 1) // BM)
     num_later = num_whole - num_diagonal
-    place += first - begin
+    padded_start += first - begin
     # One loop over all heads rather than a loop in a loop: the loads of the next head start while this one ends. And
     # no branch in it, unlike the walks over keys: with two sums in flight it makes the assembler wait for each product.
     for step in range(0, GROUP * num_diagonal):
         dk, dv = _take_queries(
-            dk, dv, k_tile, v_tile, q, dy, placed_lse, placed_delta, stride_q, num_places,
-            kv_head * GROUP + step // num_diagonal, first, place, step % num_diagonal * BM, end, keys, log_scale,
+            dk, dv, k_tile, v_tile, q, dy, padded_lse, padded_delta, stride_q, num_padded,
+            kv_head * GROUP + step // num_diagonal, first, padded_start, step % num_diagonal * BM, end, keys, log_scale,
             window, NUM_H, C, BM, CP, True, False, HAS_WINDOW,
         )  # fmt: skip
     for step in range(0, GROUP * num_later):
         dk, dv = _take_queries(
-            dk, dv, k_tile, v_tile, q, dy, placed_lse, placed_delta, stride_q, num_places,
-            kv_head * GROUP + step // num_later, first, place, (num_diagonal + step % num_later) * BM, end, keys,
+            dk, dv, k_tile, v_tile, q, dy, padded_lse, padded_delta, stride_q, num_padded,
+            kv_head * GROUP + step // num_later, first, padded_start, (num_diagonal + step % num_later) * BM, end, keys,
             log_scale, window, NUM_H, C, BM, CP, False, False, HAS_WINDOW,
         )  # fmt: skip
     for step in tl.range(0, GROUP * (num_blocks - num_whole), num_stages=1):
         dk, dv = _take_queries(
-            dk, dv, k_tile, v_tile, q, dy, placed_lse, placed_delta, stride_q, num_places,
-            kv_head * GROUP + step, first, place, num_whole * BM, end, keys, log_scale, window,
+            dk, dv, k_tile, v_tile, q, dy, padded_lse, padded_delta, stride_q, num_padded,
+            kv_head * GROUP + step, first, padded_start, num_whole * BM, end, keys, log_scale, window,
             NUM_H, C, BM, CP, True, True, HAS_WINDOW,
         )  # fmt: skip
     columns = tl.arange(0, CP)
@@ -190,7 +191,7 @@ def _grad_keys(  # type: ignore[no-untyped-def]
 
 @jit
 def _take_queries(  # type: ignore[no-untyped-def]
-    dk, dv, k, v, q, dy, placed_lse, placed_delta, stride_q, num_places, head, first, place, offset, end, keys,
+    dk, dv, k, v, q, dy, padded_lse, padded_delta, stride_q, num_padded, head, first, padded_start, offset, end, keys,
     log_scale, window,
     NUM_H: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, CP: tl.constexpr,
     MASKED: tl.constexpr, CHECKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -199,8 +200,8 @@ def _take_queries(  # type: ignore[no-untyped-def]
     rows = first + offset + tl.arange(0, BM)
     q_tile = tile(q, stride_q, head, first + offset, end, C, BM, CP, CHECKED)
     dy_tile = tile(dy, NUM_H * C, head, first + offset, end, C, BM, CP, CHECKED)
-    lse = placed_lse.load([head * num_places + place + offset])
-    delta = placed_delta.load([head * num_places + place + offset])
+    lse = padded_lse.load([head * num_padded + padded_start + offset])
+    delta = padded_delta.load([head * num_padded + padded_start + offset])
     s = tl.dot(k, tl.trans(q_tile), input_precision="ieee")
     p = tl.exp2(s * log_scale - lse[None, :])
     if MASKED or HAS_WINDOW:
@@ -223,7 +224,6 @@ def attend_grad_kernel(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """`attend_grad` by its Triton kernels."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     num_rows, num_q, size = q_THC.shape
@@ -232,8 +232,8 @@ def attend_grad_kernel(
     assert dout_THC.is_contiguous() and out_THC.is_contiguous() and lse_HT.is_contiguous()
     dqkv_TE = torch.empty((num_rows, (num_q + 2 * num_kv) * size), dtype=q_THC.dtype, device=q_THC.device)
     num_lines = len(blocks.lines_N4)
-    # lse and delta by place rather than by row: blocks of them are aligned, as the copy engine wants.
-    placed_2P = torch.empty((2, num_q * num_lines * BLOCK), dtype=torch.float32, device=q_THC.device)
+    # lse and delta by position in padded samples rather than by row: blocks of them are aligned, as the copy engine wants.
+    padded_2P = torch.empty((2, num_q * num_lines * BLOCK), dtype=torch.float32, device=q_THC.device)
     strides = tuple(x.stride(0) for x in (q_THC, k_TKC, v_TKC))
     scales = (scale, scale * LOG2_E, window or 0)
     model = {
@@ -247,7 +247,7 @@ def attend_grad_kernel(
     by_query = blocks_of(GRAD_QUERIES, size)
     pack = packed_heads(by_query, num_q // num_kv)
     _grad_queries[(num_q // pack * (BLOCK * pack // by_query.queries), num_lines)](
-        dout_THC, q_THC, *described((k_TKC, v_TKC), by_query.keys), out_THC, lse_HT, *placed_2P, dqkv_TE,
+        dout_THC, q_THC, *described((k_TKC, v_TKC), by_query.keys), out_THC, lse_HT, *padded_2P, dqkv_TE,
         blocks.lines_N4, *strides, num_rows, num_lines * BLOCK, *scales, **model,
         BM=by_query.queries, BN=by_query.keys, PACK=pack,
         num_warps=by_query.num_warps, num_stages=by_query.num_stages,
@@ -257,7 +257,7 @@ def attend_grad_kernel(
     assert by_query.queries // pack >= by_key.queries
     _grad_keys[(num_kv * (BLOCK // by_key.keys), num_lines)](
         *described((dout_THC, q_THC), by_key.queries), k_TKC, v_TKC,
-        *(TensorDescriptor(x_P, [len(x_P)], [1], [by_key.queries]) for x_P in placed_2P), dqkv_TE, blocks.lines_N4,
+        *(TensorDescriptor(x_P, [len(x_P)], [1], [by_key.queries]) for x_P in padded_2P), dqkv_TE, blocks.lines_N4,
         *strides, num_lines * BLOCK, *scales, **model,
         BM=by_key.queries, BN=by_key.keys, num_warps=by_key.num_warps, num_stages=by_key.num_stages,
     )  # fmt: skip

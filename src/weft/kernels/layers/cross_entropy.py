@@ -1,15 +1,15 @@
-"""Cross entropy of rows of logits: losses, which targets have the largest logit, and gradients in place of the logits.
+"""Cross entropy of rows of logits: losses, which targets have the largest logit, and gradients written over the logits.
 
 For each row b with logits x, target t and weight w (no cap: z = x):
     z      = cap · tanh(x / cap)
     loss_b = log Σ_v exp(z_v) − z_t                              unweighted, fp32
     hit_b  = 1 if x_t ≥ max_v x_v and loss_b is a number, else 0
-    dx_v   = w · (softmax(z)_v − [v = t]) · (1 − (z_v / cap)²)   (B, V), in the place and type of the logits
+    dx_v   = w · (softmax(z)_v − [v = t]) · (1 − (z_v / cap)²)   (B, V), over the logits, in their type
 
 A row is read once for its maximum and sum together (a running sum is scaled down when the maximum grows) and once more
 for the gradient. Sums run lane by lane over blocks from the first to the last, then over the lanes. Rows are
-independent: a NaN stays in its row. Whether the target is hit is asked of the logits as they are: the cap keeps their
-order, but a device may round it differently for one logit than for many.
+independent: a NaN stays in its row. Whether the target is hit is computed from the logits before the cap: the cap keeps
+their order, but a device may round it differently for one logit than for many.
 
 Shape suffixes: B rows, V vocabulary; 2: losses, then hits.
 """
@@ -24,7 +24,6 @@ from weft.kernels.launch import jit, next_power_of_2, runs_triton, tl
 def cross_entropy_rows_reference(
     logits_BV: torch.Tensor, targets_B: torch.Tensor, weights_B: torch.Tensor | None, softcap: float | None = None
 ) -> torch.Tensor:
-    """The plain torch twin of `cross_entropy_rows`."""
     z_BV = logits_BV.float()
     is_top_B = z_BV.gather(1, targets_B[:, None])[:, 0] >= z_BV.amax(dim=1)
     if softcap is not None:
@@ -41,7 +40,7 @@ def cross_entropy_rows_reference(
 
 
 BLOCK = 8_192
-"""Logits of a row taken at once: 16 for each of 512 threads, so that they seldom wait for each other's maximum."""
+"""Logits of a row read at once: 16 for each of 512 threads, so that they seldom wait for each other's maximum."""
 
 
 @jit
@@ -110,7 +109,6 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
 def cross_entropy_rows_kernel(
     logits_BV: torch.Tensor, targets_B: torch.Tensor, weights_B: torch.Tensor | None, softcap: float | None = None
 ) -> torch.Tensor:
-    """`cross_entropy_rows` by its Triton kernel."""
     num_rows, num_columns = logits_BV.shape
     results_2B = torch.empty(2, num_rows, dtype=torch.float32, device=logits_BV.device)
     block = min(BLOCK, next_power_of_2(num_columns))

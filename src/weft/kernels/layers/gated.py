@@ -1,11 +1,11 @@
 """The gated activation of a feed-forward layer, and its gradient.
 
-Forward, with g and u the halves of gu, which has the adapters' part in it:
+Forward, with g and u the halves of gu, which includes the adapters' part:
     act = f(g) · u             f(g) = g σ(c(g)): SiLU with c(g) = g, GELU by tanh with c(g) = √(8/π) (g + 0.044715 g³)
 Backward, from dact:
     dg = dact · u · σ · (1 + g c'(g) (1 − σ)),    du = dact · f(g)
-The backward can make act again on the way, with the bits of the forward, for the gradients of A of the product that
-reads it. Its result takes gu's place in memory.
+The backward can compute act again, with the bits of the forward, for the gradients of A of the product that reads it.
+Its result is written over gu.
 
 fp32 inside, every result rounded once; nothing is summed. A NaN in another row changes nothing.
 
@@ -25,7 +25,6 @@ GELU_FACTOR, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715
 
 
 def gated_reference(gu_TJ: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The plain torch twin of `gated`."""
     g_TI, u_TI = gu_TJ.float().chunk(2, dim=1)
     return (g_TI * torch.sigmoid(_curved(g_TI, activation)) * u_TI).to(gu_TJ.dtype)
 
@@ -33,7 +32,6 @@ def gated_reference(gu_TJ: torch.Tensor, activation: Activation) -> torch.Tensor
 def gated_grad_reference(
     gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The plain torch twin of `gated_grad`."""
     act_TI = gated_reference(gu_TJ, activation) if want_act else None
     g_TI, u_TI = gu_TJ.float().chunk(2, dim=1)
     d_TI, gate_TI = dact_TI.float(), torch.sigmoid(_curved(g_TI, activation))
@@ -53,10 +51,10 @@ def _curved(g_TI: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 BLOCK = {"BM": 64, "BN": 64, "SPAN": 512}
-"""Rows and columns of a block, and columns of one program, which takes block after block: so it can ask for the next
-one while it works."""
+"""Rows and columns of a block, and columns of one program, which takes block after block: so it can load the next one
+while it works."""
 FORWARD_LAUNCH = {**BLOCK, "num_warps": 8, "num_stages": 3, "maxnreg": 80}
-"""Registers decide how many programs run side by side."""
+"""Registers limit how many programs run side by side."""
 BACKWARD_LAUNCH = {**BLOCK, "num_warps": 4, "num_stages": 3}
 
 
@@ -81,8 +79,8 @@ def gate_input_grad(d, g, u, gate_value, GELU: tl.constexpr):  # type: ignore[no
 
 @jit
 def _block(x, wide, stride, offset, row_mask, first, edge, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of columns as it is stored. Asked for one round before it is used: Triton loads ahead by itself only what
-    goes into a product."""
+    """A block of columns as it is stored. It is loaded one round before it is used: Triton prefetches only operands of
+    products."""
     columns = first + tl.arange(0, BN)
     mask = row_mask[:, None] & (columns < edge)[None, :]
     return tl.load(x + wide * stride + (offset + columns)[None, :], mask=mask, other=0.0)
@@ -162,7 +160,6 @@ def _grid(num_rows: int, num_inner: int) -> tuple[int, int]:
 
 
 def gated_kernel(gu_TJ: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`gated` by its Triton kernel."""
     num_rows, num_inner = gu_TJ.shape[0], gu_TJ.shape[1] // 2
     act_TI = torch.empty((num_rows, num_inner), dtype=gu_TJ.dtype, device=gu_TJ.device)
     _gated[_grid(num_rows, num_inner)](
@@ -174,7 +171,6 @@ def gated_kernel(gu_TJ: torch.Tensor, activation: Activation) -> torch.Tensor:
 def gated_grad_kernel(
     gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`gated_grad` by its Triton kernel."""
     num_rows, num_inner = dact_TI.shape
     act_TI = torch.empty_like(dact_TI, memory_format=torch.contiguous_format) if want_act else None
     _gated_grad[_grid(num_rows, num_inner)](
@@ -200,6 +196,6 @@ def gated(gu_TJ: torch.Tensor, activation: Activation) -> torch.Tensor:
 def gated_grad(
     gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(dgu, act): the gradient of gu, written over gu; act again, where wanted."""
+    """(dgu, act): the gradient of gu, written over gu; act again, where requested."""
     run = gated_grad_kernel if runs_triton(gu_TJ) else gated_grad_reference
     return run(gu_TJ, dact_TI, want_act, activation)

@@ -31,17 +31,17 @@ class RmsNorm(NamedTuple):
     weight_D: torch.Tensor
     eps: float
     rounds_first: bool = True
-    """Whether x · rstd is rounded before it meets the weight, as Hugging Face does for most families; for Gemma, whose
-    weight here is 1 + w in fp32, it is not."""
+    """True if x · rstd is rounded before the product with the weight, as Hugging Face does for most families; False for
+    Gemma, whose weight here is 1 + w in fp32."""
 
 
 class NormGrads(NamedTuple):
-    """What `norm_grad` finds."""
+    """Results of `norm_grad`."""
 
     dx_TD: torch.Tensor
-    """Of the residual stream before the norm."""
+    """Gradient of the residual stream before the norm."""
     dy_TD: torch.Tensor
-    """Of what was added to the stream: dx itself unless that was normed."""
+    """Gradient of what was added to the stream: dx itself unless that was normed."""
     h_TD: torch.Tensor | None
     """The norm's result again."""
 
@@ -53,7 +53,6 @@ Added = tuple[torch.Tensor, RmsNorm]
 def add_norm_reference(
     x_TD: torch.Tensor, y_TD: torch.Tensor | None, norm: RmsNorm, post: RmsNorm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plain torch twin of `add_norm`."""
     x2_TD = x_TD
     if y_TD is not None:
         added_TD = y_TD if post is None else _normed(y_TD, post)
@@ -69,7 +68,6 @@ def norm_grad_reference(
     want_h: bool,
     added: Added | None,
 ) -> NormGrads:
-    """The plain torch twin of `norm_grad`."""
     dx_TD = _normed_grad(x_TD, norm, dh_TD)
     if dres_TD is not None:
         dx_TD += dres_TD.float()
@@ -104,7 +102,7 @@ def _row_blocks(num_features: int) -> dict[str, int]:
 
 @jit
 def _normed_rows(value, weight, num_features, eps, dtype: tl.constexpr, ROUNDS_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whole rows, zero past their end, after a norm; rounded where Hugging Face rounds."""
+    """Whole rows after a norm, zero past their end; rounded where Hugging Face rounds."""
     rstd = tl.rsqrt(tl.sum(value * value, axis=1) / num_features + eps)
     xhat = value * rstd[:, None]
     if ROUNDS_FIRST:
@@ -210,7 +208,6 @@ def _norm_grad(  # type: ignore[no-untyped-def]
 def add_norm_kernel(
     x_TD: torch.Tensor, y_TD: torch.Tensor | None, norm: RmsNorm, post: RmsNorm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_norm` by its Triton kernel."""
     num_rows, num_features = x_TD.shape
     h_TD = torch.empty((num_rows, num_features), dtype=x_TD.dtype, device=x_TD.device)
     x2_TD = x_TD if y_TD is None else torch.empty_like(h_TD)
@@ -236,7 +233,6 @@ def norm_grad_kernel(
     want_h: bool,
     added: Added | None,
 ) -> NormGrads:
-    """`norm_grad` by its Triton kernel."""
     num_rows, num_features = x_TD.shape
     dx_TD = torch.empty((num_rows, num_features), dtype=x_TD.dtype, device=x_TD.device)
     dy_TD = dx_TD if added is None else torch.empty_like(dx_TD)
@@ -267,7 +263,7 @@ def add_norm(
 
 
 def add(x_TD: torch.Tensor, y_TD: torch.Tensor, post: RmsNorm | None = None) -> torch.Tensor:
-    """x2 alone, with the bits that `add_norm` gives it."""
+    """x2 alone, with the bits of `add_norm`."""
     return x_TD + y_TD if post is None else add_norm(x_TD, y_TD, post, post)[0]
 
 
@@ -279,7 +275,7 @@ def norm_grad(
     want_h: bool,
     added: Added | None = None,
 ) -> NormGrads:
-    """The gradient of the norm's input x, plus `dres`; that of what was added to make x; h again, where wanted."""
+    """The gradient of the norm's input x, plus `dres`; that of what was added to make x; h again, if requested."""
     _check_alike(norm, None if added is None else added[1])
     run = norm_grad_kernel if runs_triton(x_TD) else norm_grad_reference
     return run(x_TD, norm, dh_TD, dres_TD, want_h, added)

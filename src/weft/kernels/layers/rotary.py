@@ -1,7 +1,7 @@
 """Rotary positions on queries and keys, with the per-head norm of some models.
 
-Forward, for each row t and head of q or k, with x its C numbers, of which the first 2F are turned (v goes on as it is,
-and so do a head's numbers past 2F); n1 and n2 are the halves of what is turned:
+Forward, for each row t and head of q or k, with x its C numbers, of which the first 2F are rotated (v is copied, and so
+are a head's numbers past 2F); n1 and n2 are the halves of the rotated numbers:
     n  = x · rstd · w                             where the model norms its heads; otherwise n = x
     o1 = n1 cos − n2 sin,  o2 = n2 cos + n1 sin   cos and sin (T, F)
 Backward:
@@ -9,11 +9,11 @@ Backward:
     dx  = rstd · (dn w − x̂ · mean(dn w x̂))        x̂ = x · rstd; without norm dx = dn
 The norm's weights are frozen.
 
-fp32 inside, rounded once (within a normed head also where Hugging Face rounds). The one reduction is over a
-head. A row meets only itself: a NaN in another row changes nothing.
+fp32 inside, rounded once (within a normed head also where Hugging Face rounds). The one reduction is over a head. Rows
+are independent: a NaN in another row changes nothing.
 
-Shape suffixes: T rows, E all heads' numbers side by side (q, k, v), H query heads, K key heads, C head size,
-F half of what is turned of a head.
+Shape suffixes: T rows, E all heads' numbers side by side (q, k, v), H query heads, K key heads, C head size, F half of
+the rotated numbers of a head.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HeadNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """How the numbers of qkv_TE are divided: query heads first, then key heads, then as many value heads."""
+    """The division of qkv_TE: query heads first, then key heads, then as many value heads."""
 
     num_q: int
     num_kv: int
@@ -46,7 +46,6 @@ class Heads:
 
     @property
     def num(self) -> int:
-        """All heads."""
         return self.num_q + 2 * self.num_kv
 
     @property
@@ -63,7 +62,6 @@ def rotate_reference(
     norms: HeadNorms | None,
     out_TE: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The plain torch twin of `rotate`."""
     target_TE = _target(qkv_TE, norms, out_TE)
     parts = list(qkv_TE.float().split(heads.sizes, dim=1))
     for i in range(2):
@@ -87,7 +85,6 @@ def rotate_grad_reference(
     norms: HeadNorms | None,
     qkv_TE: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The plain torch twin of `rotate_grad`."""
     parts = []
     for i, d_THC in enumerate((dq_THC, dk_TKC)):
         dx_THC = _turn(d_THC.float(), cos_TF, -sin_TF)
@@ -137,7 +134,7 @@ def _normed(x1, x2, w1, w2, inside, size, eps, dtype: tl.constexpr, ROUNDS_FIRST
 def _copy_rest(  # type: ignore[no-untyped-def]
     source, target, wide, stride_s, stride_t, rows, num_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, BR: tl.constexpr
 ):
-    """The numbers of a head past what is turned."""
+    """Copies the numbers of a head that are not rotated."""
     lanes = FIRST + tl.arange(0, BR)[None, :]
     mask = (rows < num_rows)[:, None] & (lanes < SIZE)
     tl.store(target + wide * stride_t + lanes, tl.load(source + wide * stride_s + lanes, mask=mask), mask=mask)
@@ -288,7 +285,6 @@ def rotate_kernel(
     norms: HeadNorms | None,
     out_TE: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`rotate` by its Triton kernel."""
     num_rows = qkv_TE.shape[0]
     target_TE = _target(qkv_TE, norms, out_TE)
     wq_C, wk_C, eps, rounds_first = norms or HeadNorms(cos_TF, cos_TF, 0.0)
@@ -328,7 +324,6 @@ def rotate_grad_kernel(
     norms: HeadNorms | None,
     qkv_TE: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`rotate_grad` by its Triton kernel."""
     num_rows = dq_THC.shape[0]
     assert all(d.stride(2) == 1 for d in (dq_THC, dk_TKC, dv_TKC)) and (norms is None or qkv_TE is not None)
     out_TE = torch.empty((num_rows, sum(heads.sizes)), dtype=dq_THC.dtype, device=dq_THC.device)
@@ -369,11 +364,11 @@ def rotate(
     norms: HeadNorms | None,
     out_TE: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q, k and v, with q and k normed and turned by their positions.
+    """q, k and v, with q and k normed and rotated by their positions.
 
-    In place, unless `out_TE` is given or heads are normed: then the result is another tensor, and qkv_TE stays as it
-    is for the norms' backward. `cos_TF` and `sin_TF`: fp32, for the first half of what is turned of a head; heads that
-    are normed are turned whole.
+    In place, unless `out_TE` is given or heads are normed: then the result is another tensor, and qkv_TE stays as it is
+    for the norms' backward. `cos_TF` and `sin_TF`: fp32, for the first half of the rotated numbers of a head; normed
+    heads are rotated whole.
     """
     turned = 2 * cos_TF.shape[1]
     assert cos_TF.shape == sin_TF.shape and len(cos_TF) == len(qkv_TE)

@@ -19,11 +19,11 @@ from weft.kernels.storage.fp8 import FP8, LARGEST, TINIEST_BITS, Rows8, has_fp8,
 from weft.plan.families.layer_form import Activation
 
 LONGEST = 16_384
-"""Inner size of the longest row that is held."""
+"""Inner size of the longest row that a program holds."""
 FORWARD_NUMBERS, BACKWARD_NUMBERS = 32, 16
 """Columns of a thread."""
 REGISTERS = 64
-"""Of a thread: with more, fewer threads have work at the same time."""
+"""Registers of a thread: with more, fewer threads have work at the same time."""
 
 
 @jit
@@ -114,7 +114,6 @@ def _rows8(num_rows: int, num_columns: int, device: torch.device) -> Rows8:
 
 
 def rounded_gated_kernel(gu_TJ: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, Rows8]:
-    """`rounded_gated` by its Triton kernel."""
     num_rows, num_inner = gu_TJ.shape[0], gu_TJ.shape[1] // 2
     act_TI = torch.empty((num_rows, num_inner), dtype=gu_TJ.dtype, device=gu_TJ.device)
     act8 = _rows8(num_rows, num_inner, gu_TJ.device)
@@ -128,7 +127,6 @@ def rounded_gated_kernel(gu_TJ: torch.Tensor, activation: Activation) -> tuple[t
 def rounded_gated_grad_kernel(
     gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool, columns_J: torch.Tensor, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor | None, Rows8]:
-    """`rounded_gated_grad` by its Triton kernel."""
     num_rows, num_inner = dact_TI.shape
     act_TI = torch.empty_like(dact_TI, memory_format=torch.contiguous_format) if want_act else None
     dgu8 = _rows8(num_rows, 2 * num_inner, gu_TJ.device)
@@ -163,7 +161,7 @@ def rounded_gated(gu_TJ: torch.Tensor, activation: Activation) -> tuple[torch.Te
 def rounded_gated_grad(
     gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool, columns_J: torch.Tensor, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor | None, Rows8]:
-    """(dgu, act, rows of dgu · columns in FP8): the gradient of gu, written over gu; act again, where wanted."""
+    """(dgu, act, rows of dgu · columns in FP8): the gradient of gu, written over gu; act again, if requested."""
     if _is_held(gu_TJ):
         return rounded_gated_grad_kernel(gu_TJ, dact_TI, want_act, columns_J, activation)
     dgu_TJ, act_TI = gated_grad(gu_TJ, dact_TI, want_act, activation)

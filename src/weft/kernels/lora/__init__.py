@@ -1,1 +1,1 @@
-"""Kernels of LoRA adapters beside frozen products, and the tables that tell them whose rows are whose."""
+"""Kernels of LoRA adapters beside frozen products, and the tables that map rows to owners."""

@@ -5,11 +5,10 @@ Forward, for the rows of one owner and each part m of a site (B_m holds scale ·
 Backward:
     dx += Σ_m drop_m(dS_m A_m)       (T, D), parts in order
 Sums over rank in fp32, added to the bf16 number and rounded once. A tile has one owner: a NaN in another row or slot
-changes nothing. For GPUs and shapes whose frozen products do not take in the part themselves
-(`kernels/lora/product.py`).
+changes nothing. For GPUs and shapes whose frozen products cannot add the part themselves (`kernels/lora/product.py`).
 
-With `adds` false the sum over ranks takes the place of whatever was there, and rows without an adapter become zero: a
-product that adds to what it finds then comes second, and y is written and read once less.
+With `adds` false the sum over ranks overwrites the output, and rows without an adapter become zero: a product that adds
+to its output then comes second, and y is written and read once less.
 """
 
 from __future__ import annotations
@@ -40,30 +39,28 @@ from weft.kernels.tuning import expand_blocks, expand_grad_blocks
 def expand_reference(
     y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
 ) -> None:
-    """Adds every owner's S Bᵀ to its rows of y."""
     if not adds:
         y_TO.zero_()
     for span in rows.spans:
-        own = slice(span.start, span.end)
+        mine = slice(span.start, span.end)
         for start, size, (column, rank, entry) in zip(
             site.starts, site.sizes, table.columns(span.slot, site), strict=True
         ):
             if entry is not None:
-                y_TO[own, start : start + size] += s_TR[own, column : column + rank] @ entry.b_OP[:, :rank].t()
+                y_TO[mine, start : start + size] += s_TR[mine, column : column + rank] @ entry.b_OP[:, :rank].t()
 
 
 def expand_grad_reference(
     dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
 ) -> None:
-    """Adds every owner's drop(dS A) to its rows of dx."""
     if not adds:
         dx_TD.zero_()
     for span in rows.spans:
-        own = slice(span.start, span.end)
+        mine = slice(span.start, span.end)
         for column, rank, entry in table.columns(span.slot, site):
             if entry is not None:
-                delta_LD = ds_TR[own, column : column + rank] @ entry.a_PD[:rank]
-                dx_TD[own] += rows.dropped(entry, delta_LD, own)
+                delta_LD = ds_TR[mine, column : column + rank] @ entry.a_PD[:rank]
+                dx_TD[mine] += rows.dropped(entry, delta_LD, mine)
 
 
 @jit
@@ -180,7 +177,6 @@ def _expand_grad(  # type: ignore[no-untyped-def]
 def expand_kernel(
     y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
 ) -> None:
-    """Adds every owner's S Bᵀ to its rows of y."""
     for launch in lanes(table.launches, y_TO.device):
         blocks = expand_blocks(launch.upto, y_TO.device)
         num_blocks = sum(cdiv(size, blocks["BN"]) for size in site.sizes)
@@ -205,7 +201,6 @@ def expand_kernel(
 def expand_grad_kernel(
     dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
 ) -> None:
-    """Adds every owner's drop(dS A) to its rows of dx."""
     for launch in lanes(table.launches, dx_TD.device):
         blocks = expand_grad_blocks(launch.upto, len(site.sizes), dx_TD.device)
         _expand_grad[(cdiv(site.num_in, blocks["BN"]), len(rows.tiles_N4))](
@@ -231,12 +226,12 @@ def expand_grad_kernel(
 def expand(
     y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
 ) -> None:
-    """Adds every owner's S Bᵀ to its rows of y, or puts it there."""
+    """Adds every owner's S Bᵀ to its rows of y, or overwrites them with it."""
     (expand_kernel if runs_triton(y_TO) else expand_reference)(y_TO, s_TR, site, rows, table, adds)
 
 
 def expand_grad(
     dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
 ) -> None:
-    """Adds every owner's drop(dS A) to its rows of dx, or puts it there."""
+    """Adds every owner's drop(dS A) to its rows of dx, or overwrites them with it."""
     (expand_grad_kernel if runs_triton(dx_TD) else expand_grad_reference)(dx_TD, ds_TR, site, rows, table, adds)

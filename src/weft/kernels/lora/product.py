@@ -6,11 +6,11 @@ Backward:
     dx  = dy W + Σ_m drop_m(dS_m A_m)   (T, D), dy (T, O), parts in order
 x and W may be 8-bit floats with a scale for each row and each output (of dy: for each row); the sums are scaled first.
 A block of y is summed along D (of dx: along O) from the first to the last in steps of BK; then each run of rows with
-one owner gets its own ranks' product. Rows are selected, not multiplied by zero: a NaN in another row or slot changes
+one owner gets its ranks' product. Rows are selected, not multiplied by zero: a NaN in another row or slot changes
 nothing. Blocks have one size whatever the rows hold, so a row's result depends on nothing but itself.
 
 On Hopper the plain product is nearly as fast as the GPU's library (copy engine, a program for each multiprocessor that
-takes tile after tile), and y is neither written nor read a second time. `fits` says where that holds; elsewhere
+takes tile after tile), and y is neither written nor read a second time. `fits` decides where that holds; elsewhere
 `expand` beside a library's product is the better way.
 """
 
@@ -36,14 +36,14 @@ STEP_BYTES = 128
 """Of a row along a sum: what the tensor cores take from shared memory at once."""
 SHALLOW = 8192
 """Up to so long a sum 16 blocks of rows walk the columns together, above it 8: they find each other's weights in the
-cache, which must hold their own rows as well. That is 1 to 2 % of a product."""
+cache, which must hold their rows as well. That is 1 to 2 % of a product."""
 NARROW, WIDE = 16, 64
 """Ranks of one product: a narrow adapter does not pay for a wide one's."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What a product multiplies: x wᵀ, (T, N), each sum times the scales of its row and column."""
+    """Factors of a product x wᵀ, (T, N), each sum times the scales of its row and column."""
 
     x_TK: torch.Tensor
     w_NK: torch.Tensor
@@ -60,7 +60,7 @@ class Factors:
 
 
 def fits(site: Site, like: torch.Tensor, *, backward: bool) -> bool:
-    """Whether this is the fast way for a site's product: bf16 on Hopper, and no block with outputs of two parts."""
+    """True if this is the fast way for a site's product: bf16 on Hopper, and no block with outputs of two parts."""
     if not runs_triton(like) or like.dtype != torch.bfloat16 or capability(like.device) != (9, 0):
         return False
     whole_blocks = backward or len(site.sizes) == 1 or all(size % BLOCKS["BN"] == 0 for size in site.sizes)
@@ -70,7 +70,6 @@ def fits(site: Site, like: torch.Tensor, *, backward: bool) -> bool:
 def product_reference(
     factors: Factors, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
 ) -> torch.Tensor:
-    """X Wᵀ + S Bᵀ, (T, O), in the type of S."""
     y_TO = factors.plain()
     expand_reference(y_TO, s_TR.to(y_TO.dtype), site, rows, table)
     return y_TO.to(s_TR.dtype)
@@ -79,15 +78,13 @@ def product_reference(
 def product_grad_reference(
     factors: Factors, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
 ) -> torch.Tensor:
-    """dY W + Σ drop(dS A), (T, D), in the type of dS."""
     dx_TD = factors.plain()
     expand_grad_reference(dx_TD, ds_TR.to(dx_TD.dtype), site, rows, table)
     return dx_TD.to(ds_TR.dtype)
 
 
 @jit
-def _place(tile, row_blocks, column_blocks, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Block of rows and block of columns of a tile."""
+def _block_of_tile(tile, row_blocks, column_blocks, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     group = tile // (GROUP * column_blocks)
     size = min(row_blocks - group * GROUP, GROUP)
     inside = tile % (GROUP * column_blocks)
@@ -114,7 +111,6 @@ def _sum(x, w, row, column, num_k, ALONG: tl.constexpr, BM: tl.constexpr, BN: tl
 
 @jit
 def _scaled(half, row_scales, scale, columns, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Half a block times the scales of its rows and columns, where there are any."""
     if ROWS:
         half *= row_scales[:, None]
     if COLUMNS:
@@ -153,11 +149,11 @@ def _product(  # type: ignore[no-untyped-def]
     row_blocks = tl.cdiv(num_rows, BM)
     column_blocks = tl.cdiv(size_0 + size_1 + size_2, BN)
     for tile in range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0)):
-        row_block, column_block = _place(tile, row_blocks, column_blocks, GROUP)
+        row_block, column_block = _block_of_tile(tile, row_blocks, column_blocks, GROUP)
         row, column = row_block * BM, column_block * BN
         part, block = part_of_block(column_block, size_0, size_1, NUM_PARTS, BN)
         begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
-        # What the first run needs is asked for before the sums, and is there after them.
+        # Loads for the first run start before the sums and are complete after them.
         first, last = tl.load(blocks + row_block * 2), tl.load(blocks + row_block * 2 + 1)
         owner = out_owner(table, runs, first, module + part, num_modules, s.dtype.element_ty)
         rows = row + tl.arange(0, BM)
@@ -212,7 +208,7 @@ def _product_grad(  # type: ignore[no-untyped-def]
     row_blocks = tl.cdiv(num_rows, BM)
     column_blocks = tl.cdiv(num_in, BN)
     for tile in range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0)):
-        row_block, column_block = _place(tile, row_blocks, column_blocks, GROUP)
+        row_block, column_block = _block_of_tile(tile, row_blocks, column_blocks, GROUP)
         row, column = row_block * BM, column_block * BN
         first, last = tl.load(blocks + row_block * 2), tl.load(blocks + row_block * 2 + 1)
         owner = in_owner(table, runs, first, module, num_modules, ds.dtype.element_ty, NUM_PARTS)
@@ -312,7 +308,7 @@ def product_grad_kernel(
 
 
 def _blocks_of(matrix: torch.Tensor, num_rows: int, num_columns: int) -> object:
-    """The matrix as the copy engine reads and writes it: in blocks, nothing beyond its edges."""
+    """The matrix as the copy engine reads and writes it: in blocks, clipped at its edges."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix, [num_rows, num_columns])

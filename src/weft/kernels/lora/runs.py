@@ -4,7 +4,7 @@ A run is neighbouring rows with one owner; a block of rows has one run or severa
     out: S_m B_mᵀ                added to the run's rows of a block of outputs
     in:  Σ_m drop_m(dS_m A_m)    added to the run's rows of a block of inputs
 Rows are selected, not multiplied by zero, so nothing of a neighbour can reach them. An owner's numbers are read apart
-from their use: a product asks for those of a block's first run before its sums, and has them after.
+from their use: a product loads those of a block's first run before its sums, and has them after.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.kernels.lora.tile import (
 
 @jit
 def out_owner(table, runs, run, module, num_modules, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A run of rows, and where its owner's ranks at a module lie."""
+    """A run of rows, and the location of its owner's ranks at a module."""
     start, end, slot = tl.load(runs + run * 4), tl.load(runs + run * 4 + 1), tl.load(runs + run * 4 + 2)
     line = line_of(table, slot, module, num_modules)
     return start, end, part_width(line), part_column(line), weight_b(line, dtype)

@@ -33,27 +33,25 @@ from weft.kernels.tuning import REDUCTION, shrink_blocks, shrink_grad_blocks
 
 
 def shrink_reference(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Writes S of every owned row."""
     for span in rows.spans:
-        own = slice(span.start, span.end)
+        mine = slice(span.start, span.end)
         for column, rank, entry in table.columns(span.slot, site):
             if entry is not None:
-                x_LD = rows.dropped(entry, x_TD[own], own)
-                s_TR[own, column : column + padded(rank)] = x_LD @ entry.a_PD.t()
+                x_LD = rows.dropped(entry, x_TD[mine], mine)
+                s_TR[mine, column : column + padded(rank)] = x_LD @ entry.a_PD.t()
 
 
 def shrink_grad_reference(
     dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
 ) -> None:
-    """Writes dS of every owned row."""
     for span in rows.spans:
-        own = slice(span.start, span.end)
+        mine = slice(span.start, span.end)
         for start, size, (column, rank, entry) in zip(
             site.starts, site.sizes, table.columns(span.slot, site), strict=True
         ):
             if entry is not None:
-                dy_LO = dy_TO[own, start : start + size]
-                ds_TR[own, column : column + padded(rank)] = dy_LO @ entry.b_OP
+                dy_LO = dy_TO[mine, start : start + size]
+                ds_TR[mine, column : column + padded(rank)] = dy_LO @ entry.b_OP
 
 
 @jit
@@ -108,7 +106,7 @@ def _shrink(  # type: ignore[no-untyped-def]
             first = block * BR
     if (first >= rank) | (end <= start):
         return
-    column = column // 8 * 8  # says that it is a multiple, which a hint cannot on a value of two origins
+    column = column // 8 * 8  # shows that it is a multiple, which a hint cannot on a value of two origins
     a_ptr = tl.multiple_of(a.to(tl.pointer_type(x.dtype.element_ty)), 16)
     rows = start + tl.arange(0, BM)
     row_mask = rows < end
@@ -193,7 +191,6 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
 
 
 def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Writes S of every owned row."""
     num_parts = len(site.sizes)
     for launch in lanes(table.launches, x_TD.device):
         blocks = shrink_blocks(launch.upto, num_parts, x_TD)
@@ -217,7 +214,6 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
 
 
 def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Writes dS of every owned row."""
     num_parts = len(site.sizes)
     for launch in lanes(table.launches, dy_TO.device):
         blocks = shrink_grad_blocks(launch.upto, dy_TO)

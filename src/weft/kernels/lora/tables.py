@@ -1,7 +1,7 @@
-"""What a kernel needs to know, as small device tensors: the slots' adapters, and who owns which row of a microbatch.
+"""The adapters of slots and the owners of a microbatch's rows, as small device tensors that kernels read.
 
-Kernels are launched for a fixed number of rows; whose rows they are, and where that owner's A and B lie, they read from
-these tables. So jobs come and go by rewriting tables, and a captured graph serves every mix of jobs.
+Kernels are launched for a fixed number of rows; they read from these tables which adapter owns each row and where its A
+and B are. So jobs come and go by rewriting tables, and a captured graph serves every mix of jobs.
 
 Shape suffixes: S slots, M adapted modules of the backbone, T rows, D in, O out, R rank, P rank padded.
 """
@@ -24,17 +24,17 @@ ROW_TILE = 64
 """Rows of one tile: a tile has one owner. Smaller tiles waste less at the ends of short samples, larger ones read an
 adapter's weights less often."""
 ROW_BLOCK = 128
-"""Rows of one block of a frozen product, whoever owns them."""
+"""Rows of one block of a frozen product, of any owners."""
 NUM_FIELDS = 23
 """Numbers per (slot, module): the module's rank and, above 32 bits, the slot's widest; first column in S; addresses of
 A, B and their gradients; the scale's bits; dropout. Then addresses of what changes outputs (8 to 11) and inputs or rank
 space (12 to 15), each a factor, a shift and their gradients; the number of a non-linearity in rank space, or the
-address of what is known of a sparse difference; addresses of the words of free sums of A (17 to 19) and B. Where rows
-of samples are replaced: how many (1), and the addresses of these (2) and of their gradient (4)."""
+address of a sparse difference's description; addresses of the words of free sums of A (17 to 19) and B. Where rows of
+samples are replaced: how many (1), and the addresses of these (2) and of their gradient (4)."""
 OUTPUTS, INPUTS, MORE, SUMS = 8, 12, 16, 17
-"""Fields that kernels of other methods begin at."""
+"""First fields of kernels of other methods."""
 FREE = ("sums", "free")
-"""What adapters with free sums ask for."""
+"""The launch that adapters with free sums need."""
 BARE = 0
 """The table's slot of rows without an adapter; all its ranks are 0."""
 SPARE_SLOTS = 32
@@ -51,16 +51,15 @@ class Site:
     num_in: int
     """D, the same for all."""
     role: str = ""
-    """The same in every layer: what a launch is needed for is asked by it."""
+    """Name that is the same in every layer; the launches that are needed are looked up by it."""
 
     @property
     def num_out(self) -> int:
-        """O of the whole site."""
         return sum(self.sizes)
 
     @property
     def three_sizes(self) -> tuple[int, int, int]:
-        """The sizes of three parts, absent ones 0, as kernels take them."""
+        """Sizes of three parts as kernels take them; absent ones are 0."""
         return (*self.sizes, 0, 0)[:3]  # type: ignore[return-value]
 
     @property
@@ -78,7 +77,7 @@ class Entry:
     a_PD: torch.Tensor
     """In the type of the activations, like B; both contiguous."""
     b_OP: torch.Tensor
-    """scale · B: the scale then needs no place in forward and input gradient."""
+    """scale · B, so that forward and input gradient do not need the scale."""
     grad_a_RD: torch.Tensor
     """fp32, like the gradient of B; empty where A is frozen, in all modules of the adapter."""
     grad_b_OR: torch.Tensor
@@ -87,11 +86,11 @@ class Entry:
     key: int
     """Stable number of the module, part of every dropout key."""
     words_a: Words | None = None
-    """Where gradients of samples are added so that their order does not matter (`fixed_words.py`), instead of to the
-    gradient; of A, if that is trained."""
+    """Sums of the gradient of A whose order does not matter (`fixed_words.py`), used instead of the gradient if A is
+    trained."""
     words_b: Words | None = None
     first_input: int = 0
-    """The place of the first of A's columns among all of the module's inputs, where other devices have others."""
+    """Index of the first of A's columns among all inputs of the module, which may be divided over devices."""
 
     @property
     def threshold(self) -> int:
@@ -105,7 +104,8 @@ def padded(rank: int) -> int:
 
 
 def rank_classes(ranks: Collection[int]) -> tuple[int, ...]:
-    """Those that some rank needs: up to 16, up to 64, and the power of two above the widest where that is more."""
+    """Rank classes that some rank needs: up to 16, up to 64, and the power of two above the widest where that is
+    more."""
     narrow = (16,) if not ranks or min(ranks) <= 16 else ()
     middle = (64,) if any(16 < rank <= 64 for rank in ranks) else ()
     widest = next_power_of_2(max(ranks, default=0))
@@ -117,8 +117,8 @@ class RankLaunch:
     """A launch for the rows whose adapter's widest rank lies within bounds; it leaves all other rows alone.
 
     So what computes a row depends on its own adapter, never on how wide a neighbour is: block sizes of another class
-    would round otherwise. And a row costs what its rank costs: a program that could also serve a rank of 256 would have
-    half a multiprocessor's registers for itself, whatever it does.
+    would round otherwise. And a row costs what its rank costs: a program that could also serve a rank of 256 would take
+    half a multiprocessor's registers in any case.
     """
 
     above: int
@@ -126,27 +126,26 @@ class RankLaunch:
 
     @property
     def bounds(self) -> dict[str, int]:
-        """As kernels take them."""
         return {"ABOVE": self.above, "UPTO": self.upto}
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the adapters on the slots ask of the kernels. Launches captured for some needs serve all adapters with the
+    """The launches that the adapters on the slots need. Launches captured for some needs serve all adapters with the
     same ones; what they compute in a row does not depend on them."""
 
     rank_class: int
     """A power of two that no rank is above: the room of a part in S."""
     classes: tuple[int, ...]
-    """Of ranks, each with its own launch."""
+    """Classes of ranks, each with a launch."""
     drops: bool
-    """Whether any adapter has dropout; kernels that never meet it are leaner."""
+    """True if any adapter has dropout; kernels without it are leaner."""
     others: tuple[tuple[str, str], ...] = ()
-    """What other methods change, and the role of the site; in order."""
+    """Changes by other methods than LoRA, each with the role of its site; in order."""
 
     @classmethod
     def of(cls, ranks: Collection[int], *, drops: bool, others: Iterable[tuple[str, str]] = ()) -> Needs:
-        """Of adapters with these widest ranks."""
+        """Needs of adapters with these widest ranks."""
         room = max(16, next_power_of_2(max(ranks, default=0)))
         return cls(room, rank_classes(ranks), drops, tuple(sorted(set(others))))
 
@@ -154,40 +153,36 @@ class Needs:
 class SlotTable:
     """The adapters on a backbone's slots, on the host and, as addresses, on the device."""
 
-    def __init__(
-        self, sites: Sequence[Site], device: torch.device, row_places: Mapping[int, str] | None = None
-    ) -> None:
-        """`row_places`: modules behind those of the sites at which rows of samples are replaced, with their roles."""
+    def __init__(self, sites: Sequence[Site], device: torch.device, row_sites: Mapping[int, str] | None = None) -> None:
+        """`row_sites`: modules numbered after those of the sites at which rows of samples are replaced, with their
+        roles."""
         self._roles = {site.module + part: site.role for site in sites for part in range(len(site.sizes))}
-        self._roles |= row_places or {}
+        self._roles |= row_sites or {}
         self.num_modules = len(self._roles)
         self.entries: dict[int, Mapping[int, Entry]] = {}
-        """By slot of the table, then by module."""
+        """Entries by slot of the table, then by module."""
         self.others: dict[int, OtherParts[int]] = {}
-        """What other methods have, by slot."""
+        """Tensors of other methods, by slot."""
         self._sites = sites
         self._fields = np.zeros((SPARE_SLOTS, self.num_modules, NUM_FIELDS), dtype=np.int64)
         self.device_SMF = torch.from_numpy(self._fields.copy()).to(device)
-        self._asked: dict[int, tuple[int, bool, set[tuple[str, str]]]] = {}
+        self._needs_of: dict[int, tuple[int, bool, set[tuple[str, str]]]] = {}
         """By slot: the widest rank, whether it has dropout, and what else it changes."""
         self.needs = Needs.of((), drops=False)
-        """Of those on the slots now: a wide neighbour that has left costs nobody anything."""
+        """Needs of the adapters on the slots now; those of a wide adapter end when it leaves."""
         self.version = 0
-        """Changes with the place of `device_SMF`: what was captured is stale."""
+        """Changes when `device_SMF` is allocated again: captured graphs are then stale."""
 
     @property
     def rank_class(self) -> int:
-        """The room of a part in S."""
         return self.needs.rank_class
 
     @property
     def drops(self) -> bool:
-        """Whether any adapter has dropout."""
         return self.needs.drops
 
     @property
     def launches(self) -> tuple[RankLaunch, ...]:
-        """One launch for each class of ranks."""
         classes = self.needs.classes
         return tuple(RankLaunch(above, upto) for above, upto in zip((-1, *classes), classes, strict=False))
 
@@ -197,30 +192,29 @@ class SlotTable:
 
     def columns(self, slot: int, site: Site) -> list[tuple[int, int, Entry | None]]:
         """Per part of the site: its first column in S, its rank (0 without adapter), its entry."""
-        found, column = [], 0
+        columns, column = [], 0
         for module in range(site.module, site.module + len(site.sizes)):
             entry = self.entry(slot, module)
             rank = entry.rank if entry else 0
-            found.append((column, rank, entry))
+            columns.append((column, rank, entry))
             column += padded(rank)
-        return found
+        return columns
 
     def changes(self, slot: int, site: Site, field: int) -> list[tuple[int, int, ColumnChange]]:
-        """Of each part of the site that a slot changes: its first column, its size, and the change."""
+        """The changes of a slot at the parts of a site: first column, size, and the change."""
         others = self.others.get(slot, NO_OTHERS)
-        found = others.outputs if field == OUTPUTS else others.inputs
+        changes = others.outputs if field == OUTPUTS else others.inputs
         widths = site.sizes if field == OUTPUTS else (site.num_in,)
         parts = zip(itertools.accumulate(widths, initial=0), widths, strict=False)
-        places = ((start, size, found.get(site.module + part)) for part, (start, size) in enumerate(parts))
-        return [(start, size, change) for start, size, change in places if change is not None]
+        columns = ((start, size, changes.get(site.module + part)) for part, (start, size) in enumerate(parts))
+        return [(start, size, change) for start, size, change in columns if change is not None]
 
-    def asks(self, kind: str, role: str) -> bool:
-        """Whether some adapter changes that at the sites of a role."""
+    def has_change(self, kind: str, role: str) -> bool:
+        """True if some adapter has a change of this kind at the sites of a role."""
         return (kind, role) in self.needs.others
 
     @property
     def has_free(self) -> bool:
-        """Whether some adapter has free sums."""
         return FREE in self.needs.others
 
     def put(self, entries: Mapping[int, Entry], others: OtherParts[int] = NO_OTHERS) -> int:
@@ -235,40 +229,42 @@ class SlotTable:
         self.entries[slot], self.others[slot] = entries, others
         widest = max((entry.rank for entry in entries.values()), default=0)
         free = {FREE} if any(entry.words_b is not None for entry in entries.values()) else set()
-        self._asked[slot] = (widest, any(entry.dropout for entry in entries.values()), self._changed(others) | free)
+        self._needs_of[slot] = (widest, any(entry.dropout for entry in entries.values()), self._changed(others) | free)
         self._see_needs()
         for site in self._sites:
             for part, (column, rank, entry) in enumerate(self.columns(slot, site)):
                 addresses = _addresses(entry) if entry else (0, 0, 0, 0, 0, 0)
                 self._fields[slot, site.module + part, :OUTPUTS] = (rank | widest << 32, column, *addresses)
                 words = () if entry is None else (entry.words_a, entry.words_b)
-                found = [(0, 0, 0) if each is None else each.addresses for each in words]
-                self._fields[slot, site.module + part, SUMS : SUMS + 3 * len(found)] = [*itertools.chain(*found)]
+                addresses = [(0, 0, 0) if each is None else each.addresses for each in words]
+                self._fields[slot, site.module + part, SUMS : SUMS + 3 * len(addresses)] = [
+                    *itertools.chain(*addresses)
+                ]
         self._put_others(slot, others)
         self.device_SMF.copy_(torch.from_numpy(self._fields))
         return slot
 
     def remove(self, slot: int) -> None:
-        """Frees a slot; rows that still name it see the bare backbone."""
+        """Frees a slot; rows that still name it get the bare backbone."""
         del self.entries[slot], self.others[slot]
         self._fields[slot] = 0
-        del self._asked[slot]
+        del self._needs_of[slot]
         self._see_needs()
         self.device_SMF.copy_(torch.from_numpy(self._fields))
 
     def _see_needs(self) -> None:
-        widest, drops, others = zip(*self._asked.values(), strict=True) if self._asked else ((), (), ())
+        widest, drops, others = zip(*self._needs_of.values(), strict=True) if self._needs_of else ((), (), ())
         self.needs = Needs.of(widest, drops=any(drops), others=set().union(*others))
 
     def _changed(self, others: OtherParts[int]) -> set[tuple[str, str]]:
-        """What is changed at which roles."""
-        return {(kind, self._roles[module]) for kind, places in vars(others).items() for module in places}
+        """Kinds of changes with their roles."""
+        return {(kind, self._roles[module]) for kind, changes in vars(others).items() for module in changes}
 
     def _put_others(self, slot: int, others: OtherParts[int]) -> None:
-        for base, places in ((OUTPUTS, others.outputs), (INPUTS, others.inputs)):
-            for module, change in places.items():
-                found = [0 if tensor is None else tensor.data_ptr() for tensor in change.tensors]
-                self._fields[slot, module, base : base + len(found)] = found
+        for base, changes in ((OUTPUTS, others.outputs), (INPUTS, others.inputs)):
+            for module, change in changes.items():
+                addresses = [0 if tensor is None else tensor.data_ptr() for tensor in change.tensors]
+                self._fields[slot, module, base : base + len(addresses)] = addresses
         for module, inner in others.inner.items():
             self._fields[slot, module, INPUTS + 1] = inner.bias_W.data_ptr()
             self._fields[slot, module, INPUTS + 3] = inner.grad_bias_W.data_ptr()
@@ -297,7 +293,7 @@ class SampleRows:
 
 @dataclass(frozen=True)
 class RowTables:
-    """Who owns which rows of a microbatch."""
+    """The owners of a microbatch's rows."""
 
     num_rows: int
     spans: tuple[SampleRows, ...]
@@ -305,8 +301,8 @@ class RowTables:
     tiles_N4: torch.Tensor
     """int32 (start, end, slot, 0) per tile; together they cover all rows, those without owner under slot 0."""
     owners_J4: torch.Tensor
-    """int32 (first, last, slot, 0): each slot's place in `owned_G2`, one line per slot; its first line is
-    (number of owners, 0, 0, 0)."""
+    """int32 (first, last, slot, 0): each slot's range in `owned_G2`, one line per slot; its first line is (number of
+    owners, 0, 0, 0)."""
     owned_G2: torch.Tensor
     """int32 (start, end) of every owned sample, slot by slot, within a slot in the job's order."""
     first_tiles_G1: torch.Tensor
@@ -318,23 +314,23 @@ class RowTables:
     keys_T: torch.Tensor
     """int32 dropout keys of the rows."""
     drops: bool
-    """Whether dropout applies at all: it does not in evaluation."""
+    """True if dropout applies; it does not in evaluation."""
 
-    def dropped(self, entry: Entry, x_LD: torch.Tensor, own: slice) -> torch.Tensor:
-        """The rows `own` of x with dropped inputs at zero and kept ones scaled; its own backward."""
+    def dropped(self, entry: Entry, x_LD: torch.Tensor, row_slice: slice) -> torch.Tensor:
+        """The rows `row_slice` of x with dropped inputs at zero and kept ones scaled; its own backward."""
         if entry.dropout == 0 or not self.drops:
             return x_LD
-        keys_L, num_features = self.keys_T[own], x_LD.shape[1]
+        keys_L, num_features = self.keys_T[row_slice], x_LD.shape[1]
         keep_LD = keep_mask(keys_L, entry.key, num_features, entry.dropout, first=entry.first_input)
         return drop(x_LD, keep_LD, entry.dropout)
 
     def by_slot(self) -> dict[int, list[SampleRows]]:
         """The samples of each slot with an adapter, in the job's order."""
-        found: dict[int, list[SampleRows]] = {}
+        by_slot: dict[int, list[SampleRows]] = {}
         for span in self.spans:
             if span.slot != BARE:
-                found.setdefault(span.slot, []).append(span)
-        return found
+                by_slot.setdefault(span.slot, []).append(span)
+        return by_slot
 
 
 @dataclass(frozen=True)
@@ -356,7 +352,6 @@ class TableSizes:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Of each table, by its name in `RowTables`."""
         # Each sample may end in a part of a tile, and so may what lies between two.
         return {
             "tiles_N4": (cdiv(self.num_rows, ROW_TILE) + 2 * self.num_spans, 4),
@@ -382,12 +377,12 @@ def table_arrays(spans: Sequence[SampleRows], sizes: TableSizes) -> dict[str, np
     slots = sorted({span.slot for span in spans} - {BARE})
     owners, owned, first = tables["owners_J4"], tables["owned_G2"], 0
     owners[0, 0] = len(slots)
-    for place, slot in enumerate(slots, start=1):
-        own = [(span.start, span.end) for span in spans if span.slot == slot]
-        owned[first : first + len(own)] = own
-        tables["first_tiles_G1"][first : first + len(own), 0] = [numbers[start] for start, _ in own]
-        owners[place] = (first, first + len(own), slot, 0)
-        first += len(own)
+    for line, slot in enumerate(slots, start=1):
+        samples = [(span.start, span.end) for span in spans if span.slot == slot]
+        owned[first : first + len(samples)] = samples
+        tables["first_tiles_G1"][first : first + len(samples), 0] = [numbers[start] for start, _ in samples]
+        owners[line] = (first, first + len(samples), slot, 0)
+        first += len(samples)
     runs = np.array(_joined(pieces), dtype=np.int32)
     tables["runs_G4"][: len(runs), :3] = runs
     begins = np.arange(0, sizes.num_rows, ROW_BLOCK)
@@ -403,7 +398,7 @@ def row_tables(spans: Sequence[SampleRows], sizes: TableSizes, keys_T: torch.Ten
 
 
 def _pieces(spans: Sequence[SampleRows], num_rows: int) -> list[tuple[int, int, int]]:
-    """(start, end, slot) of every sample and of what lies between, covering all rows."""
+    """(start, end, slot) of every sample and of the gaps, covering all rows."""
     pieces: list[tuple[int, int, int]] = []
     edge = 0
     for span in [*spans, SampleRows(num_rows, num_rows, BARE)]:
@@ -416,7 +411,7 @@ def _pieces(spans: Sequence[SampleRows], num_rows: int) -> list[tuple[int, int, 
 
 
 def _joined(pieces: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The pieces, those of one owner that lie side by side as one."""
+    """The pieces, with neighbouring ones of one owner joined."""
     runs: list[tuple[int, int, int]] = []
     for start, end, slot in pieces:
         if runs and runs[-1][2] == slot:

@@ -5,7 +5,7 @@ A tile is up to BM rows of one owner. For the part m of a site with inputs x (D)
     in_delta:  dS_m A_m                     dropped, then added to a block of the site's inputs
 A row is only ever multiplied with its own owner's A and B, so nothing of a neighbour can reach it.
 
-Names: table, slot, num_modules: where a module's line is; e_*: fields of that line; s: S or dS, (T, stride_s).
+Names: table, slot, num_modules: the line of a module; e_*: fields of that line; s: S or dS, (T, stride_s).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def pad(rank):  # type: ignore[no-untyped-def]
 
 @jit
 def float_field(line, field):  # type: ignore[no-untyped-def]
-    """A field that holds the bits of a float."""
     return tl.load(line + field).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -39,19 +38,17 @@ def drop_threshold(line):  # type: ignore[no-untyped-def]
 
 @jit
 def drop_seed(line):  # type: ignore[no-untyped-def]
-    """Upper half of the dropout field."""
     return (tl.load(line + 7) >> 32).to(tl.int32).to(tl.uint32, bitcast=True)
 
 
 @jit
 def feature_keys(features, seed):  # type: ignore[no-untyped-def]
-    """Dropout's keys of a module's features. Made, not loaded: what is made has the layout in which it is used."""
+    """Dropout's keys of a module's features. Computed, not loaded: the result has the layout in which it is used."""
     return features.to(tl.uint32) * 0x9E3779B1 + seed
 
 
 @jit
 def keep_scale(threshold):  # type: ignore[no-untyped-def]
-    """1 / (1 - p)."""
     return 1.0 / (1.0 - threshold.to(tl.float32) / 2147483648.0)
 
 
@@ -65,13 +62,12 @@ def is_kept(keys, f, threshold):  # type: ignore[no-untyped-def]
 
 @jit
 def part_width(line):  # type: ignore[no-untyped-def]
-    """Columns of a part in S: its rank, padded."""
     return pad(tl.load(line).to(tl.int32))
 
 
 @jit
 def is_mine(table, slot, module, num_modules, ABOVE: tl.constexpr, UPTO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether a `RankLaunch` takes a slot's rows."""
+    """True if a `RankLaunch` takes a slot's rows."""
     widest = tl.load(line_of(table, slot, module, num_modules)) >> 32
     return (widest > ABOVE) & (widest <= UPTO)
 
@@ -84,7 +80,7 @@ def part_column(line):  # type: ignore[no-untyped-def]
 
 @jit
 def part_bounds(part, size_0, size_1, size_2, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a part's outputs begin among a site's, and how many they are."""
+    """Start of a part's outputs among a site's, and their number."""
     begin = 0
     size = size_0
     if NUM_PARTS > 1 and part == 1:
@@ -112,13 +108,13 @@ def part_of_block(block, size_0, size_1, NUM_PARTS: tl.constexpr, BN: tl.constex
 
 @jit
 def weight_a(line, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a part's A lies."""
+    """Address of a part's A."""
     return tl.multiple_of(tl.load(line + 2).to(tl.pointer_type(dtype)), 16)
 
 
 @jit
 def weight_b(line, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a part's scale · B lies."""
+    """Address of a part's scale · B."""
     return tl.multiple_of(tl.load(line + 3).to(tl.pointer_type(dtype)), 16)
 
 
@@ -215,7 +211,7 @@ def drop(delta, line, threshold, row_keys, features):  # type: ignore[no-untyped
 
 @jit
 def dropped(delta, line, keys, rows, row_mask, features):  # type: ignore[no-untyped-def]
-    """The same, with nothing computed where nothing is dropped."""
+    """The same, without any work where nothing is dropped."""
     threshold = drop_threshold(line)
     if threshold > 0:
         row_keys = tl.load(keys + rows, mask=row_mask, other=0)

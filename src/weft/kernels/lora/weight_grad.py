@@ -4,15 +4,15 @@ For every owner and each part m of a site:
     dA_m += dS_mᵀ drop_m(x)           (R_m, D), fp32
     dB_m += scale · dy_mᵀ S_m         (O_m, R_m), fp32
 Each sample is summed by itself, in blocks of rows counted from its own start, and the samples of an owner are added to
-the gradient one after another in the job's order: ((g + s1) + s2) + s3. No microbatch cut, neighbour or place in the
+the gradient one after another in the job's order: ((g + s1) + s2) + s3. No microbatch cut, neighbour or position in the
 buffer can change that sum. Columns are the products' long side whatever the ranks, so that all ranks get the same
-instructions. An owner whose sums are free has words instead of gradients, to which its samples are added in fixed point
-(`kernels/fixed_words.py`). Only an owner's own rows are read: a NaN elsewhere changes nothing. An adapter whose A is
-frozen has no gradient of A, which is address 0, and is passed over.
+instructions. An owner with order-independent sums has words instead of gradients, to which its samples are added in
+fixed point (`kernels/fixed_words.py`). Only an owner's own rows are read: a NaN elsewhere changes nothing. An adapter
+whose A is frozen has no gradient of A: its address is 0, and it is skipped.
 
-A fixed number of programs takes work items (owner, column block) in turn; how many there are is read from the device,
-so a captured launch serves any mix of jobs. An item goes over its owner's ranks in blocks, so a narrow adapter costs
-nothing for a wide neighbour.
+A fixed number of programs takes work items (owner, column block) in turn; the number of items is read from the device,
+so a captured launch serves any mix of jobs. An item goes over its owner's ranks in blocks, so a narrow adapter costs no
+more beside a wide one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from weft.kernels.lora.tile import (
 from weft.kernels.tuning import REDUCTION, weight_grad_blocks
 
 NUM_PROGRAMS = 132 * 8
-"""Eight for each multiprocessor of an H200, the largest we know: items differ in size, and the short ones fill gaps."""
+"""Eight for each multiprocessor of an H200, the largest GPU supported: items differ in size, and the short ones fill
+gaps."""
 
 
 def weight_grad_reference(
@@ -53,17 +54,16 @@ def weight_grad_reference(
     rows: RowTables,
     table: SlotTable,
 ) -> None:
-    """Adds to the gradients of every owner."""
     for slot, spans in rows.by_slot().items():
         for start, size, (column, rank, entry) in zip(site.starts, site.sizes, table.columns(slot, site), strict=True):
             for span in spans if entry is not None else ():
                 assert entry is not None
-                own, columns = slice(span.start, span.end), slice(column, column + rank)
-                x_LD = rows.dropped(entry, x_TD[own], own).float()
+                mine, columns = slice(span.start, span.end), slice(column, column + rank)
+                x_LD = rows.dropped(entry, x_TD[mine], mine).float()
                 if entry.grad_a_RD.numel():
-                    _add_product(entry.grad_a_RD, entry.words_a, ds_TR[own, columns].float(), x_LD, 1.0)
-                dy_LO = dy_TO[own, start : start + size].float()
-                _add_product(entry.grad_b_OR, entry.words_b, dy_LO, s_TR[own, columns].float(), entry.scale)
+                    _add_product(entry.grad_a_RD, entry.words_a, ds_TR[mine, columns].float(), x_LD, 1.0)
+                dy_LO = dy_TO[mine, start : start + size].float()
+                _add_product(entry.grad_b_OR, entry.words_b, dy_LO, s_TR[mine, columns].float(), entry.scale)
 
 
 def _add_product(
@@ -87,7 +87,7 @@ def _sample_sum(  # type: ignore[no-untyped-def]
     columns,
     offset,
     inside,
-    places,
+    ranks,
     has,
     column_keys,
     threshold,
@@ -96,7 +96,7 @@ def _sample_sum(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """wideᵀ narrow of one sample, a block of `columns` of wide and `places` of narrow."""
+    """wideᵀ narrow of one sample, a block of `columns` of wide and `ranks` of narrow."""
     acc = tl.zeros((BN, BR), dtype=tl.float32)
     for t in range(start, end, BT):
         rows = t + tl.arange(0, BT)
@@ -111,7 +111,7 @@ def _sample_sum(  # type: ignore[no-untyped-def]
             kept = is_kept(row_keys, column_keys, threshold)
             wide_tile = tl.where(kept, wide_tile, 0.0).to(wide.dtype.element_ty)
         narrow_tile = tl.load(
-            narrow + rows.to(tl.int64)[:, None] * stride_narrow + places[None, :],
+            narrow + rows.to(tl.int64)[:, None] * stride_narrow + ranks[None, :],
             mask=row_mask[:, None] & has[None, :],
             other=0.0,
         )
@@ -136,7 +136,7 @@ def _sum_samples(  # type: ignore[no-untyped-def]
     columns,
     offset,
     inside,
-    places,
+    ranks,
     has,
     factor,
     seed,
@@ -147,9 +147,9 @@ def _sum_samples(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `places` of narrow.
+    """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `ranks` of narrow.
 
-    `words`: where the addresses of those of free sums are, or 0 in their place.
+    `words`: the addresses of the words of order-independent sums, or 0.
     """
     column_keys = columns
     if DROPPED:
@@ -165,7 +165,7 @@ def _sum_samples(  # type: ignore[no-untyped-def]
         for span in range(first_span, last_span):
             start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
             acc = _sample_sum(
-                wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, places, has,
+                wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, ranks, has,
                 column_keys, threshold, DROPPED, BT, BN, BR,
             )  # fmt: skip
             fine, is_large = add_small(fine, is_large, acc * factor, limit)
@@ -175,7 +175,7 @@ def _sum_samples(  # type: ignore[no-untyped-def]
             for span in range(first_span, last_span):
                 start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
                 acc = _sample_sum(
-                    wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, places, has,
+                    wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, ranks, has,
                     column_keys, threshold, DROPPED, BT, BN, BR,
                 )  # fmt: skip
                 beside = tl.load(words + 1).to(tl.pointer_type(tl.int64)) + index
@@ -193,7 +193,7 @@ def _sum_samples(  # type: ignore[no-untyped-def]
         for span in range(first_span, last_span):
             start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
             acc = _sample_sum(
-                wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, places, has,
+                wide, narrow, keys, stride_wide, stride_narrow, start, end, columns, offset, inside, ranks, has,
                 column_keys, threshold, DROPPED, BT, BN, BR,
             )  # fmt: skip
             total += acc * factor
@@ -364,24 +364,23 @@ def weight_grad_kernel(
     rows: RowTables,
     table: SlotTable,
 ) -> None:
-    """Adds to the gradients of every owner."""
     num_parts = len(site.sizes)
     tables = (table.device_SMF, rows.owners_J4, rows.owned_G2)
-    place = (site.module, table.num_modules)
+    where = (site.module, table.num_modules)
     strides_a, strides_b = (x_TD.stride(0), ds_TR.stride(0)), (dy_TO.stride(0), s_TR.stride(0))
     shared = {"NUM_PARTS": num_parts, "BT": REDUCTION, "FREE": table.has_free}
 
     def add_a(launch: RankLaunch) -> None:
-        # The A of all parts have one x, which is read once; the B have outputs of their own.
+        # The A of all parts have one x, which is read once; the B have separate outputs.
         options = {**shared, **launch.bounds, **weight_grad_blocks(launch.upto, num_parts, x_TD)}
         drops = table.drops and rows.drops
         _grad_a[(NUM_PROGRAMS,)](
-            x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *place, site.num_in, DROPS=drops, **options
+            x_TD, ds_TR, *tables, rows.keys_T, *strides_a, *where, site.num_in, DROPS=drops, **options
         )
 
     def add_b(launch: RankLaunch) -> None:
         options = {**shared, **launch.bounds, **weight_grad_blocks(launch.upto, 1, x_TD)}
-        _grad_b[(NUM_PROGRAMS,)](dy_TO, s_TR, *tables, *strides_b, *place, *site.three_sizes, **options)
+        _grad_b[(NUM_PROGRAMS,)](dy_TO, s_TR, *tables, *strides_b, *where, *site.three_sizes, **options)
 
     for launch, add in lanes(list(product(table.launches, (add_a, add_b))), x_TD.device):
         add(launch)

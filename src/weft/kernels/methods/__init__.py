@@ -1,1 +1,1 @@
-"""What other methods than LoRA change on the rows of their slots."""
+"""Kernels of other PEFT methods than LoRA, for the rows of their slots."""

@@ -1,8 +1,8 @@
 """The non-linearities of a bottleneck, each with its derivative.
 
-They are made of sums, products, tanh, erf and exp alone. On a CPU, some functions such as sigmoid compute the
-last numbers of a tensor by other code than the rest, and a row's bits would depend on where in a window it lies; in
-these it does not.
+They consist of sums, products, tanh, erf and exp alone. On a CPU, some functions such as sigmoid compute the last
+numbers of a tensor by other code than the rest, so that a row's bits would depend on its position in a window; in these
+they do not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Activation:
     """A function of single numbers and its derivative, both for fp32."""
 
     number: int
-    """What kernels know it by; 0 is none."""
+    """Number in kernels; 0 is none."""
     apply: Elementwise
     derivative: Elementwise
 
@@ -36,7 +36,7 @@ def _silu_derivative(x: torch.Tensor) -> torch.Tensor:
 
 
 def _normal_share(x: torch.Tensor) -> torch.Tensor:
-    """The part of a normal distribution below x."""
+    """The fraction of a normal distribution below x."""
     return (torch.erf(x * math.sqrt(0.5)) + 1.0) * 0.5
 
 
@@ -56,4 +56,4 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": Activation(3, lambda x: x * _sigmoid(x), _silu_derivative),
     "tanh": Activation(4, torch.tanh, _tanh_derivative),
 }
-"""By the name that `bottleneck_activation` has."""
+"""Functions by the value of `bottleneck_activation`."""

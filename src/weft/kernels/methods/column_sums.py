@@ -6,8 +6,8 @@ Each sample is summed by itself, in blocks of rows counted from its own start, a
 after another in the job's order, so that no cut into microbatches and no neighbour changes a sum. Only an owner's own
 rows are read.
 
-Where x is no longer there, y is: Σ dy ⊙ x = (Σ dy ⊙ y - shift ⊙ Σ dy) / factor. Or, of inputs, where dx is there and
-dy is not: Σ dy ⊙ x = (Σ dx ⊙ x) / factor. A factor of exactly 0 then gets no gradient.
+Where x has been overwritten by y: Σ dy ⊙ x = (Σ dy ⊙ y - shift ⊙ Σ dy) / factor. Or, of inputs, where dy has been
+overwritten by dx: Σ dy ⊙ x = (Σ dx ⊙ x) / factor. A factor of exactly 0 then gets no gradient.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ def column_sums_reference(
     field: int,
     divides: bool = False,
 ) -> None:
-    """Adds to the gradients of every owner."""
     for slot, spans in rows.by_slot().items():
         for start, size, change in table.changes(slot, site, field):
             for span in spans:
-                own = slice(span.start, span.end), slice(start, start + size)
-                dy_LN = dy_TN[own].float()
+                mine = slice(span.start, span.end), slice(start, start + size)
+                dy_LN = dy_TN[mine].float()
                 if change.grad_factor_N is not None:
-                    total_N = (dy_LN * x_TN[own].float()).sum(dim=0)
+                    total_N = (dy_LN * x_TN[mine].float()).sum(dim=0)
                     if divides:
                         assert change.factor_N is not None
                         if change.shift_N is not None:
@@ -138,7 +137,6 @@ def column_sums_kernel(
     field: int,
     divides: bool = False,
 ) -> None:
-    """Adds to the gradients of every owner."""
     sizes = changed_sizes(site, field)
     _sums[(NUM_PROGRAMS,)](
         dy_TN,
@@ -169,6 +167,7 @@ def column_sums(
     field: int,
     divides: bool = False,
 ) -> None:
-    """Adds to each owner's gradients of factors and shifts; `divides`: one of the two is after the change."""
+    """Adds to each owner's gradients of factors and shifts; with `divides` one of the two is a value after the
+    change."""
     run = column_sums_kernel if runs_triton(dy_TN) else column_sums_reference
     run(dy_TN, x_TN, site, rows, table, field, divides)

@@ -1,7 +1,7 @@
 """Factors and shifts of columns, for all owners of a microbatch in one launch.
 
-For the rows of an owner that has them in some place (IA³, DoRA's lengths, trained biases):
-    y = factor ⊙ x + shift                 (T, N);    on the way back, dx = factor ⊙ dy
+For the rows of an owner with such a change at a site (IA³, DoRA's lengths, trained biases):
+    y = factor ⊙ x + shift                 (T, N);    in the backward, dx = factor ⊙ dy
 Products are taken in fp32 and rounded once. Rows of others are copied bit by bit, or left alone. The gradients of
 factors and shifts are in `column_sums.py`.
 """
@@ -15,10 +15,10 @@ from weft.kernels.lora.tables import OUTPUTS, ROW_TILE, RowTables, Site, SlotTab
 from weft.kernels.lora.tile import line_of, part_bounds, part_of_block
 
 _WIDE = 128
-"""Columns that a program has at a time: with more, registers leave room for few programs, and most of them find that
-their tile is somebody else's. On an H200 256 columns and eight warps took 22 us at q, k and v, these 11."""
+"""Columns that a program has at a time: with more, registers leave room for few programs, most of which have no work in
+their tile. On an H200 256 columns and eight warps took 22 us at q, k and v, these 11."""
 _PROGRAMS = 16
-"""Of a tile, where there is work for so many: a program takes its time even where the tile is somebody else's."""
+"""Programs of a tile, where there is work for so many: a program takes time even if the tile's owner has no change."""
 
 
 def changed_sizes(site: Site, field: int) -> tuple[int, int, int]:
@@ -36,20 +36,19 @@ def change_columns_reference(
     shifts: bool = True,
     kept_TN: torch.Tensor | None = None,
 ) -> None:
-    """Writes the changed rows."""
     if kept_TN is not None:
         kept_TN.copy_(x_TN)
     if out_TN is not x_TN:
         out_TN.copy_(x_TN)
     for span in rows.spans:
         for start, size, change in table.changes(span.slot, site, field):
-            own = slice(span.start, span.end), slice(start, start + size)
-            changed = x_TN[own].float()
+            mine = slice(span.start, span.end), slice(start, start + size)
+            changed = x_TN[mine].float()
             if change.factor_N is not None:
                 changed = changed * change.factor_N
             if shifts and change.shift_N is not None:
                 changed = changed + change.shift_N
-            out_TN[own] = changed.to(out_TN.dtype)
+            out_TN[mine] = changed.to(out_TN.dtype)
 
 
 @jit
@@ -156,13 +155,12 @@ def change_columns_kernel(
     shifts: bool = True,
     kept_TN: torch.Tensor | None = None,
 ) -> None:
-    """Writes the changed rows."""
     options = {"FACTORS": True, "SHIFTS": shifts, "ALL_ROWS": out_TN is not x_TN}
     _launch_change(x_TN, out_TN, site, rows, table, field, kept_TN, **options)
 
 
 def owned_copy_kernel(x_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, field: int) -> torch.Tensor:
-    """Copies the rows of owners alone."""
+    """Copies only the rows of owners."""
     out_TN = torch.empty_like(x_TN)
     options = {"FACTORS": False, "SHIFTS": False, "ALL_ROWS": False}
     _launch_change(x_TN, out_TN, site, rows, table, field, None, **options)
@@ -181,13 +179,13 @@ def change_columns(
 ) -> None:
     """Writes factor ⊙ x + shift of every owner's rows, and x of all others, into `out_TN`, which may be x itself.
 
-    `field`: `OUTPUTS` or `INPUTS` of the site; without `shifts` factors alone, as gradients go back. `kept_TN` gets the
-    rows of owners that change something as they were.
+    `field`: `OUTPUTS` or `INPUTS` of the site; without `shifts` only factors, as in the backward. `kept_TN` gets the
+    original rows of owners with a change.
     """
     run = change_columns_kernel if runs_triton(x_TN) else change_columns_reference
     run(x_TN, out_TN, site, rows, table, field, shifts, kept_TN)
 
 
 def owned_copy(x_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, field: int) -> torch.Tensor:
-    """A copy of x of which only the rows of owners that change something are there."""
+    """A copy of x with only the rows of owners that change something."""
     return owned_copy_kernel(x_TN, site, rows, table, field) if runs_triton(x_TN) else x_TN.clone()

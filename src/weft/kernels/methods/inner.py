@@ -1,8 +1,8 @@
 """The non-linearity of bottlenecks, in rank space, for all owners of a microbatch in one launch.
 
-Forward, for the rows of an owner that has one in some place:
+Forward, for the rows of an owner with a bottleneck at a site:
     a = S + bias,   s = f(a)             (T, W)
-Backward, with da in the place of ds:
+Backward, da overwriting ds:
     da = ds ⊙ f'(a),   dbias += Σ da     (W), fp32
 Sums over rows go sample by sample in the job's order, in blocks counted from a sample's own start. Rows of slots
 without a non-linearity are left alone.
@@ -20,32 +20,32 @@ from weft.kernels.methods.parts import NO_OTHERS
 NUM_PROGRAMS = 132
 _BIAS, _GRAD_BIAS = INPUTS + 1, INPUTS + 3
 _ROWS, _COLUMNS = 128, 16
-"""What a program of `_bias_sums` reads at a time: one has a whole owner's rows, so it is the fewer, the sooner."""
+"""Rows and columns that a program of `_bias_sums` reads at a time: a program has all rows of an owner, so few columns
+finish sooner."""
 
 
 def activate_reference(s_TR: torch.Tensor, out_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Makes S a, and writes f(a)."""
+    """Replaces S by a, and writes f(a)."""
     for span in rows.spans:
         inner = table.others.get(span.slot, NO_OTHERS).inner.get(site.module)
         if inner is not None:
-            own = slice(span.start, span.end), slice(0, len(inner.bias_W))
-            s_TR[own] = (s_TR[own].float() + inner.bias_W).to(s_TR.dtype)
-            out_TR[own] = inner.activation.apply(s_TR[own].float()).to(out_TR.dtype)
+            mine = slice(span.start, span.end), slice(0, len(inner.bias_W))
+            s_TR[mine] = (s_TR[mine].float() + inner.bias_W).to(s_TR.dtype)
+            out_TR[mine] = inner.activation.apply(s_TR[mine].float()).to(out_TR.dtype)
 
 
 def activate_grad_reference(
     ds_TR: torch.Tensor, a_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
 ) -> None:
-    """Makes ds da."""
+    """Replaces ds by da."""
     for span in rows.spans:
         inner = table.others.get(span.slot, NO_OTHERS).inner.get(site.module)
         if inner is not None:
-            own = slice(span.start, span.end), slice(0, len(inner.bias_W))
-            ds_TR[own] = (ds_TR[own].float() * inner.activation.derivative(a_TR[own].float())).to(ds_TR.dtype)
+            mine = slice(span.start, span.end), slice(0, len(inner.bias_W))
+            ds_TR[mine] = (ds_TR[mine].float() * inner.activation.derivative(a_TR[mine].float())).to(ds_TR.dtype)
 
 
 def bias_sums_reference(da_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Adds to the gradients of the biases."""
     for slot, spans in rows.by_slot().items():
         inner = table.others.get(slot, NO_OTHERS).inner.get(site.module)
         for span in spans if inner is not None else ():
@@ -61,30 +61,30 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
 @jit
 def _apply(x, number):  # type: ignore[no-untyped-def]
     """f: relu 1, gelu 2, silu 3, tanh 4."""
-    found = tl.maximum(x, 0.0)
+    result = tl.maximum(x, 0.0)
     if number == 2:
-        found = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        result = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     if number == 3:
-        found = x * _sigmoid(x)
+        result = x * _sigmoid(x)
     if number == 4:
-        found = 2.0 * _sigmoid(2.0 * x) - 1.0
-    return found
+        result = 2.0 * _sigmoid(2.0 * x) - 1.0
+    return result
 
 
 @jit
 def _derivative(x, number):  # type: ignore[no-untyped-def]
     """f'."""
-    found = tl.where(x > 0, 1.0, 0.0)
+    result = tl.where(x > 0, 1.0, 0.0)
     if number == 2:
         density = tl.exp(x * x * -0.5) * 0.3989422804014327
-        found = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+        result = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
     if number == 3:
         share = _sigmoid(x)
-        found = share * (1.0 + x * (1.0 - share))
+        result = share * (1.0 + x * (1.0 - share))
     if number == 4:
         y = 2.0 * _sigmoid(2.0 * x) - 1.0
-        found = 1.0 - y * y
-    return found
+        result = 1.0 - y * y
+    return result
 
 
 @jit
@@ -128,8 +128,8 @@ def _activate(  # type: ignore[no-untyped-def]
         a = value.to(s.dtype.element_ty)
         tl.store(here, a, mask=mask)
         # What pads the rank stays zero: products read it.
-        found = _apply(a.to(tl.float32), number).to(out.dtype.element_ty)
-        tl.store(there, tl.where(inside[None, :], found, 0.0), mask=(rows < end)[:, None] & (columns < width)[None, :])
+        result = _apply(a.to(tl.float32), number).to(out.dtype.element_ty)
+        tl.store(there, tl.where(inside[None, :], result, 0.0), mask=(rows < end)[:, None] & (columns < width)[None, :])
 
 
 @jit
@@ -191,19 +191,16 @@ def _launch_activate(
 
 
 def activate_kernel(s_TR: torch.Tensor, out_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Makes S a, and writes f(a)."""
     _launch_activate(s_TR, out_TR, site, rows, table, back=False)
 
 
 def activate_grad_kernel(
     ds_TR: torch.Tensor, a_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
 ) -> None:
-    """Makes ds da."""
     _launch_activate(ds_TR, a_TR, site, rows, table, back=True)
 
 
 def bias_sums_kernel(da_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Adds to the gradients of the biases."""
     _bias_sums[(NUM_PROGRAMS,)](
         da_TR,
         table.device_SMF,
@@ -220,12 +217,12 @@ def bias_sums_kernel(da_TR: torch.Tensor, site: Site, rows: RowTables, table: Sl
 
 
 def activate(s_TR: torch.Tensor, out_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Makes S of every owner with a non-linearity a = S + bias, and writes f(a) into `out_TR`."""
+    """Replaces S of every owner with a non-linearity by a = S + bias, and writes f(a) into `out_TR`."""
     (activate_kernel if runs_triton(s_TR) else activate_reference)(s_TR, out_TR, site, rows, table)
 
 
 def activate_grad(ds_TR: torch.Tensor, a_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Makes ds the gradient of a, and adds to that of the biases."""
+    """Replaces ds by the gradient of a, and adds to that of the biases."""
     if runs_triton(ds_TR):
         activate_grad_kernel(ds_TR, a_TR, site, rows, table)
         bias_sums_kernel(ds_TR, site, rows, table)

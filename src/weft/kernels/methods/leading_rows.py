@@ -1,10 +1,10 @@
 """Rows in front of every sample that an adapter fills, for all owners of a microbatch in one launch.
 
-Forward, for every sample of an owner that has V such rows in some place:
+Forward, for every sample of an owner with V such rows at a site:
     x[start + v] = rows[v]                (T, N)
 Backward:
     drows[v] += dx[start + v]             (V, N), fp32, sample by sample in the job's order
-and with `clears`, dx[start + v] = 0: what stood there before has no part in it.
+and with `clears`, dx[start + v] = 0, since the overwritten values have no gradient.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ _COLUMNS, _ROWS = 128, 16
 
 
 def put_rows_reference(x_TN: torch.Tensor, module: int, rows: RowTables, table: SlotTable) -> None:
-    """Fills every owner's leading rows."""
     for span in rows.spans:
-        own = table.others.get(span.slot, NO_OTHERS).rows.get(module)
-        if own is not None:
-            x_TN[span.start : span.start + len(own.rows_VN)] = own.rows_VN
+        leading = table.others.get(span.slot, NO_OTHERS).rows.get(module)
+        if leading is not None:
+            x_TN[span.start : span.start + len(leading.rows_VN)] = leading.rows_VN
 
 
 def rows_grad_reference(
     dx_TN: torch.Tensor, offset: int, module: int, rows: RowTables, table: SlotTable, clears: bool
 ) -> None:
-    """Adds to every owner's gradients."""
     columns = slice(offset, offset + dx_TN.shape[1])
     for slot, spans in rows.by_slot().items():
-        own = table.others.get(slot, NO_OTHERS).rows.get(module)
-        for span in spans if own is not None else ():
-            assert own is not None
-            dx_VN = dx_TN[span.start : span.start + len(own.rows_VN)]
-            own.grad_VN[:, columns].add_(dx_VN.float())
+        leading = table.others.get(slot, NO_OTHERS).rows.get(module)
+        for span in spans if leading is not None else ():
+            assert leading is not None
+            dx_VN = dx_TN[span.start : span.start + len(leading.rows_VN)]
+            leading.grad_VN[:, columns].add_(dx_VN.float())
             if clears:
                 dx_VN.zero_()
 
@@ -57,11 +55,11 @@ def _put(  # type: ignore[no-untyped-def]
         given = tl.load(line + 2).to(tl.pointer_type(x.dtype.element_ty))
         columns = (item % column_blocks) * BN + tl.arange(0, BN)
         for first in range(0, number, BV):
-            places = first + tl.arange(0, BV)
-            mask = (places < number)[:, None] & (columns < width)[None, :]
-            value = tl.load(given + places.to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0)
+            indices = first + tl.arange(0, BV)
+            mask = (indices < number)[:, None] & (columns < width)[None, :]
+            value = tl.load(given + indices.to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0)
             for span in range(first_span, last_span):
-                rows = tl.load(owned + span * 2) + places
+                rows = tl.load(owned + span * 2) + indices
                 tl.store(x + rows.to(tl.int64)[:, None] * stride_x + columns[None, :], value, mask=mask)
 
 
@@ -91,12 +89,12 @@ def _grad(  # type: ignore[no-untyped-def]
         grad = tl.load(line + 4).to(tl.pointer_type(tl.float32))
         columns = (item % column_blocks) * BN + tl.arange(0, BN)
         for first in range(0, number, BV):
-            places = first + tl.arange(0, BV)
-            mask = (places < number)[:, None] & (columns < width)[None, :]
-            here = grad + places.to(tl.int64)[:, None] * whole + (offset + columns)[None, :]
+            indices = first + tl.arange(0, BV)
+            mask = (indices < number)[:, None] & (columns < width)[None, :]
+            here = grad + indices.to(tl.int64)[:, None] * whole + (offset + columns)[None, :]
             total = tl.load(here, mask=mask, other=0.0)
             for span in range(first_span, last_span):
-                rows = tl.load(owned + span * 2) + places
+                rows = tl.load(owned + span * 2) + indices
                 there = dx + rows.to(tl.int64)[:, None] * stride_x + columns[None, :]
                 total += tl.load(there, mask=mask, other=0.0).to(tl.float32)
                 if CLEARS:
@@ -105,11 +103,10 @@ def _grad(  # type: ignore[no-untyped-def]
 
 
 def put_rows_kernel(x_TN: torch.Tensor, module: int, rows: RowTables, table: SlotTable) -> None:
-    """Fills every owner's leading rows."""
     tables = (table.device_SMF, rows.owners_J4, rows.owned_G2)
-    place = (module, table.num_modules, x_TN.shape[1])
+    where = (module, table.num_modules, x_TN.shape[1])
     programs = min(NUM_PROGRAMS, len(rows.owners_J4) * cdiv(x_TN.shape[1], _COLUMNS))
-    _put[(programs,)](x_TN, *tables, x_TN.stride(0), *place, BV=_ROWS, BN=_COLUMNS)
+    _put[(programs,)](x_TN, *tables, x_TN.stride(0), *where, BV=_ROWS, BN=_COLUMNS)
 
 
 def rows_grad_kernel(
@@ -117,20 +114,20 @@ def rows_grad_kernel(
 ) -> None:
     """Adds to every owner's gradients, whose rows have `whole` numbers."""
     tables = (table.device_SMF, rows.owners_J4, rows.owned_G2)
-    place = (module, table.num_modules, dx_TN.shape[1], offset, whole)
+    where = (module, table.num_modules, dx_TN.shape[1], offset, whole)
     programs = min(NUM_PROGRAMS, len(rows.owners_J4) * cdiv(dx_TN.shape[1], _COLUMNS))
-    _grad[(programs,)](dx_TN, *tables, dx_TN.stride(0), *place, CLEARS=clears, BV=_ROWS, BN=_COLUMNS)
+    _grad[(programs,)](dx_TN, *tables, dx_TN.stride(0), *where, CLEARS=clears, BV=_ROWS, BN=_COLUMNS)
 
 
 def put_rows(x_TN: torch.Tensor, module: int, rows: RowTables, table: SlotTable) -> None:
-    """Puts each owner's rows in front of its samples."""
+    """Writes each owner's rows in front of its samples."""
     (put_rows_kernel if runs_triton(x_TN) else put_rows_reference)(x_TN, module, rows, table)
 
 
 def rows_grad(
     parts: list[torch.Tensor], module: int, rows: RowTables, table: SlotTable, *, clears: bool = False
 ) -> None:
-    """Adds to each owner's gradients from the parts of dx, which lie side by side in its rows."""
+    """Adds to each owner's gradients from the parts of dx, which are side by side in its rows."""
     offset, whole = 0, sum(part.shape[1] for part in parts)
     for part in parts:
         if runs_triton(part):

@@ -1,6 +1,6 @@
-"""What an adapter of any method has in the places of a backbone, as kernels see it, beside LoRA's `Entry`.
+"""Tensors of an adapter of any method at the sites of a backbone, as kernels read them, besides LoRA's `Entry`.
 
-All tensors are contiguous, fp32 unless said otherwise, and stay where they are while the adapter has its slot.
+All tensors are contiguous, fp32 unless stated otherwise, and are not moved while the adapter has its slot.
 
 Shape suffixes: N numbers of a row, W width of a bottleneck, V virtual tokens.
 """
@@ -18,28 +18,28 @@ from weft.kernels.methods.activations import Activation
 
 @dataclass(frozen=True)
 class ColumnChange:
-    """A row x of some place becomes factor ⊙ x + shift; what is None is left out."""
+    """A row x of a site becomes factor ⊙ x + shift; None leaves that part out."""
 
     factor_N: torch.Tensor | None = None
     shift_N: torch.Tensor | None = None
     grad_factor_N: torch.Tensor | None = None
-    """Gets Σ dy ⊙ x."""
+    """Receives Σ dy ⊙ x."""
     grad_shift_N: torch.Tensor | None = None
-    """Gets Σ dy."""
+    """Receives Σ dy."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of the table's fields."""
+        """Tensors in the order of the table's fields."""
         return self.factor_N, self.shift_N, self.grad_factor_N, self.grad_shift_N
 
 
 @dataclass(frozen=True)
 class InnerChange:
-    """S of some place becomes f(S + bias) before it is expanded."""
+    """S of a site becomes f(S + bias) before it is expanded."""
 
     bias_W: torch.Tensor
     grad_bias_W: torch.Tensor
-    """Gets Σ of the gradient of what goes into f."""
+    """Receives Σ of the gradient of f's input."""
     activation: Activation
 
 
@@ -48,7 +48,7 @@ class LeadingRows:
     """The first rows of every sample are replaced."""
 
     rows_VN: torch.Tensor
-    """In the type of the activations."""
+    """Rows in the type of the activations."""
     grad_VN: torch.Tensor
 
 
@@ -62,18 +62,17 @@ class SparsePart:
     values_V: torch.Tensor
     grad_V: torch.Tensor
     out_starts: torch.Tensor
-    """Where the positions of each output begin; one more is their number."""
+    """First position of each output, and the number of positions."""
     in_starts: torch.Tensor
-    """Where those of each input begin, once they are sorted by inputs."""
+    """The same for each input, with positions sorted by inputs."""
     in_outputs_V: torch.Tensor
     """The outputs in that order."""
     in_values_V: torch.Tensor
     """The values in that order: a copy."""
     about: torch.Tensor = field(init=False)
-    """What kernels read: addresses, and the number of positions."""
+    """Description that kernels read: addresses, and the number of positions."""
 
     def __post_init__(self) -> None:
-        """Notes the addresses."""
         by_out = (self.out_starts, self.inputs_V, self.values_V)
         by_in = (self.in_starts, self.in_outputs_V, self.in_values_V)
         tensors = (*by_out, *by_in, self.outputs_V, self.grad_V)
@@ -86,18 +85,18 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class OtherParts(Generic[Key]):
-    """All of them that one adapter has, by path, or by module of the table."""
+    """All such tensors of one adapter, by path, or by module of the table."""
 
     outputs: Mapping[Key, ColumnChange] = field(default_factory=dict)
-    """Of what a linear makes; behind a bottleneck, of what the block makes."""
+    """Changes of a linear's outputs or, after a bottleneck, of the block's outputs."""
     inputs: Mapping[Key, ColumnChange] = field(default_factory=dict)
-    """Of what a linear that shares its inputs with no other one sees."""
+    """Changes of the inputs of a linear that shares them with no other one."""
     inner: Mapping[Key, InnerChange] = field(default_factory=dict)
     rows: Mapping[Key, LeadingRows] = field(default_factory=dict)
     sparse: Mapping[Key, SparsePart] = field(default_factory=dict)
 
     def numbered(self, numbers: Mapping[Key, int]) -> OtherParts[int]:
-        """The same by other keys."""
+        """The same with numbers as keys."""
         return OtherParts(
             {numbers[key]: part for key, part in self.outputs.items()},
             {numbers[key]: part for key, part in self.inputs.items()},

@@ -1,8 +1,8 @@
 """The lengths of the rows of W + B A for all modules of an adapter, in one launch that reads each W once.
 
     norm[o] = ‖W[o] + B[o] A‖             (O), W (O, D), B (O, P) with the scale in it, A (P, D)
-W is frozen, so for narrow ranks its own lengths are kept, and what A and B change is found in rank space, where W is
-read as fast as the memory gives it:
+W is frozen, so for narrow ranks its row norms are cached, and the contribution of A and B is computed in rank space,
+where W is read at the memory's full speed:
     norm² = ‖W‖² + 2 (W Aᵀ) · B + (B A Aᵀ) · B
 Sums along D in fp32, in blocks from the first to the last.
 """
@@ -18,7 +18,7 @@ from weft.kernels.launch import jit, next_power_of_2, runs_triton, tl
 
 _ROWS = 64
 _NARROW = 64
-"""Ranks up to which A Aᵀ has room beside all else."""
+"""Ranks up to which A Aᵀ fits besides all else."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class NormedRows:
 
 
 class RowNorms:
-    """The modules of an adapter; their tensors stay where they are."""
+    """The modules of an adapter; their tensors are not moved."""
 
     def __init__(self, modules: Sequence[NormedRows]) -> None:
         self._modules = modules
@@ -47,23 +47,22 @@ class RowNorms:
         self._blocks_N2 = torch.tensor(blocks, dtype=torch.int32, device=device)
         self._widest = max(16, next_power_of_2(max(len(module.a_PD) for module in modules)))
         self._in_vectors = all(module.weight_OD.shape[1] % 16 == 0 for module in modules)
-        """Rows begin at whole vectors, as they do in all models we know: a kernel that knows it reads them so."""
+        """True if rows begin at whole vectors, as in all supported models: the kernel is compiled for it."""
 
     def measure(self) -> None:
-        """Finds the lengths for A and B as they are."""
+        """Computes the lengths for the current A and B."""
         if not runs_triton(self._table_M8):
             self.measure_plainly()
             return
         self.launch()
 
     def measure_plainly(self) -> None:
-        """The twin of the kernel."""
+        """The reference implementation of the kernel."""
         for module in self._modules:
             updated_OD = module.weight_OD.float() + module.b_OP.float() @ module.a_PD.float()
             module.norms_O.copy_(updated_OD.norm(dim=1))
 
     def launch(self) -> None:
-        """The kernel."""
         _norms[(len(self._blocks_N2),)](
             self._table_M8,
             self._blocks_N2,
@@ -105,7 +104,7 @@ def _norms(  # type: ignore[no-untyped-def]
     a = tl.multiple_of(tl.load(line + 1).to(tl.pointer_type(kind)), 16)
     b = tl.multiple_of(tl.load(line + 2).to(tl.pointer_type(kind)), 16)
     norms = tl.load(line + 3).to(tl.pointer_type(tl.float32))
-    own = tl.load(line + 4).to(tl.pointer_type(tl.float32))
+    frozen = tl.load(line + 4).to(tl.pointer_type(tl.float32))
     num_out, num_in, width = tl.load(line + 5), tl.load(line + 6), tl.load(line + 7)
     width = tl.multiple_of(width, 8)
     if IN_VECTORS:
@@ -117,7 +116,7 @@ def _norms(  # type: ignore[no-untyped-def]
     b_tile = tl.load(b + rows.to(tl.int64)[:, None] * width + ranks[None, :], mask=there, other=0.0)
     w_a = tl.zeros((BM, P), dtype=tl.float32)
     a_a = tl.zeros((P, P), dtype=tl.float32)
-    found = tl.zeros((BM,), dtype=tl.float32)
+    squares = tl.zeros((BM,), dtype=tl.float32)
     for k in range(0, num_in.to(tl.int32), BK):
         columns = k + tl.arange(0, BK)
         inside = columns < num_in
@@ -134,9 +133,9 @@ def _norms(  # type: ignore[no-untyped-def]
             a_a = tl.dot(a_tile, tl.trans(a_tile), a_a, input_precision="ieee")
         else:
             updated = tile.to(tl.float32) + tl.dot(b_tile, a_tile, input_precision="ieee")
-            found += tl.sum(updated * updated, axis=1)
+            squares += tl.sum(updated * updated, axis=1)
     if IS_NARROW:
         b_wide = b_tile.to(tl.float32)
         changed = 2 * w_a + tl.dot(b_wide, a_a, input_precision="ieee")
-        found = tl.load(own + rows, mask=row_mask, other=0.0) + tl.sum(changed * b_wide, axis=1)
-    tl.store(norms + rows, tl.sqrt(tl.maximum(found, 0.0)), mask=row_mask)
+        squares = tl.load(frozen + rows, mask=row_mask, other=0.0) + tl.sum(changed * b_wide, axis=1)
+    tl.store(norms + rows, tl.sqrt(tl.maximum(squares, 0.0)), mask=row_mask)

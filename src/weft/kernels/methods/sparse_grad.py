@@ -19,18 +19,17 @@ from weft.kernels.methods.turned import turned_kernel
 
 NUM_PROGRAMS = 132 * 32
 _POSITIONS = 32
-"""Of a program at a time; on an H200 64 took a sixth longer."""
+"""Positions of a program at a time; on an H200 64 took a sixth longer."""
 
 
 def sparse_grad_reference(
     x_TN: torch.Tensor, dy_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable
 ) -> None:
-    """Adds to the gradients of the values."""
     for slot, spans in rows.by_slot().items():
         for columns, part in sparse_parts(slot, site, table):
             for span in spans:
-                own = slice(span.start, span.end)
-                whole = dy_TN[own, columns].float().t() @ x_TN[own].float()
+                mine = slice(span.start, span.end)
+                whole = dy_TN[mine, columns].float().t() @ x_TN[mine].float()
                 part.grad_V.add_(whole[part.outputs_V.long(), part.inputs_V.long()])
 
 
@@ -60,20 +59,20 @@ def _values_grad(  # type: ignore[no-untyped-def]
         first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
         for part in tl.static_range(NUM_PARTS):
             begin, _ = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
-            found = tl.load(line_of(table, slot, module + part, num_modules) + MORE)
-            if found != 0:
-                about = found.to(tl.pointer_type(tl.int64))
+            address = tl.load(line_of(table, slot, module + part, num_modules) + MORE)
+            if address != 0:
+                about = address.to(tl.pointer_type(tl.int64))
                 inputs = tl.load(about + 1).to(tl.pointer_type(tl.int32))
                 outputs = tl.load(about + 6).to(tl.pointer_type(tl.int32))
                 grad = tl.load(about + 7).to(tl.pointer_type(tl.float32))
                 positions = tl.load(about + 8).to(tl.int32)
                 for block in range(tl.program_id(0), tl.cdiv(positions, BV), tl.num_programs(0)):
-                    places = block * BV + tl.arange(0, BV)
-                    inside = places < positions
-                    to_x = tl.load(inputs + places, mask=inside, other=0).to(tl.int64)[:, None] * BM + rows[None, :]
-                    to_dy = tl.load(outputs + places, mask=inside, other=0).to(tl.int64) + begin
+                    indices = block * BV + tl.arange(0, BV)
+                    inside = indices < positions
+                    to_x = tl.load(inputs + indices, mask=inside, other=0).to(tl.int64)[:, None] * BM + rows[None, :]
+                    to_dy = tl.load(outputs + indices, mask=inside, other=0).to(tl.int64) + begin
                     to_dy = to_dy[:, None] * BM + rows[None, :]
-                    total = tl.load(grad + places, mask=inside, other=0.0)
+                    total = tl.load(grad + indices, mask=inside, other=0.0)
                     for span in range(first_span, last_span):
                         length = tl.load(owned + span * 2 + 1) - tl.load(owned + span * 2)
                         first_tile = tl.load(first_tiles + span)
@@ -84,7 +83,7 @@ def _values_grad(  # type: ignore[no-untyped-def]
                             dy = tl.load(turned_dy + base * width_dy + to_dy, mask=inside[:, None], other=0.0)
                             acc += tl.sum(x.to(tl.float32) * dy.to(tl.float32), axis=1)
                         total += acc
-                    tl.store(grad + places, total, mask=inside)
+                    tl.store(grad + indices, total, mask=inside)
 
 
 def sparse_grad_kernel(
@@ -95,7 +94,6 @@ def sparse_grad_kernel(
     table: SlotTable,
     turned_KNM: torch.Tensor | None = None,
 ) -> None:
-    """Adds to the gradients of the values."""
     _values_grad[(NUM_PROGRAMS,)](
         turned_kernel(x_TN, site, rows, table),
         turned_kernel(dy_TN, site, rows, table) if turned_KNM is None else turned_KNM,
@@ -123,7 +121,7 @@ def sparse_grad(
     table: SlotTable,
     turned_KNM: torch.Tensor | None = None,
 ) -> None:
-    """Adds dyᵀ x on its positions to every owner's gradients; `turned_KNM`: dy, turned, if that is there."""
+    """Adds dyᵀ x on its positions to every owner's gradients; `turned_KNM`: dy, transposed, if it exists."""
     if runs_triton(x_TN):
         sparse_grad_kernel(x_TN, dy_TN, site, rows, table, turned_KNM)
     else:

@@ -1,8 +1,7 @@
-"""Tiles laid out column by column, for owners with a sparse difference at a site.
+"""Tiles stored column by column, for owners with a sparse difference at a site.
 
-A position of such a difference asks for one column of x in all rows of a tile. Each tile is laid out from its own
-start, filled up with zeros, so that the 64 rows of one column lie side by side. Tiles of other owners are left
-unwritten.
+A position of such a difference reads one column of x in all rows of a tile. Each tile is stored from its own start,
+filled up with zeros, so that the 64 rows of one column are contiguous. Tiles of other owners are left unwritten.
 
 Shape suffixes: T rows, N numbers of a row, K tiles, M rows of a tile.
 """
@@ -20,11 +19,11 @@ _COLUMNS = 256
 
 @jit
 def is_sparse(table, slot, module, num_modules, NUM_PARTS: tl.constexpr, MORE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether a slot has a sparse difference in any part of a site."""
-    asks = False
+    """True if a slot has a sparse difference in any part of a site."""
+    is_any = False
     for part in tl.static_range(NUM_PARTS):
-        asks = asks | (tl.load(line_of(table, slot, module + part, num_modules) + MORE) != 0)
-    return asks
+        is_any = is_any | (tl.load(line_of(table, slot, module + part, num_modules) + MORE) != 0)
+    return is_any
 
 
 @jit

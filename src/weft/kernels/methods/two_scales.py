@@ -1,8 +1,8 @@
 """A matrix that modules share, with rows and columns scaled by each one's own vectors: VeRA's b ⊙ B ⊙ d.
 
     made[m] = b[m] ⊙ B ⊙ d[m]              (M, O, P), rounded once
-Of the gradients G (M, O, R) that these would have, with H = G ⊙ B:
-    db[m] = H d[m],   dd[m] = H[m]ᵀ b[m]   in fp32; G is emptied
+Given the gradients G (M, O, R) of these, with H = G ⊙ B:
+    db[m] = H d[m],   dd[m] = H[m]ᵀ b[m]   in fp32; G is cleared
 Every sum has a fixed order: rows in blocks from the first to the last of a stretch, then stretch after stretch.
 
 Shape suffixes: M modules, O out, R rank, P rank padded, C stretches of rows.
@@ -15,7 +15,7 @@ import torch
 from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 
 _NUMBERS = 4096
-"""That a program holds at a time."""
+"""Numbers that a program holds at a time."""
 _STRETCH = 1024
 """Rows of a program, block after block."""
 
@@ -23,7 +23,7 @@ _STRETCH = 1024
 def scale_reference(
     shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tensor, out_MOP: torch.Tensor
 ) -> None:
-    """The plain torch twin of `scale`, module by module: no more memory than one large module takes."""
+    """The reference implementation of `scale`, module by module: no more memory than one large module takes."""
     rank = columns_MR.shape[1]
     for rows_O, columns_R, out_OP in zip(rows_MO, columns_MR, out_MOP, strict=True):
         torch.mul(rows_O[:, None] * shared_OR, columns_R, out=out_OP[:, :rank])
@@ -32,11 +32,10 @@ def scale_reference(
 def scales_grad_reference(
     grad_MOR: torch.Tensor, shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plain torch twin of `scales_grad`."""
     h_MOR = grad_MOR.mul_(shared_OR)
-    found = h_MOR.bmm(columns_MR[:, :, None])[:, :, 0], rows_MO[:, None].bmm(h_MOR)[:, 0]
+    grads = h_MOR.bmm(columns_MR[:, :, None])[:, :, 0], rows_MO[:, None].bmm(h_MOR)[:, 0]
     grad_MOR.zero_()
-    return found
+    return grads
 
 
 @jit
@@ -98,7 +97,6 @@ def _blocks(rank: int) -> dict[str, int]:
 def scale_kernel(
     shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tensor, out_MOP: torch.Tensor
 ) -> None:
-    """The kernel."""
     (num_modules, num_out), rank = rows_MO.shape, columns_MR.shape[1]
     blocks = _blocks(rank)
     _scale[(cdiv(num_out, blocks["BO"]), num_modules)](
@@ -109,7 +107,6 @@ def scale_kernel(
 def scales_grad_kernel(
     grad_MOR: torch.Tensor, shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel."""
     num_modules, num_out, rank = grad_MOR.shape
     num_stretches = cdiv(num_out, _STRETCH)
     to_rows_MO = torch.empty_like(rows_MO)
@@ -131,13 +128,14 @@ def scales_grad_kernel(
 
 
 def scale(shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tensor, out_MOP: torch.Tensor) -> None:
-    """Writes the shared matrix with each module's scales; what pads the rank is left alone."""
+    """Writes the shared matrix with each module's scales; padding of the rank is left alone."""
     (scale_kernel if runs_triton(out_MOP) else scale_reference)(shared_OR, rows_MO, columns_MR, out_MOP)
 
 
 def scales_grad(
     grad_MOR: torch.Tensor, shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the scales of rows (M, O) and columns (M, R) out of those of what they made, which become 0."""
+    """The gradients of the scales of rows (M, O) and columns (M, R) from those of the scaled matrices, which are
+    cleared."""
     run = scales_grad_kernel if runs_triton(grad_MOR) else scales_grad_reference
     return run(grad_MOR, shared_OR, rows_MO, columns_MR)

@@ -1,4 +1,5 @@
-"""Rows of 8-bit floats with one fp32 scale each: what an FP8 product multiplies, and the way back to a dense weight.
+"""Rows of 8-bit floats with one fp32 scale each: factors of an FP8 product, and their conversion back to a dense
+weight.
 
 quantise_rows, for each row t of x_TK (times columns_K, where given):
     scale_t = max_k |x_tk| / 448                    448 is the largest e4m3 number
@@ -8,8 +9,8 @@ dequantise:  w_nk = q_nk · scale_n
 Used by adapters/frozen.py for y = x Wᵀ with W ≈ w8_OD · scale_O[:, None]:
     forward     x ≈ x8 · sx        y  = (x8 w8ᵀ) · sx · scale_O
     backward    dy · scale_O ≈ d8 · sd        dx = (d8 w8) · sd
-The backward takes the weight's scales into dy before rounding (`columns_K`), so it multiplies the very numbers of the
-forward, transposed: dx is the gradient of what was computed, and the transposed copy needs no scales of its own.
+The backward multiplies dy by the weight's scales before rounding (`columns_K`), so it multiplies the very numbers of
+the forward, transposed: dx is the gradient of what was computed, and the transposed copy needs no scales of its own.
 
 The one reduction is a maximum over a row, which has no order. A row's result depends on that row alone: a NaN or an
 infinity makes its own row's scale NaN or infinite, hence its products, and changes nothing elsewhere.
@@ -30,7 +31,7 @@ from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 TINIEST = 2.0**-100
-"""Stands for the largest number of a row of zeros; gradients of single tokens are far above it."""
+"""Replacement for the largest number of a row of zeros; gradients of single tokens are far above it."""
 
 
 class Rows8(NamedTuple):
@@ -43,14 +44,12 @@ class Rows8(NamedTuple):
 
 
 def quantise_rows_reference(x_TK: torch.Tensor, columns_K: torch.Tensor | None = None) -> Rows8:
-    """The plain torch twin of `quantise_rows`."""
     x_TK = x_TK.float() if columns_K is None else x_TK.float() * columns_K
     amax_T = x_TK.abs().amax(dim=1).clamp(min=TINIEST)
     return Rows8((x_TK * (LARGEST / amax_T)[:, None]).to(FP8), amax_T / LARGEST)
 
 
 def dequantise_reference(q_NK: torch.Tensor, scale_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The plain torch twin of `dequantise`."""
     return (q_NK.float() * scale_N[:, None]).to(dtype)
 
 
@@ -58,11 +57,11 @@ ROW_BLOCK = 32_768
 """Longest row held in registers between its maximum and its rounding: 32 numbers for each of 1,024 threads. Longer rows
 are read twice, the second time from cache: on an H200 28,672 columns took 240 us held and 395 us read twice."""
 COPY_BLOCK = 2_048
-"""Numbers per program where each is only read, scaled and written: 16 for each of 128 threads."""
+"""Numbers per program of the plain conversion: 16 for each of 128 threads."""
 
 
 TINIEST_BITS = (127 - 100) << 23
-"""TINIEST as the whole number of the same bits."""
+"""TINIEST as the integer with the same bits."""
 
 
 def _num_warps(block: int) -> int:
@@ -71,7 +70,7 @@ def _num_warps(block: int) -> int:
 
 @jit
 def size_bits(x):  # type: ignore[no-untyped-def]
-    """|x| as the whole number of its bits: in the same order, with NaN the largest, which a float maximum skips."""
+    """|x| as the integer with the same bits: in the same order, with NaN the largest, which a float maximum skips."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -133,7 +132,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
 
 @lru_cache(maxsize=64)
 def has_fp8(device: torch.device) -> bool:
-    """Whether a device multiplies and converts 8-bit floats itself: NVIDIA GPUs from 8.9 (Ada, Hopper) on."""
+    """True if a device multiplies and converts 8-bit floats itself: NVIDIA GPUs from 8.9 (Ada, Hopper) on."""
     return is_gpu(device) and capability(device) >= (8, 9)
 
 
@@ -145,7 +144,6 @@ def quantise_rows(x_TK: torch.Tensor, columns_K: torch.Tensor | None = None) -> 
 
 
 def quantise_rows_kernel(x_TK: torch.Tensor, columns_K: torch.Tensor | None = None) -> Rows8:
-    """`quantise_rows` by its Triton kernel."""
     num_rows, num_columns = x_TK.shape
     assert columns_K is None or (columns_K.shape == (num_columns,) and columns_K.is_contiguous())
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
@@ -170,14 +168,13 @@ def quantise_rows_kernel(x_TK: torch.Tensor, columns_K: torch.Tensor | None = No
 
 
 def dequantise(q_NK: torch.Tensor, scale_N: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The dense weight of 8-bit rows, floats or whole numbers, and their scales."""
+    """The dense weight of 8-bit rows, floats or integers, and their scales."""
     if runs_triton(q_NK) and (q_NK.dtype is not FP8 or has_fp8(q_NK.device)):
         return dequantise_kernel(q_NK, scale_N, dtype)
     return dequantise_reference(q_NK, scale_N, dtype)
 
 
 def dequantise_kernel(q_NK: torch.Tensor, scale_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`dequantise` by its Triton kernel."""
     num_rows, num_columns = q_NK.shape
     assert q_NK.is_contiguous() and scale_N.shape == (num_rows,) and scale_N.is_contiguous()
     w_NK = torch.empty(num_rows, num_columns, dtype=dtype, device=q_NK.device)

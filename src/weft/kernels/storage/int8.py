@@ -1,10 +1,10 @@
-"""Weights in eight bits: whole numbers with one fp32 scale per row.
+"""Weights in eight bits: integers with one fp32 scale per row.
 
     scale_o = max_d |w_od| / 127
     q_od    = round(w_od / scale_o)        so w ≈ q · scale, off by at most half a scale
-The way back, q · scale, is `weft.kernels.storage.fp8.dequantise`: rows of 8-bit floats and of 8-bit whole numbers
-differ only in what a load makes of a byte. The one reduction is a maximum over a row, which has no order;
-activations and their NaNs never come here.
+The conversion back, q · scale, is `weft.kernels.storage.fp8.dequantise`: rows of 8-bit floats and of 8-bit integers
+differ only in how a byte is read. The one reduction is a maximum over a row, which has no order; activations and their
+NaNs never come here.
 
 Shape suffixes: O out (rows), D in (columns).
 """
@@ -15,9 +15,9 @@ import torch
 
 LARGEST = 127.0
 TINIEST = 1e-30
-"""Stands for the largest number of a row of zeros."""
+"""Replacement for the largest number of a row of zeros."""
 _ROWS_AT_ONCE = 1024
-"""Rows quantised together: what quantising needs besides the weight stays small."""
+"""Rows quantised together, which limits the temporary memory."""
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 GROUP = 64
 """Weights that share a scale."""
 _ROWS_AT_ONCE = 1024
-"""Rows quantised together: what quantising needs besides the weight stays small."""
+"""Rows quantised together, which limits the temporary memory."""
 
 
 @lru_cache(maxsize=1)
@@ -82,7 +82,6 @@ def _quantise_rows(weight_OD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def dequantise_nf4_reference(weight: Nf4Codes, dtype: torch.dtype) -> torch.Tensor:
-    """The plain torch twin of `dequantise_nf4`."""
     num_out, num_in = weight.shape
     codes = torch.stack([weight.codes >> 4, weight.codes & 15], dim=2).view(num_out, -1, GROUP)
     level = _level_tensor(codes.device)[codes.int()]
@@ -118,7 +117,6 @@ def dequantise_nf4(weight: Nf4Codes, dtype: torch.dtype = torch.bfloat16) -> tor
 
 
 def dequantise_nf4_kernel(weight: Nf4Codes, dtype: torch.dtype) -> torch.Tensor:
-    """`dequantise_nf4` by its Triton kernel."""
     num_out, num_in = weight.shape
     num_bytes, num_groups = weight.codes.shape[1], weight.absmax_OG.shape[1]
     assert weight.codes.is_contiguous() and weight.absmax_OG.is_contiguous()

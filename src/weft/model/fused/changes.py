@@ -48,7 +48,7 @@ class OtherChanges:
     """Gradients of outputs as `sparse_input` has laid them out, until `sparse_grad` is done with them; by site."""
 
     def _asks(self, kind: str, role: str) -> bool:
-        return self.is_adapted and self.table.asks(kind, role)
+        return self.is_adapted and self.table.has_change(kind, role)
 
     def outputs(self, site: Site, y_TO: torch.Tensor) -> torch.Tensor | None:
         """Changes y; what `outputs_grad` will ask for: the rows that change as they were, None where none does."""

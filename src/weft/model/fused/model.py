@@ -148,7 +148,7 @@ class FusedModel:
         return self.layers[-1].places.keys_and_values + 1
 
     @property
-    def row_places(self) -> dict[int, str]:
+    def row_sites(self) -> dict[int, str]:
         """The table's modules at which rows are replaced, with their roles."""
         return {**{layer.places.keys_and_values: "kv" for layer in self.layers}, self.input_rows: "input"}
 
@@ -158,7 +158,7 @@ class FusedModel:
 
     def table(self) -> SlotTable:
         """An empty table of its places."""
-        return SlotTable(self.sites, self.device, self.row_places)
+        return SlotTable(self.sites, self.device, self.row_sites)
 
 
 def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device, dtype: torch.dtype) -> str | None:
