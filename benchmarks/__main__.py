@@ -53,7 +53,7 @@ BENCHMARKS = {
         "cpu_together:cpu_together", "Eight jobs on a CPU: together, one by one, and one by one with PEFT."
     ),
     "cpu-blocks": Verb("cpu_blocks:cpu_blocks", "A product on a CPU in blocks of rows, which bit equality needs."),
-    "free-sums": Verb("free_sums:free_sums", "Free sums of gradients on a CPU beside ordered ones."),
+    "free-sums": Verb("free_sums:free_sums", "Gradient sums on a CPU: any_order compared with in_order."),
     "gpu-tiles": Verb("gpu_tiles:gpu_tiles", "Rows on a GPU by the size of the microbatch and of its tiles."),
     "method-rates": Verb("method_rates:method_rates", "Which learning rate suits which PEFT method."),
     "two-versions": Verb("two_versions:two_versions", "`step` with two versions of Weft in turn on one machine."),

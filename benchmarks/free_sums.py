@@ -1,4 +1,4 @@
-"""What free sums of gradients cost on a CPU beside ordered ones.
+"""The cost of gradient_sum any_order on a CPU, compared with in_order.
 
     OMP_NUM_THREADS=1 python -m benchmarks free-sums
 
@@ -73,17 +73,17 @@ def print_job() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sums.jsonl"
         path.write_text("\n".join(json.dumps(row) for row in rows))
-        for sums in ("ordered", "free"):
+        for sums in ("in_order", "any_order"):
             engine = weft.Engine("tiny")
-            engine.submit(weft.Job(name="job", train_data=(str(path),), max_steps=20, sums=sums))
+            engine.submit(weft.Job(name="job", train_data=(str(path),), max_steps=20, gradient_sum=sums))
             start = time.process_time()
             engine.run()
             times[sums] = time.process_time() - start
-    print(f"  a job of 20 steps: ordered {times['ordered']:.2f} s, free {times['free']:.2f} s")
+    print(f"  a job of 20 steps: ordered {times['in_order']:.2f} s, free {times['any_order']:.2f} s")
 
 
 def free_sums() -> None:
-    """Free sums of gradients on a CPU beside ordered ones."""
+    """Gradient sums on a CPU: any_order compared with in_order."""
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}; processor time, {NUMBERS:,} numbers")
     print_sums()
     print_job()

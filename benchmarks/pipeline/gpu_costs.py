@@ -42,13 +42,13 @@ from weft.spec import AdapterSpec
 def measure_free_sums(bench: OneDevice) -> dict[str, float]:
     """Keys as in `python -m benchmarks pipeline --json`."""
     backbone = bench.backbone()
-    jobs = {sums: _new_adapters(backbone, sums) for sums in ("ordered", "free")}
-    num_differing = _num_differing(bench, backbone, jobs["free"])
+    jobs = {sums: _new_adapters(backbone, sums) for sums in ("in_order", "any_order")}
+    num_differing = _num_differing(bench, backbone, jobs["any_order"])
     seconds: dict[str, list[float]] = {sums: [] for sums in jobs}
     for _ in range(bench.rounds):
         for sums, adapters in jobs.items():
             seconds[sums].append(_step_s(bench, backbone, adapters))
-    ordered_s, free_s = (statistics.median(seconds[sums]) for sums in ("ordered", "free"))
+    ordered_s, free_s = (statistics.median(seconds[sums]) for sums in ("in_order", "any_order"))
     return {"free_sums_cost": free_s / ordered_s - 1, "free_sums_bits": float(num_differing)}
 
 
@@ -70,7 +70,7 @@ def _step_s(bench: OneDevice, backbone: Backbone, adapters: Sequence[Adapter]) -
 
 def _new_adapters(backbone: Backbone, sums: str) -> list[Adapter]:
     spec = AdapterSpec(r=RANK, lora_dropout=DROPOUT, init_lora_weights=False)
-    return [backbone.new_adapter(spec, job, sums=sums) for job in range(NUM_JOBS)]
+    return [backbone.new_adapter(spec, job, gradient_sum=sums) for job in range(NUM_JOBS)]
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class SmallJobs:
     def _mapping(self) -> dict[str, Any]:
         jobs = [
             {"name": f"job{i:02}", "learning_rate": 1e-4 * (1 + i), "adapter": {"r": (8, 16)[i % 2]}}
-            | ({"sums": "free"} if i < self.num_free else {})
+            | ({"gradient_sum": "any_order"} if i < self.num_free else {})
             for i in range(self.num_jobs)
         ]
         defaults = {

@@ -57,7 +57,7 @@ def test_deploy_when_asked_for_json_then_every_sample_of_a_batch_is_on_a_replica
 def test_deploy_when_given_a_jobs_file_and_unlike_gpus_then_plans_with_its_data(weft, cluster, tmp_path):
     write_jobs(tmp_path, broken=False)
     jobs = tmp_path / "jobs.yaml"
-    jobs.write_text(jobs.read_text().replace("r: 2}}", "r: 2}, sums: free}"))
+    jobs.write_text(jobs.read_text().replace("r: 2}}", "r: 2}, gradient_sum: any_order}"))
     (tmp_path / "cluster.yaml").write_text(
         "base_model: tiny\nmode: padded\njobs_file: jobs.yaml\n"
         "machines: [{gpu: l40s, gpus: 1}, {gpu: rtx-4090, gpus: 2}]\n"
@@ -129,7 +129,9 @@ def executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cluster of two CPUs, and a jobs file for it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
-    job = "{name: a, train_data: rows.jsonl, max_steps: 1, global_batch_size: 2, max_length: 64, sums: free}"
+    job = (
+        "{name: a, train_data: rows.jsonl, max_steps: 1, global_batch_size: 2, max_length: 64, gradient_sum: any_order}"
+    )
     (tmp_path / "jobs.yaml").write_text(f"base_model: tiny\njobs: [{job}]\n")
     (tmp_path / "cluster.yaml").write_text("base_model: tiny\nmachines: [{gpu: cpu, gpus: 2}]\njobs_file: jobs.yaml\n")
     return tmp_path

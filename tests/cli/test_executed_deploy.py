@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 STEPS = 20
-SUMS = {"long": "ordered", "short": "ordered", "free": "free", "dropped": "free"}
+SUMS = {"long": "in_order", "short": "in_order", "free": "any_order", "dropped": "any_order"}
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "free": {**few, "max_grad_norm": 0.05},
         "dropped": {**few, "adapter": {"lora_dropout": 0.1}},
     }
-    jobs = [{"name": name, "max_steps": STEPS, "sums": SUMS[name], **own} for name, own in settings.items()]
+    jobs = [{"name": name, "max_steps": STEPS, "gradient_sum": SUMS[name], **own} for name, own in settings.items()]
     run = {"base_model": "tiny", "device": "cpu", "capacity": 1024, "jobs": jobs}
     (tmp_path / "jobs.json").write_text(json.dumps(run))
     (tmp_path / "cluster.yaml").write_text("machines: [{gpu: cpu, gpus: 3, memory_gib: 0.08}]\n")
@@ -42,7 +42,7 @@ def test_deploy_when_unlike_replicas_are_executed_then_every_job_has_the_bytes_o
     """A replica of one stage beside one of two: jobs at home on one of them, and jobs that both train."""
     ran = weft("plan", "deploy", "cluster.yaml", "--jobs", "jobs.json", "--execute", "--out", "unlike")
     assert ran.code == 0 and "layout  stages:1+stages:2" in ran.out, ran
-    assert "2 of 4 with ordered sums, each at home on one replica" in ran.out
+    assert "2 of 4 with gradient_sum in_order, each at home on one replica" in ran.out
     assert weft("train", "jobs.json", "--out", "one").code == 0
     for job in SUMS:
         files = [folder / run / job / "adapter" / "adapter_model.safetensors" for run in ("unlike", "one")]

@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     few = {"train_data": "short.jsonl", "global_batch_size": 4, "max_length": 64, "max_steps": 12, "save_steps": 2}
     jobs = [
         {"name": "long", "train_data": "long.jsonl", "global_batch_size": 1, "max_steps": 2, "max_length": 1024},
-        {"name": "short", "sums": "free", **few},
+        {"name": "short", "gradient_sum": "any_order", **few},
         {"name": "other", "adapter": {"lora_dropout": 0.1}, **few},
     ]
     run = {"base_model": "tiny", "device": "cpu", "capacity": 1024, "jobs": jobs}

@@ -83,8 +83,8 @@ def test_layout_when_devices_cannot_share_layers_then_refused(tmp_path):
     assert "keep their own part of every product" in refusal("tensor:2,shards:2")
     job = JobSpec("job", ("data.jsonl",), adapter=AdapterSpec(method="diff_pruning"))
     assert refusal("tensor:2", jobs=(job,)).startswith("jobs.0.adapter.method: diff_pruning chooses among the numbers")
-    free = JobSpec("job", ("data.jsonl",), sums="free")
-    assert refusal("tensor:2", jobs=(free,)).startswith("jobs.0.sums: devices that share layers add up in their order")
+    free = JobSpec("job", ("data.jsonl",), gradient_sum="any_order")
+    assert refusal("tensor:2", jobs=(free,)).startswith("jobs.0.gradient_sum: any_order is not supported with tensor:N")
 
 
 def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
@@ -110,7 +110,7 @@ def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
 
 def test_layout_when_it_is_auto_then_one_is_chosen_that_can_be_trained_and_it_is_said_why():
     """Whatever the machine has; nobody but `weft train` chooses."""
-    spec = RunSpec(base_model="tiny", device="cpu", jobs=(JobSpec("job", ("data.jsonl",), sums="free"),))
+    spec = RunSpec(base_model="tiny", device="cpu", jobs=(JobSpec("job", ("data.jsonl",), gradient_sum="any_order"),))
     options, reasons, may_change, predicted = choose(spec, LayoutOptions("auto"))
     assert may_change and predicted is not None
     options.check(spec, ())
@@ -157,9 +157,9 @@ def test_layout_when_it_is_shards_then_says_what_a_device_holds_and_when_gatheri
 
 def test_layout_when_jobs_are_spread_over_replicas_in_stages_then_a_note_says_that_they_are_not_grouped():
     alone = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
-    two = replace(alone, jobs=(*JOBS, JobSpec("other", ("data.jsonl",), sums="free")))
+    two = replace(alone, jobs=(*JOBS, JobSpec("other", ("data.jsonl",), gradient_sum="any_order")))
     (note,) = notes(LayoutOptions("stages:1+stages:2"), two)
-    assert note.endswith("groups are not tried while jobs with free sums are spread over all")
+    assert note.endswith("groups are not tried with gradient_sum any_order")
     at_home = replace(alone, jobs=(*JOBS, JobSpec("other", ("data.jsonl",))))
     for layout, spec in (
         ("stages:1+stages:2", alone),
@@ -211,7 +211,7 @@ def test_replicas_when_no_job_is_shared_then_each_has_an_engine_of_its_own(layou
     model = resolve(RunSpec(base_model="tiny", device="cpu", jobs=JOBS).backbone)
     places = LayoutOptions(layout).places(model, JOBS)
     assert (None if places is None else places.number) == number
-    shared = (*JOBS, JobSpec("shared", ("data.jsonl",), sums="free"))
+    shared = (*JOBS, JobSpec("shared", ("data.jsonl",), gradient_sum="any_order"))
     assert LayoutOptions(layout).places(model, shared) is None
 
 
@@ -231,7 +231,7 @@ GPUS = Machine(find_hardware("h200"), 4, is_here=False)
 
 def test_layout_when_it_is_auto_with_a_schedule_then_one_in_stages_is_taken_and_stays():
     """Whole replicas would be as fast or faster, and have no use for a schedule."""
-    jobs = tuple(JobSpec(name, ("data.jsonl",), sums="free") for name in "ab")
+    jobs = tuple(JobSpec(name, ("data.jsonl",), gradient_sum="any_order") for name in "ab")
     spec = RunSpec(base_model="tiny", device="cpu", jobs=jobs)
     cores = Machine(find_hardware("cpu"), 2)
     options, reasons, may_change, _ = choose(spec, LayoutOptions("auto", "1f1b"), cores)
@@ -242,7 +242,7 @@ def test_layout_when_it_is_auto_with_a_schedule_then_one_in_stages_is_taken_and_
 
 
 def test_layout_when_jobs_keep_some_from_it_then_another_or_one_device_and_the_reason_once():
-    jobs = tuple(JobSpec(name, ("data.jsonl",), optim="adamw_8bit", sums="free") for name in "ab")
+    jobs = tuple(JobSpec(name, ("data.jsonl",), optim="adamw_8bit", gradient_sum="any_order") for name in "ab")
     spec = RunSpec(base_model="tiny", device="cpu", jobs=jobs)
     options, reasons, _, _ = choose(spec, LayoutOptions("auto"), Machine(find_hardware("cpu"), 2))
     assert options.layout == "spread:2"
@@ -289,7 +289,7 @@ def test_machine_when_it_has_gpus_then_a_layout_over_them_is_chosen_that_stays(m
     monkeypatch.setattr(auto_layout, "gpus", lambda: gpus)
     monkeypatch.setattr(auto_layout, "device_name", lambda gpu: names[gpu.index])
     monkeypatch.setattr(auto_layout, "total_bytes", lambda _: 100 * 2**30)
-    jobs = tuple(JobSpec(name, ("data.jsonl",), sums="free") for name in "abcd")
+    jobs = tuple(JobSpec(name, ("data.jsonl",), gradient_sum="any_order") for name in "abcd")
     spec = RunSpec(base_model="tiny", jobs=jobs, memory_limit=0.5)
     machine = machine_of(spec, "auto", None)
     assert (machine.hardware.name, machine.num_devices, machine.hardware.memory_bytes) == ("h200", 4, 50 * 2**30)

@@ -92,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "base_model": "tiny",
         "device": "cpu",
         "defaults": defaults,
-        "jobs": [{"name": "a"}, {"name": "b", "sums": "free"}],
+        "jobs": [{"name": "a"}, {"name": "b", "gradient_sum": "any_order"}],
     }
     (path / "jobs.json").write_text(json.dumps(jobs))
     subprocess.run([*TRAIN, "one"], cwd=path, check=True, capture_output=True, timeout=300)

@@ -92,6 +92,19 @@ def test_resume_when_a_change_would_have_changed_steps_then_it_is_refused(place:
             plan_resume(run_of(place, a=now), directory)
 
 
+def test_resume_when_a_setting_was_recorded_under_its_former_name_then_it_has_not_changed(place: Path):
+    spec = run_of(place, a={**FLAT, "gradient_sum": "any_order"})
+    with RunDirectory.open(place / "out", resume=False) as directory:
+        _record(spec, directory, {"state": "succeeded", "step": 3})
+        path = directory.path / "a" / "job.json"
+        recorded = json.loads(path.read_text())
+        assert recorded.pop("gradient_sum") == "any_order"
+        path.write_text(json.dumps({**recorded, "gradient_sum": "any_order"}))
+        assert plan_resume(spec, directory) == ResumePlan(frozenset({"a"}))
+        with pytest.raises(ConfigError, match='gradient_sum: was "any_order" and is "in_order"'):
+            plan_resume(run_of(place, a=FLAT), directory)
+
+
 def test_resume_when_epochs_are_fewer_or_steps_no_longer_stated_then_it_is_refused(place: Path):
     epochs = {"lr_scheduler_type": "constant", "num_train_epochs": 2}
     with RunDirectory.open(place / "out", resume=False) as directory:

@@ -56,7 +56,7 @@ STEP = {"max_steps": 4, "global_batch_size": 5, "max_grad_norm": 0.05}
 JOBS = {
     "drops": {**STEP, "adapter": {"r": 16, "lora_dropout": 0.1}},
     "plain": {**STEP, "adapter": {"r": 16}, "eval_data": 4, "eval_steps": 2},
-    "spread": {**STEP, "adapter": {"r": 16, "lora_dropout": 0.1}, "sums": "free"},
+    "spread": {**STEP, "adapter": {"r": 16, "lora_dropout": 0.1}, "gradient_sum": "any_order"},
 }
 SGD = {**STEP, "optim": "sgd", "learning_rate": 1.0}
 SHARED_JOBS = {

@@ -79,7 +79,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
     from weft.kernels.layers import rotary
     from weft.kernels.lora import expand, product, shrink, weight_grad
-    from weft.kernels.lora.tables import FREE, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
+    from weft.kernels.lora.tables import ANY_ORDER, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
 
     num_rows, hidden = NUM_ROWS, HIDDEN
     heads = rotary.Heads(32, 8, 128)
@@ -99,7 +99,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     product.product_kernel(product.Factors(x, weight), s, *place)
     product.product_grad_kernel(product.Factors(qkv_TE, weight.t()), s, *place)
     if drops:
-        table.needs = Needs.of([rank], drops=True, others=[FREE])
+        table.needs = Needs.of([rank], drops=True, others=[ANY_ORDER])
         weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *place)
         return
     if rank < max(RANKS[NEWEST]):

@@ -19,7 +19,7 @@ SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "l
 COST = AnalyticCost(SHAPE, find_hardware("h100"))
 GIB = 2**30
 PLENTY = 10_000 * GIB
-FREE, ORDERED = LayoutJob(32_000, 16, is_free=True), LayoutJob(32_000, 16)
+FREE, ORDERED = LayoutJob(32_000, 16, is_any_order=True), LayoutJob(32_000, 16)
 
 
 def chosen(jobs: list[LayoutJob], num_devices: int = 4, memory: int = PLENTY, cost: AnalyticCost = COST) -> str:
@@ -50,7 +50,7 @@ def test_layout_when_batches_are_short_then_no_stages_that_they_cannot_fill():
 @pytest.mark.parametrize("layout", ["spread:2", "shards:2"])
 def test_price_when_a_microbatch_takes_as_long_half_full_then_halving_it_gains_little(layout):
     """Launches, and reading the weights, take as long for a few tokens."""
-    few = [LayoutJob(20, 16, is_free=True)]
+    few = [LayoutJob(20, 16, is_any_order=True)]
     assert price_layout(COST, few, 8192, parse_layout(layout)).speed < 1.2
     assert price_layout(COST, [FREE], 8192, parse_layout(layout)).speed > 1.9
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.table import Table
 
-from weft.report.console import output_console
+from weft.report.readable import output_console
 
 
 def table() -> Table:

@@ -131,3 +131,12 @@ def test_params_when_the_method_is_searched_then_hold_what_applies_to_it():
     assert (space.num_points, space.num_distinct) == (4, 3)
     assert [space.point_of(p) for p in params[1:3]] == [space.point_at(0), space.point_at(2)]
     assert {params_of(point).get("r") for point in space.probes()} == {None, 8, 16}
+
+
+def test_point_of_when_params_have_former_names_and_values_then_is_the_same_point():
+    space = read_space({"gradient_sum": ["in_order", "any_order"], "r": [2, 4]})
+    assert space.point_of({"gradient_sum": "any_order", "r": 4}) == {"gradient_sum": "any_order", "r": 4}
+    before = read_space({"sums": ["ordered", "free"]})
+    assert before.point_of({"gradient_sum": "any_order"}) == {"gradient_sum": "any_order"}
+    assert before.point_of({"gradient_sum": "neither"}) is None
+    assert space.point_of({"r": 4}) is None

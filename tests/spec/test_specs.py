@@ -11,6 +11,8 @@ import pytest
 from weft.errors import ConfigError
 from weft.settings.fields import read
 from weft.spec import AdapterSpec, JobSpec, RunSpec
+from weft.spec.cluster import ClusterJobSpec, LengthsSpec
+from weft.spec.load import run_from_mapping
 from weft.spec.run import memory_fraction
 from weft.spec.sweep import EarlyStopSpec, ObjectiveSpec, SweepSpec
 
@@ -250,3 +252,14 @@ def test_streamed_source_when_nothing_says_how_many_rows_then_is_refused(setting
 def test_streamed_source_when_rows_are_given_too_then_is_refused():
     with pytest.raises(ConfigError, match="rows says already how many are read"):
         JobSpec("a", [{"path": "a.jsonl", "streaming": True, "rows": 3}], max_steps=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("before", "now"), [("free", "any_order"), ("ordered", "in_order"), ("any_order",) * 2])
+def test_gradient_sum_when_it_has_its_former_name_or_value_then_means_the_same(before, now):
+    rows = ("rows.jsonl",)
+    read_back = run_from_mapping({"base_model": "tiny", "jobs": [{"name": "a", "train_data": "x", "sums": before}]})
+    assert JobSpec("a", rows, sums=before).gradient_sum == now == read_back.jobs[0].gradient_sum  # type: ignore[call-arg]
+    lengths = LengthsSpec(mean=100, longest=200)
+    assert ClusterJobSpec("a", lengths, sums=before).gradient_sum == now  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="gradient_sum and sums are two names of one setting"):
+        JobSpec("a", rows, sums=before, gradient_sum=now)  # type: ignore[call-arg]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from weft.store.scratch import ScratchFolder
+from weft.store.run_lock import ScratchFolder
 
 OWNER = """
 import time
-from weft.store.scratch import ScratchFolder
+from weft.store.run_lock import ScratchFolder
 folder = ScratchFolder("test")
 print(folder.path, flush=True)
 time.sleep(60)

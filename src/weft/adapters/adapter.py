@@ -15,7 +15,7 @@ from weft.adapters.devices import Devices
 from weft.adapters.head import HEAD, HeadWeights
 from weft.adapters.method import KernelCopy, Method, ModuleTensors, Place, SlotWeights
 from weft.adapters.part import PartShape
-from weft.adapters.sample_sums import FreeSums
+from weft.adapters.sample_sums import AnyOrderSums
 from weft.adapters.token_rows import INPUT_ROWS, RowsShape, TokenRows
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import mix, module_key
@@ -43,11 +43,11 @@ class Adapter:
         device: torch.device,
         parts: Mapping[str, PartShape] | None = None,
         *,
-        has_free_sums: bool = False,
+        has_any_order_sums: bool = False,
     ) -> None:
         """Places: where it sits, by path, in the backbone's order. Each part is one more group of parameters.
 
-        `has_free_sums`: no order of samples changes a bit of its gradients, which are there once they are completed.
+        `has_any_order_sums`: the order of samples changes no bit of its gradients, which `complete_gradients` finishes.
         """
         self.spec = spec
         self.method = method
@@ -71,8 +71,8 @@ class Adapter:
         """Rows of the embedding and of the output head that are its own, by where they stand."""
         self._tied_grad: torch.Tensor | None = None
         """What tied rows get from the output head, until the global batch is whole."""
-        self.has_free_sums = has_free_sums
-        self._free_sums: list[FreeSums] = []
+        self.has_any_order_sums = has_any_order_sums
+        self._any_order_sums: list[AnyOrderSums] = []
         self._views: dict[str, ModuleTensors] = {}
         self.kernel_copy: KernelCopy | None = None
         """What kernels read while it has a slot of the fused path; they may leave gradients there too."""
@@ -116,7 +116,7 @@ class Adapter:
 
     def _forget_sums(self) -> None:
         """What is summed elsewhere begins again: those who step on a GPU empty the gradients' buffers alone."""
-        for sums in self._free_sums:
+        for sums in self._any_order_sums:
             sums.forget()
         if self._tied_grad is not None:
             self._tied_grad.zero_()
@@ -143,7 +143,7 @@ class Adapter:
             self.kernel_copy.collect()
         if self._penalised_at == self.version:
             return
-        for sums in self._free_sums:
+        for sums in self._any_order_sums:
             sums.give()
         self._add_penalties()
         if self._tied_grad is not None:
@@ -151,20 +151,20 @@ class Adapter:
         self._forget_sums()
         self._penalised_at = self.version
 
-    def free_sums(self) -> dict[str, SumWords]:
+    def any_order_sums(self) -> dict[str, SumWords]:
         """What its samples have brought so far, by group in the order of its buffer, to be added to that of others."""
         found: dict[str, list[SumWords]] = {name: [] for name in self.groups}
-        for sums in self._free_sums:
+        for sums in self._any_order_sums:
             for group, words in sums.words():
                 found[group].append(words)
         joined = {group: SumWords.joined(own) for group, own in found.items()}
-        kernels = {} if self.kernel_copy is None else self.kernel_copy.free_words()
+        kernels = {} if self.kernel_copy is None else self.kernel_copy.any_order_words()
         for group, made in kernels.items():
             joined[group] = joined[group].with_words(made.fine_P, made.coarse_P)
         return joined
 
     def penalties(self) -> dict[str, torch.Tensor] | None:
-        """What is added to free sums that is not the loss's, by group; None if nothing is."""
+        """What is added to order-independent sums that is not the loss's, by group; None if nothing is."""
         if not any(weights.has_penalty for weights in self.modules.values()):
             return None
         self._add_penalties()
@@ -251,14 +251,14 @@ class Adapter:
         self.shared = self.method.shared(self.spec, self._linears, self.device)
         self._views = self.split(self.flat())
         grads = self._split_grads()
-        self._free_sums = []
+        self._any_order_sums = []
         self._take_parts(grads)
         for path, place in self._places.items():
             params = (*self._own(path, self._views[path]), *self.shared.values())
             weights = self.method.weights(self.spec, path, place, params, self._own(path, grads[path]))
             if path in self.modules:
                 weights.keep_from(self.modules[path])
-            weights.free_sums = self._sums_of(self.method.groups[: len(grads[path])], grads[path])
+            weights.any_order_sums = self._sums_of(self.method.groups[: len(grads[path])], grads[path])
             self.modules[path] = weights
 
     def _own(self, path: str, tensors: ModuleTensors) -> ModuleTensors:
@@ -284,12 +284,12 @@ class Adapter:
                     sums = self._sums_of([name], [self._tied_grad])
                     self.token_rows[end] = TokenRows(shape.ids, rows_KD, self._tied_grad, sums)
 
-    def _sums_of(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> FreeSums | None:
-        """What takes the gradients of a place over, if their sums are free; each is of a group."""
-        if not self.has_free_sums:
+    def _sums_of(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> AnyOrderSums | None:
+        """What takes the gradients of a place over, if their sums do not depend on the order; each is of a group."""
+        if not self.has_any_order_sums:
             return None
-        self._free_sums.append(FreeSums(groups, grads))
-        return self._free_sums[-1]
+        self._any_order_sums.append(AnyOrderSums(groups, grads))
+        return self._any_order_sums[-1]
 
     def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:
         """Views of flat buffers of some groups, given by name in the method's order, by module path.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.adapters.part import PartShape
-from weft.adapters.sample_sums import FreeSums
+from weft.adapters.sample_sums import AnyOrderSums
 
 HEAD = "score"
 """Its name as a module, as a group of parameters, and in PEFT's files."""
@@ -45,7 +45,7 @@ class HeadWeights:
 
     params: tuple[torch.Tensor, ...]
     grads: tuple[torch.Tensor, ...]
-    free_sums: FreeSums | None = None
+    any_order_sums: AnyOrderSums | None = None
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """(B, L) in fp32."""
@@ -60,5 +60,5 @@ class HeadWeights:
         self.grads[0].add_(slopes_NL.t() @ hidden_ND.float())
         if len(self.grads) > 1:
             self.grads[1].add_(slopes_NL.sum(dim=0))
-        if self.free_sums is not None:
-            self.free_sums.take_sample()
+        if self.any_order_sums is not None:
+            self.any_order_sums.take_sample()

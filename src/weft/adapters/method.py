@@ -29,7 +29,7 @@ from torch import nn
 
 from weft.adapters.place_share import PlaceShare
 from weft.adapters.routing import Routing, SlotRows
-from weft.adapters.sample_sums import FreeSums
+from weft.adapters.sample_sums import AnyOrderSums
 from weft.kernels.fixed_words import Words
 from weft.kernels.lora.tables import Entry
 from weft.kernels.methods.parts import OtherParts
@@ -112,7 +112,7 @@ class SlotWeights(ABC):
     """Whether the frozen product has another gradient than y on these rows."""
     has_penalty: ClassVar[bool] = False
     """Whether the parameters have a gradient that is not the loss's: `penalty_gradients`."""
-    free_sums: FreeSums | None = None
+    any_order_sums: AnyOrderSums | None = None
     """Takes each sample's gradients over, where their order must not matter; its rows then come sample by sample."""
 
     def change_input(self, x_TD: torch.Tensor, rows: SlotRows) -> None:
@@ -176,8 +176,8 @@ class KernelCopy:
     def forget_gradients(self) -> None:
         """Empties those buffers."""
 
-    def free_words(self) -> Mapping[str, Words]:
-        """The words in which kernels have added gradients whose sums are free, by group."""
+    def any_order_words(self) -> Mapping[str, Words]:
+        """The words in which kernels have added gradients in any order, by group."""
         return {}
 
 
@@ -280,7 +280,7 @@ class Method(ABC):
     kernel_keeps: Keeps = ""
     kernel_changes: tuple[Change, ...] = ()
     """All that its adapters may ask of kernels besides LoRA's."""
-    has_free_kernels: bool = False
+    has_any_order_kernels: bool = False
     """Whether kernels can add its gradients so that no order of samples matters."""
     workspace_bytes: int = 0
     """What one place needs on the reference path besides what is kept, at most; it is given back at once."""

@@ -24,8 +24,8 @@ def joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class FreeSums:
-    """The gradients of one place in an adapter whose sums are free.
+class AnyOrderSums:
+    """The gradients of one place in an adapter with order-independent sums.
 
     Methods add to the fp32 buffers as ever, and know nothing of this. What they added for one sample is taken from
     there before the next sample comes, and the sum of all is put there when the global batch is whole.

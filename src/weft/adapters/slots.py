@@ -88,9 +88,9 @@ class _SlotFunction(torch.autograd.Function):
             dx_TD = ctx.frozen.input_gradient(_changed_gradient(dy_TO, ctx.active), ctx.row_tile)
         for (rows, weights), kept in zip(ctx.active, ctx.kept, strict=True):
             weights.backward(x_TD, dy_TO, dx_TD, rows, kept)
-            if weights.free_sums is not None:
-                assert len(rows.samples) == 1, "free sums are made of samples"
-                weights.free_sums.take_sample()
+            if weights.any_order_sums is not None:
+                assert len(rows.samples) == 1, "order-independent sums are made of samples"
+                weights.any_order_sums.take_sample()
         return dx_TD if ctx.needs_input_grad[0] else None, None, None, None, None, None
 
 

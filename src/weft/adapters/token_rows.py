@@ -21,7 +21,7 @@ import torch
 from weft.adapters.method import SlotWeights
 from weft.adapters.part import PartShape
 from weft.adapters.routing import Routing, SlotRows
-from weft.adapters.sample_sums import FreeSums
+from weft.adapters.sample_sums import AnyOrderSums
 from weft.kernels.device_event import sent
 
 INPUT_ROWS = "input_rows"
@@ -69,7 +69,7 @@ class TokenRows:
     """As in their shape."""
     rows_KD: torch.Tensor
     grad_KD: torch.Tensor
-    free_sums: FreeSums | None = None
+    any_order_sums: AnyOrderSums | None = None
 
     def places(self, tokens: np.ndarray) -> np.ndarray:
         """Of each token its row, or -1 where it has none."""
@@ -107,7 +107,7 @@ class InputTokenRows(SlotWeights):
     """What the backbone multiplies its embeddings by."""
 
     def __post_init__(self) -> None:
-        self.free_sums = self.own.free_sums
+        self.any_order_sums = self.own.any_order_sums
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> list[_Met]:
         """Puts its rows in the place of the backbone's."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Table
 
-from weft.report.console import output_console
+from weft.report.readable import output_console
 
 if TYPE_CHECKING:
     from weft.data.prepared.cache import PreparedCache

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError
-from weft.report.console import output_console
+from weft.report.readable import output_console
 from weft.settings.fields import without_foreign
 from weft.spec import AdapterSpec, RunSpec, load_run
 from weft.spec.load_sweep import load_sweep

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from weft.cli.user_path import run_place, user_path
 from weft.errors import ConfigError
-from weft.report.console import output_console
+from weft.report.readable import output_console
 from weft.wording import counted
 
 if TYPE_CHECKING:
@@ -211,7 +211,9 @@ class PlannedRun:
         if self.jobs_file is not None:
             return _read_jobs(self.jobs_file)
         jobs = [
-            DeployJob(job.name, job.global_batch_size, LengthSpread(**vars(job.lengths)), job.sums == "free")
+            DeployJob(
+                job.name, job.global_batch_size, LengthSpread(**vars(job.lengths)), job.gradient_sum == "any_order"
+            )
             for job in spec.jobs
         ]
         return jobs, tuple(job.r for job in spec.jobs)
@@ -232,7 +234,7 @@ def _read_jobs(path: Path) -> tuple[list[DeployJob], tuple[int, ...]]:
         data = load_job_data(job, tokenizer, path.parent).train
         lengths = tuple(int(n) for n in data.samples.lengths)
         size = batch_samples(job.batch_size, data.num_groups, len(lengths))
-        jobs.append(DeployJob(job.name, size, KnownLengths(lengths), job.sums == "free"))
+        jobs.append(DeployJob(job.name, size, KnownLengths(lengths), job.gradient_sum == "any_order"))
     return jobs, tuple(cost_ranks(job.adapter).widest for job in run.jobs)
 
 
@@ -262,7 +264,7 @@ def _show(found: DeployForecast, num_jobs: int, console: Console, source: str, *
         lines.append("      --execute plans without tensor parallelism, so with other replicas than these")
     homes = found.replicas.homes
     if homes:
-        lines.insert(1, f"jobs  {len(homes)} of {num_jobs} with ordered sums, each at home on one replica")
+        lines.insert(1, f"jobs  {len(homes)} of {num_jobs} with gradient_sum in_order, each at home on one replica")
         lines.insert(2, f"homes {_told_homes(found, homes)}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     console.print(_choice_table(found))

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from weft import __version__
 from weft.errors import WeftError, install_command
-from weft.report.console import output_console
+from weft.report.readable import output_console
 from weft.wording import counted
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 _KINDS = (
     "Divide the layers of one backbone into N stages, each in its own process; or tensor:N: every layer over N "
-    "processes; or spread:N: N backbones that share the samples of jobs with free sums; or stages:1+stages:2: unlike "
-    "ones; or shards:N: N processes that share the frozen weights of one backbone and have jobs of their own, "
+    "processes; or spread:N: N backbones that share the samples of jobs with gradient_sum any_order; or "
+    "stages:1+stages:2: unlike ones; or shards:N: N processes that share the frozen weights of one backbone and have "
+    "jobs of their own, "
     "shards:2,stages:2: those of every stage"
 )
 Layout = Annotated[str | None, typer.Option(metavar="stages:N", help=f"{_KINDS}; or auto: what is predicted fastest.")]
@@ -78,8 +79,8 @@ class LayoutOptions:
     def places(self, model: ResolvedModel | None, jobs: Iterable[JobSpec]) -> ReplicaPlaces | None:
         """Where its replicas are, each with jobs of its own; None where one engine trains on all there are.
 
-        That is so for a single replica, and where replicas share a job: one whose sums are free. `planned` may have
-        some hold only a part of the jobs, which one engine knows.
+        That is so for a single replica, and where replicas share a job: one with gradient_sum any_order. `planned` may
+        have some hold only a part of the jobs, which one engine knows.
         """
         return None if model is None or len(self._ranks(jobs)) == 1 else self.in_ranks(model, jobs)
 
@@ -103,7 +104,7 @@ class LayoutOptions:
 
     def _ranks(self, jobs: Iterable[JobSpec]) -> tuple[ReplicaLayouts, ...]:
         """The replicas that have an engine together."""
-        is_shared = self.planned is not None or any(job.sums == "free" for job in jobs)
+        is_shared = self.planned is not None or any(job.gradient_sum == "any_order" for job in jobs)
         return (self.chosen,) if is_shared else self.chosen.apart
 
     def notes(self, spec: RunSpec, model: ResolvedModel) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError
 from weft.plan.layout import Layout
-from weft.report.console import output_console
+from weft.report.readable import output_console
 from weft.spec import RunSpec, load_run
 from weft.wording import counted, size
 

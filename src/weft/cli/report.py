@@ -37,9 +37,9 @@ def report(
 def _write(directory: Path) -> tuple[Path, str | None, TimeSplit | None]:
     """Writes the page; returns where it is, the layout if it was divided, and where the time went if known."""
     from weft.errors import StorageError
-    from weft.report.made_with import layout_of
     from weft.report.page import write_report
     from weft.report.read_run import read_info, read_run
+    from weft.report.run_data import layout_of
     from weft.report.sweep.board import read_board
     from weft.report.sweep.page import write_sweep_report
     from weft.store.json_text import parse

@@ -30,7 +30,7 @@ from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaO
 from weft.cli.restart import through_losses
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, WeftError
-from weft.report.console import output_console
+from weft.report.readable import output_console
 from weft.spec import RunSpec
 from weft.spec.load import parse, place_of
 from weft.spec.load_sweep import check_trials, in_its_words, load_sweep, probe_jobs, space_of

@@ -24,6 +24,7 @@ from weft.data.chat.chat_template import template_digest
 from weft.engine.recorder import check_data
 from weft.errors import ConfigError, DataError, WeftError
 from weft.job_state import FINAL_STATES, JobState
+from weft.settings.fields import as_named_now
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint
 from weft.store.run_dir import RunDirectory
@@ -187,7 +188,7 @@ def _check_engine(now: RunRecord, directory: RunDirectory, any_capacity: bool) -
 
 def _changed(job: JobSpec, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a job that are not as they were recorded, and what they were."""
-    before = _flat(recorded)
+    before = _flat(as_named_now(JobSpec, recorded))
     # A setting that the run was recorded without did not exist then.
     return {name: before[name] for name, now in _flat(job_settings(job)).items() if before.get(name, now) != now}
 

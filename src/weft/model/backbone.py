@@ -216,11 +216,11 @@ class Backbone:
         seed: int,
         device: torch.device | None = None,
         objective: HeadObjective | None = None,
-        sums: str = "ordered",
+        gradient_sum: str = "in_order",
     ) -> Adapter:
         """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached.
 
-        `objective` is one that needs a head; `sums` is how gradients of samples are added, as a job says it.
+        `objective` is one that needs a head; `gradient_sum` is the job's setting.
         """
         self._refuse_lossless(spec)
         head = None
@@ -228,8 +228,8 @@ class Backbone:
             head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
         device = self.device if device is None else device
         parts = self._parts(spec, head)
-        places, is_free = self._targets(spec), self._are_free(spec, sums)
-        return Adapter(spec, method_of(spec), places, seed, device, parts, has_free_sums=is_free)
+        places, is_any_order = self._targets(spec), self._adds_in_any_order(spec, gradient_sum)
+        return Adapter(spec, method_of(spec), places, seed, device, parts, has_any_order_sums=is_any_order)
 
     def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str], head: HeadShape | None = None) -> Adapter:
         """An adapter beside the backbone that sits where a file says; its weights are loaded next."""
@@ -259,17 +259,18 @@ class Backbone:
             where="adapter.init_lora_weights",
         )
 
-    def _are_free(self, spec: AdapterSpec, sums: str) -> bool:
-        """Whether sums of an adapter's gradients are free; ConfigError where they cannot be."""
-        if sums != "free":
+    def _adds_in_any_order(self, spec: AdapterSpec, gradient_sum: str) -> bool:
+        """True if gradients are added in any order; ConfigError where that is not supported."""
+        if gradient_sum != "any_order":
             return False
         if self._path_for(spec) is not self.reference:
-            if not method_of(spec).has_free_kernels:
-                found = f"the fused kernels make free sums of lora, and this is {_named(spec)}"
-                raise ConfigError(f"{found}; use ordered, or device cpu with kernels reference.", where="sums")
+            if not method_of(spec).has_any_order_kernels:
+                reason = f"any_order has fused kernels for lora only, not for {_named(spec)}"
+                where = "gradient_sum"
+                raise ConfigError(f"{reason}; use in_order, or device cpu with kernels reference.", where=where)
         elif self.works_on:
-            found = f"free sums are made on a CPU or by the fused kernels, and here runs {self.kernels!r}"
-            raise ConfigError(f"{found}; use ordered.", where="sums")
+            reason = f"any_order needs a CPU or the fused kernels; the kernels here are {self.kernels}"
+            raise ConfigError(f"{reason}; use in_order.", where="gradient_sum")
         return True
 
     def lane(self, spec: AdapterSpec) -> str:

@@ -73,8 +73,8 @@ class OwnHead:
 
     def end_sample(self) -> None:
         """To be called when all blocks of a sample have added to the gradient of its own rows."""
-        if self._own.free_sums is not None:
-            self._own.free_sums.take_sample()
+        if self._own.any_order_sums is not None:
+            self._own.any_order_sums.take_sample()
 
 
 @dataclass(frozen=True, eq=False)

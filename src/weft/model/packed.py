@@ -44,7 +44,8 @@ class Placed:
     step_key: int | None = None
     """A number of its job's seed and step, in training."""
     is_apart: bool = False
-    """Whether its slot works on it by itself, as free sums need it; else neighbours of one slot go together."""
+    """Whether its slot works on it by itself, as order-independent sums need it; else neighbours of one slot go
+    together."""
     position: int = 0
     """Position of its first token; above 0 when earlier tokens are cached."""
     objective: LikelihoodObjective | None = None

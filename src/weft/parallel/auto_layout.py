@@ -180,7 +180,7 @@ def _choice(spec: RunSpec, model: ResolvedModel, jobs: Sequence[LayoutJob], mach
 def _jobs(spec: RunSpec, data: Sequence[Dataset | None]) -> list[LayoutJob]:
     """The jobs with the tokens that their global batches have on average."""
     return [
-        LayoutJob(_batch_tokens(job, own), cost_ranks(job.adapter).widest, job.sums == "free")
+        LayoutJob(_batch_tokens(job, own), cost_ranks(job.adapter).widest, job.gradient_sum == "any_order")
         for job, own in zip(spec.jobs, data, strict=True)
     ]
 

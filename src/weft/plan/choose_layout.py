@@ -2,7 +2,7 @@
 
 Predicted for a global batch of every job, W tokens in microbatches of at most c, against one device. Where W is less
 than c, a microbatch has what there is, which takes longer for each token. N devices as
-    whole replicas   max(W / N, tokens of the largest job whose sums are ordered): such a job has one home
+    whole replicas   max(W / N, tokens of the largest job that adds gradients in order): such a job has one home
     shards           the same, slowed down where weights take longer to gather than a microbatch to compute
     stages           (microbatches + N − 1) times the slowest stage with its transfer; where jobs fill each other's
                      gaps, the pipeline is filled once in 32 N microbatches, and no job's step takes less than its own
@@ -42,7 +42,7 @@ class LayoutJob:
     tokens: int
     """Of a global batch, on average."""
     rank: int
-    is_free: bool = False
+    is_any_order: bool = False
     """Its sums do not depend on any order, so that replicas may share its samples."""
 
 
@@ -142,7 +142,7 @@ def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, repli
     round_s = (num_there + filling) * slot_s(tokens_there)
     for job in jobs:
         # Its next global batch waits for its step, whoever trains beside it.
-        num_own, own_tokens = _microbatches(job.tokens / (shards if job.is_free else 1), capacity)
+        num_own, own_tokens = _microbatches(job.tokens / (shards if job.is_any_order else 1), capacity)
         round_s = max(round_s, (num_own + number - 1) * slot_s(own_tokens))
     return max(needs), num_microbatches * slot_seconds(cost, 1, [num_tokens]) / round_s
 
@@ -162,8 +162,8 @@ def _gain(
 
 
 def _share(jobs: Sequence[LayoutJob], part: float) -> float:
-    """Tokens of whoever has a part of all, if it can: a job whose sums are ordered has one home."""
-    return max(part * sum(job.tokens for job in jobs), *(0 if job.is_free else job.tokens for job in jobs))
+    """Tokens of whoever has a part of all, if it can: a job that adds gradients in order has one home."""
+    return max(part * sum(job.tokens for job in jobs), *(0 if job.is_any_order else job.tokens for job in jobs))
 
 
 def _microbatches(tokens: float, capacity: int) -> tuple[int, int]:

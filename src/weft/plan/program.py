@@ -6,9 +6,9 @@ job's step needs the norm of its whole gradient, which lies on all stages of a p
 (`Measure`), the first one judges, and each steps just before the job's next forward, when the verdict is there.
 
 A program may be for several whole replicas (`replica_sizes`): their stages follow one another, a microbatch is run by
-one of them, and a job whose sums are free has samples on several. Whoever had some measures, the first of these judges
-by the sum of all, and every stage of every replica steps. Where replicas share frozen weights (`shards`), stages with
-the same layers run in step. Devices that share every layer may run two microbatches side by side (`pairs`): both
+one of them, and a job with order-independent sums has samples on several. Whoever had some measures, the first of these
+judges by the sum of all, and every stage of every replica steps. Where replicas share frozen weights (`shards`), stages
+with the same layers run in step. Devices that share every layer may run two microbatches side by side (`pairs`): both
 forward, then both backward. Programs print, hash, and come back from JSON as they were.
 """
 

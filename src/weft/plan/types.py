@@ -83,7 +83,8 @@ class JobQueue:
     lane: str = ""
     """Jobs of different lanes never share a microbatch; most are in the common one."""
     home: int | None = 0
-    """The replica that runs it; None: its sums are free, so all of several do, and its samples may be in any order."""
+    """The replica that runs it; None: its sums do not depend on the order, so all of several do, and its samples may be
+    in any order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,11 @@ from typing import Any
 from weft import __version__
 from weft.report import readable
 from weft.report.charts import draw_charts, own_metrics
-from weft.report.document import Cell, json_for_script, packed_plotly, template_file, templates
+from weft.report.document import Cell, json_for_script, packed_plotly, template_file, templates, time_parts
 from weft.report.figure import job_colours
-from weft.report.made_with import made_with
 from weft.report.read_run import read_run
-from weft.report.run_data import JobReport, RunData
+from weft.report.run_data import JobReport, RunData, made_with
 from weft.report.time_charts import drawn_microbatches
-from weft.report.time_parts import time_parts
 from weft.store.atomic import write_file
 from weft.wall_clock import TimeSplit
 

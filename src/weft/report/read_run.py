@@ -14,6 +14,8 @@ from typing import Any
 from weft.engine.events import own_metrics
 from weft.errors import StorageError
 from weft.report.run_data import EvalPoint, JobReport, ReportSpan, RunData, TrainPoint, number
+from weft.settings.fields import as_named_now
+from weft.spec import JobSpec
 from weft.wall_clock import TimeSplit
 
 JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
@@ -51,7 +53,7 @@ def _read_job(run_dir: Path, name: str) -> JobReport:
     adapter = next((d for d in (job_dir / "adapter", job_dir) if (d / "adapter_config.json").is_file()), None)
     return JobReport(
         name,
-        _read_mapping(job_dir / "job.json"),
+        as_named_now(JobSpec, _read_mapping(job_dir / "job.json")),
         _read_mapping(job_dir / "status.json"),
         train,
         evals,

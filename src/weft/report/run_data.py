@@ -13,7 +13,7 @@ from weft.errors import ConfigError
 from weft.methods.configs import CONFIGS
 from weft.objectives.metrics import HEADLINES
 from weft.plan.layout import parse_layout
-from weft.report.made_with import layout_of, layouts_of
+from weft.report.run_data import layout_of, layouts_of
 from weft.settings.fields import without_foreign
 from weft.spec import AdapterSpec
 from weft.wall_clock import TimeSplit

@@ -47,7 +47,18 @@ class Rule:
         return f"at most {_plain(self.most)}" if self.most is not None and value > self.most else None
 
 
-class KnownKeywords:
+class FormerNames(type):
+    """Keywords may have the names that earlier versions had for them."""
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        former = {field.metadata.get("former"): field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        for key in settings:
+            if former.get(key) in settings:
+                raise ConfigError(f"{former[key]} and {key} are two names of one setting; keep one.")
+        return super().__call__(*args, **{former.get(key, key): value for key, value in settings.items()})
+
+
+class KnownKeywords(metaclass=FormerNames):
     """A spec that people make in Python: a keyword it does not have is a ConfigError with the one that was meant."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
@@ -70,6 +81,7 @@ def setting(
     *,
     factory: Callable[[], Any] | None = None,
     aliases: tuple[str, ...] = (),
+    former: str | None = None,
     rule: Rule | None = None,
     choices: tuple[Any, ...] | None = None,
     methods: tuple[str, ...] = (),
@@ -81,10 +93,11 @@ def setting(
     """A dataclass field with the names users know it by and the values it takes.
 
     It may be of some PEFT methods only, or of some objectives or optimizers. Synonyms are other words for the choices.
-    In a path, `~` is the user's home.
+    In a path, `~` is the user's home. `former` is the name in earlier versions, which Python code may still use.
     """
     metadata = {
-        "aliases": aliases,
+        "aliases": aliases if former is None else (*aliases, former),
+        "former": former,
         "rule": rule,
         "choices": choices,
         "methods": methods,
@@ -217,6 +230,13 @@ def field_names(cls: type) -> dict[str, str]:
         names[field.name] = field.name
         names.update(dict.fromkeys(field.metadata.get("aliases", ()), field.name))
     return names
+
+
+def as_named_now(cls: type, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that any version recorded, with today's names and values."""
+    names, synonyms = field_names(cls), {field.name: field.metadata["synonyms"] for field in dataclasses.fields(cls)}
+    now = {names.get(name, name): value for name, value in recorded.items()}
+    return {n: synonyms.get(n, {}).get(value, value) if isinstance(value, str) else value for n, value in now.items()}
 
 
 def join(where: str, key: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.settings.fields import KnownKeywords, above, at_least, describe, read, setting, validate
-from weft.spec.job import SUMS
+from weft.spec.job import GRADIENT_SUMS, SUMS_BEFORE
 from weft.spec.load import parse, place_of
 from weft.spec.run import QUANTISATIONS, RECOMPUTE
 
@@ -72,9 +72,9 @@ class ClusterJobSpec(KnownKeywords):
     """Samples of its global batch."""
     r: int = setting(16, aliases=("rank",), rule=at_least(1, 4096))
     """Rank of its adapter."""
-    sums: str = setting("free", choices=SUMS)
-    """As in a jobs file, where ordered is the default: such a job has one replica as its home. Free sums are what lets
-    replicas share a job's samples."""
+    gradient_sum: str = setting("any_order", former="sums", choices=GRADIENT_SUMS, synonyms=SUMS_BEFORE)
+    """As in a jobs file, where in_order is the default: such a job has one replica as its home. With any_order replicas
+    share a job's samples."""
 
     def __post_init__(self) -> None:
         validate(self)

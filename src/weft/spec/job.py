@@ -39,7 +39,9 @@ COLUMNS = (
 )
 OBJECTIVES = ("auto", *dict.fromkeys(("supervised", "weighted", *REGISTRY)))
 DEFAULT_MOMENTUM = {"muon": 0.95}
-SUMS = ("ordered", "free")
+GRADIENT_SUMS = ("in_order", "any_order")
+SUMS_BEFORE: Mapping[str, str] = {"ordered": "in_order", "free": "any_order"}
+"""The values of `sums`, as gradient_sum was called before."""
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED_NAMES = ("run.json", "timeline.json", "time.json", "report.html", "tensorboard")
@@ -153,10 +155,10 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
     no average."""
     max_grad_norm: float = setting(1.0, aliases=("gradient_clipping",), rule=at_least(0))
     """Norm to clip this job's gradient to; 0: no clipping."""
-    sums: str = setting("ordered", choices=SUMS)
-    """How gradients of samples are added: ordered, in fp32 and in the job's order, or free, as whole numbers, so that
-    no order of samples changes a bit. Free sums are for CPUs, and of lora for the fused kernels too; they take up to 16
-    bytes a trainable parameter."""
+    gradient_sum: str = setting("in_order", former="sums", choices=GRADIENT_SUMS, synonyms=SUMS_BEFORE)
+    """How gradients of samples are added: in_order, in fp32 and in the job's order, or any_order, as integers, so that
+    the order of samples does not change a bit. any_order runs on CPUs and, for lora, with the fused kernels; it takes
+    up to 16 bytes a trainable parameter."""
     loraplus_lr_ratio: float | None = setting(None, rule=above(0), methods=LORA_KINDS)
     """LoRA+: learning rate of B over that of A."""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import ConfigError, closest
-from weft.settings.fields import convert, describe, field_names, join
+from weft.settings.fields import as_named_now, convert, describe, field_names, join
 from weft.spec.adapter import AdapterSpec
 from weft.spec.job import JobSpec
 
@@ -57,6 +57,11 @@ class Choices:
     def holds(self, value: Any) -> bool:
         """Whether a value is one of them."""
         return any(same(value, mine) for mine in self.values)
+
+    def value_of(self, value: Any) -> Any:
+        """The one of them that a value means, under any of its names; else the value."""
+        now = _as_named_now(self.name, value)
+        return next((mine for mine in self.values if same(now, _as_named_now(self.name, mine))), value)
 
     def samples(self) -> tuple[Any, ...]:
         """Values that show whether all of them can be used."""
@@ -170,6 +175,8 @@ class Space:
                 value = given.get(path)
                 if path not in given and not applies(path, given.get(_METHOD)):
                     value = parameter.samples()[0]
+                if isinstance(parameter, Choices):
+                    value = parameter.value_of(value)
             if value is None or not parameter.holds(value):
                 return None
             point[parameter.name] = value
@@ -236,6 +243,13 @@ def setting_path(name: str) -> str:
     if known is not None or rest:
         return known or name
     return f"adapter.{field_names(AdapterSpec)[name]}" if name in field_names(AdapterSpec) else name
+
+
+def _as_named_now(name: str, value: Any) -> Any:
+    """A value of the parameter `name` with today's word for it."""
+    path = setting_path(name)
+    inner = path.removeprefix("adapter.")
+    return as_named_now(JobSpec if inner == path else AdapterSpec, {inner: value})[inner]
 
 
 def _parameters(tree: Mapping[Any, Any], prefix: str, where: str) -> Iterator[Parameter]:
@@ -375,4 +389,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_part(value: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    return all(setting_path(k) in given and same(v, given[setting_path(k)]) for k, v in value.items())
+    return all(
+        setting_path(k) in given and same(_as_named_now(k, v), _as_named_now(k, given[setting_path(k)]))
+        for k, v in value.items()
+    )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from weft import faults
 from weft.errors import StorageError
-from weft.store.guard import ask_guards
+from weft.store.atomic import ask_guards
 
 TEMP_PREFIX = ".tmp-weft-"
 """How the name of everything unfinished starts."""

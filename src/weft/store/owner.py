@@ -23,8 +23,7 @@ from typing import Any
 
 from weft.errors import StorageError
 from weft.store import json_text
-from weft.store.atomic import storage_errors
-from weft.store.guard import add_guard
+from weft.store.atomic import add_guard, storage_errors
 
 BEAT_S = 5.0
 """Seconds between two signs of life of an owner."""

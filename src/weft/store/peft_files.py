@@ -37,9 +37,16 @@ from weft.spec.run import EMBEDDED
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
 from weft.store.peft_config import config_of, method_named, spec_of
-from weft.store.row_files import ROWS, check_rows, names_in_file, rows_in_file
+from weft.store.row_files import (
+    ROWS,
+    check_rows,
+    names_in_file,
+    read_new_tokens,
+    resizing,
+    rows_in_file,
+    write_tokenizer,
+)
 from weft.store.tensor_file import file_pieces
-from weft.store.tokenizer_files import read_new_tokens, resizing, write_tokenizer
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"

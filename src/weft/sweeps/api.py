@@ -28,8 +28,7 @@ from weft.spec.load import parse
 from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of, sweep_from_mapping
 from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec, resolved_sweep
-from weft.store.atomic import remove_leftovers, write_file
-from weft.store.guard import add_guard
+from weft.store.atomic import add_guard, remove_leftovers, write_file
 from weft.store.run_dir import RunDirectory
 from weft.sweeps.configure import Configurations
 from weft.sweeps.context import SweepContext

@@ -147,18 +147,18 @@ def test_weight_grad_when_some_sums_are_free_then_words_hold_what_is_added_and_o
 ):
     """The kernel's words come to the twin's sums; gradients of slots with ordered sums do not notice."""
     totals, grads = [], []
-    for run, is_free in ((weight_grad_reference, True), (weight_grad_kernel, True), (weight_grad_kernel, False)):
+    for run, is_any_order in ((weight_grad_reference, True), (weight_grad_kernel, True), (weight_grad_kernel, False)):
         torch.manual_seed(0)
         setting = one_site(sizes, 70, slots=slots)
         site = setting.sites[0]
         x_TD, dy_TO = setting.random(128, 70), setting.random(128, sum(sizes))
         s, ds = setting.delta(site), setting.delta(site)
         before = {place: [each.clone() for each in own] for place, own in gradients(setting).items()}
-        words = with_words(setting) if is_free else []
+        words = with_words(setting) if is_any_order else []
         run(x_TD, s.s_TR, dy_TO, ds.s_TR, site, setting.rows, setting.table)
         totals.append([total_of_words(each) for each in words])
         grads.append(gradients(setting))
-        if is_free:
+        if is_any_order:
             for (slot, number), own in grads[-1].items():
                 assert slot % 2 == 0 or all(a.equal(b) for a, b in zip(own, before[slot, number], strict=True))
     assert any(total.any() for total in totals[0])

@@ -14,7 +14,7 @@ import pytest
 from weft.data.sample import Sample
 from weft.engine.execute.memory import COMPILING, ExpectedJobs, load_within
 from weft.kernels.device import GpuKind
-from weft.kernels.lora.tables import FREE
+from weft.kernels.lora.tables import ANY_ORDER
 from weft.model.ahead import compile_ahead
 from weft.model.ahead.compile_ahead import CompileAhead, read_config, start
 from weft.model.ahead.request import KernelRequest
@@ -104,10 +104,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def asked(cache: Path, spec: BackboneSpec, *adapters: AdapterSpec, have_free: bool = False) -> KernelRequest | None:
+def asked(
+    cache: Path, spec: BackboneSpec, *adapters: AdapterSpec, have_any_order: bool = False
+) -> KernelRequest | None:
     """What another process is asked to compile; None if none is started."""
     before = set(cache.glob("*"))
-    ahead = start(resolve(spec, DEVICES["h200"]), adapters, len(adapters), have_free=have_free)
+    ahead = start(resolve(spec, DEVICES["h200"]), adapters, len(adapters), have_any_order=have_any_order)
     if ahead is None:
         return None
     with contextlib.closing(ahead):
@@ -125,8 +127,8 @@ def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(gpu)
     assert request.others == (("inputs", "down"), ("outputs", "qkv"))
     assert (request.dtype, request.quantize, request.gpu) == ("bfloat16", "fp8", H200)
     assert request.config["model_type"] == "llama"
-    free = asked(gpu, BackboneSpec("tiny"), AdapterSpec(r=8), have_free=True)
-    assert free is not None and free.others == (FREE,)
+    free = asked(gpu, BackboneSpec("tiny"), AdapterSpec(r=8), have_any_order=True)
+    assert free is not None and free.others == (ANY_ORDER,)
 
 
 @pytest.mark.parametrize(

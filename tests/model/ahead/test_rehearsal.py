@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"model": LARGE, "quantize": "int8"},
     "mlp again": {"recompute": "mlp"},
     "all again": {"recompute": "full"},
-    "free sums": {"model": LARGE, "sums": "free"},
+    "any order": {"model": LARGE, "gradient_sum": "any_order"},
     "many jobs": {"ranks": (8,) * 33},
     "bottleneck": {"model": LARGE, "method": "bottleneck", "ranks": (64, 64)},
     "dora": {"model": LARGE, "method": "dora", "ranks": (8, 12)},
@@ -125,7 +125,9 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     for rank, dropout in jobs:
         spec = adapter_spec(method, rank, dropout)
         with patch.object(Adapter, "_initialise"):  # of weights without numbers there is nothing to begin with
-            adapter = backbone.new_adapter(spec, 0, torch.device("cpu"), sums=case.get("sums", "ordered"))
+            adapter = backbone.new_adapter(
+                spec, 0, torch.device("cpu"), gradient_sum=case.get("gradient_sum", "in_order")
+            )
         adapter._take({name: group.params.to(meta) for name, group in adapter.groups.items()})
         slot = backbone.attach(adapter)
         optimizers.append(AdamW(adapter, JobSpec(name="a", train_data="a.jsonl", adapter=spec)))
@@ -172,7 +174,7 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
     """What a run launches beside what was rehearsed for it."""
     from tiny_families import FAMILIES
 
-    from weft.kernels.lora.tables import FREE
+    from weft.kernels.lora.tables import ANY_ORDER
     from weft.kernels.recorded import recorded_launches
     from weft.methods.registry import method_of
     from weft.model.ahead.rehearsal import rehearse
@@ -181,7 +183,7 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
     ranks, dropout = case.get("ranks", (8, 12)), case.get("dropout", 0.0)
     specs = [adapter_spec(case.get("method", "lora"), rank) for rank in ranks]
     method = method_of(specs[0])
-    free = {FREE} if case.get("sums") == "free" else set()
+    free = {ANY_ORDER} if case.get("gradient_sum") == "any_order" else set()
     request = KernelRequest(
         # As in the model's directory.
         config=json.loads(model.config.to_json_string()),

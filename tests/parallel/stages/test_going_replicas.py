@@ -69,9 +69,9 @@ def test_spread_jobs_when_replicas_go_on_then_have_the_bits_of_one_device(seed, 
     rng = random.Random(seed)
     layout = rng.choice([((2,), (2,)), ((2,), (1, 1)), ((1, 1), (1, 1)), ((2,), (1, 1), (2,))])
     sizes = tuple(map(len, layout))
-    sums = ["free", "free", "ordered", rng.choice(["free", "ordered"])]
-    first = [short(name, k, max_steps=rng.randint(2, 6), sums=sums[k]) for k, name in enumerate("abc")]
-    late = short("late", 3, max_steps=3, sums=sums[3])
+    sums = ["any_order", "any_order", "in_order", rng.choice(["any_order", "in_order"])]
+    first = [short(name, k, max_steps=rng.randint(2, 6), gradient_sum=sums[k]) for k, name in enumerate("abc")]
+    late = short("late", 3, max_steps=3, gradient_sum=sums[3])
     planner = UnlikeDeals(sizes, tuple(LinearCost(4.0, token_s=1 / size) for size in sizes), rng=rng)
     watched = Watched(monkeypatch, planner, layout)
     submit(watched.engine, *first)
@@ -88,7 +88,7 @@ def test_spread_job_when_it_comes_to_replicas_that_shared_none_then_these_run_em
     """Only while none is at work are ways opened between them; from then on they go on again."""
     layout = ((2,), (2,))
     jobs = [short("a", max_steps=8), short("b", 1, max_steps=8)]
-    free = short("free", 2, max_steps=6, sums="free")
+    free = short("free", 2, max_steps=6, gradient_sum="any_order")
     watched = Watched(monkeypatch, planner_of(*layout), layout)
     submit(watched.engine, *jobs)
 

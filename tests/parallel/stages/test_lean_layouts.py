@@ -23,8 +23,8 @@ def test_run_when_resumed_under_layouts_of_whole_replicas_then_the_files_are_tho
         return Engine(random_backbone("llama", num_hidden_layers=LAYERS), capacity=48)
 
     jobs = [
-        (job_spec(name, sums=sums, **LEAN), random_data(seed, num_samples=7))
-        for seed, (name, sums) in enumerate({"a": "free", "b": "ordered", "c": "ordered"}.items())
+        (job_spec(name, gradient_sum=sums, **LEAN), random_data(seed, num_samples=7))
+        for seed, (name, sums) in enumerate({"a": "any_order", "b": "in_order", "c": "in_order"}.items())
     ]
     train_until(whole(), tmp_path / "one", 8, jobs)
     engines: list[Callable[[], Engine]] = [lambda: sharded(2)[0], whole, lambda: engine_of((LAYERS,), (LAYERS,)), whole]

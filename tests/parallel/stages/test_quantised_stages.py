@@ -19,7 +19,7 @@ from weft.plan.program import Planner
 from weft.plan.spread.planner import SpreadPlanner
 from weft.spec import BackboneSpec
 
-JOBS = [small_job("a", max_steps=2, max_grad_norm=0.05), small_job("b", 1, max_steps=2, sums="free")]
+JOBS = [small_job("a", max_steps=2, max_grad_norm=0.05), small_job("b", 1, max_steps=2, gradient_sum="any_order")]
 
 
 @pytest.mark.parametrize(("quantize", "kernels"), [("nf4", "fused"), slow("int8", "reference"), ("fp8", "reference")])

@@ -108,7 +108,10 @@ def test_jobs_when_shards_are_combined_then_have_the_bits_of_one_device(copies):
 def test_devices_with_unequal_work_then_gather_the_same_layers_in_the_same_order(copies):
     """A device without work, too: nobody waits for a peer that has no more samples. Others gather nothing, and nobody
     does again what always stays."""
-    own = [small_job("short", max_steps=2), small_job("long", 1, max_steps=5, sums="free", global_batch_size=7)]
+    own = [
+        small_job("short", max_steps=2),
+        small_job("long", 1, max_steps=5, gradient_sum="any_order", global_batch_size=7),
+    ]
     engine, peers = shared_by(*copies)
     submit(engine, *own)
     engine.run()
@@ -143,7 +146,7 @@ def test_run_when_resumed_under_another_layout_then_the_files_are_those_of_one_d
     def whole() -> Engine:
         return Engine(random_backbone("llama", num_hidden_layers=LAYERS), capacity=48)
 
-    own = [small_job("a", sums="free", max_steps=6, ema_decay=0.5), small_job("b", 1, max_steps=6)]
+    own = [small_job("a", gradient_sum="any_order", max_steps=6, ema_decay=0.5), small_job("b", 1, max_steps=6)]
     train_until(whole(), tmp_path / "one", 6, own)
     layouts: list[list[Copy]] = [[(2, WHOLE), (1, (1, 2))], [(2, (1, 2))], [(3, WHOLE)]]
     for place, copies in enumerate(layouts):

@@ -35,11 +35,14 @@ LAYERS = 2
 
 def jobs() -> list[Job]:
     """Two that are spread, clipped and with dropout, and two at home, one of which is evaluated and stops early."""
-    free: dict[str, Any] = {"sums": "free", "max_steps": 3, "max_grad_norm": 0.05}
+    free: dict[str, Any] = {"gradient_sum": "any_order", "max_steps": 3, "max_grad_norm": 0.05}
     early = {"eval_data": 2, "eval_steps": 1, "early_stopping_patience": 1, "learning_rate": 0.5, "max_steps": 3}
     return [
         (job_spec("free", adapter={"lora_dropout": 0.1, "r": 3}, **free), random_data(1, num_samples=8)),
-        (job_spec("judged", seed=3, sums="free", adapter={"lora_dropout": 0.2}, **early), random_data(3, num_eval=2)),
+        (
+            job_spec("judged", seed=3, gradient_sum="any_order", adapter={"lora_dropout": 0.2}, **early),
+            random_data(3, num_eval=2),
+        ),
         small_job("a", max_grad_norm=0.05, max_steps=2),
         small_job("b", 1, global_batch_size=7, max_steps=2),
     ]
@@ -128,7 +131,7 @@ def test_samples_when_a_job_is_spread_then_run_on_all_replicas_and_others_at_hom
 @pytest.mark.parametrize("make", [odd_jobs, objective_jobs])
 def test_methods_optimizers_and_objectives_when_spread_then_have_the_bits_of_one_device(make):
     """Penalties are added once, heads are on the last stages, and what belongs together stays together."""
-    own = [(replace(spec, sums="free"), data) for spec, data in make()]
+    own = [(replace(spec, gradient_sum="any_order"), data) for spec, data in make()]
     expected = train(random_backbone("llama_odd", num_hidden_layers=3), own, capacity=48)
     planner = SpreadPlanner((1, 2), (LinearCost(), LinearCost(token_s=0.5)))
     engine = Engine(staged_executor("llama_odd", (3,), (1, 2)), capacity=48, planner=planner)
@@ -141,7 +144,7 @@ def test_run_when_resumed_under_any_layout_then_the_files_are_those_of_one_devic
     def whole() -> Engine:
         return Engine(random_backbone("llama", num_hidden_layers=LAYERS), capacity=48)
 
-    own = [small_job("a", sums="free", max_steps=8, ema_decay=0.5), small_job("b", 1, max_steps=8)]
+    own = [small_job("a", gradient_sum="any_order", max_steps=8, ema_decay=0.5), small_job("b", 1, max_steps=8)]
     train_until(whole(), tmp_path / "one", 8, own)
     layouts: list[tuple[tuple[int, ...], ...]] = [((2,), (2,)), (), ((1, 1),), ((1, 1), (2,))]
     for place, layout in enumerate(layouts):
@@ -180,7 +183,7 @@ def test_jobs_when_others_join_pause_and_leave_then_have_the_bits_of_one_device(
 def test_job_when_it_diverges_on_one_replica_then_ends_as_on_one_device_and_the_others_go_on(is_planted):
     """No replica takes a step that another one leaves out."""
     settings = {"max_steps": 8} if is_planted else {"max_steps": 3, "learning_rate": 1e9}
-    own = [(job_spec("spoilt", sums="free", **settings), random_data(1)), small_job("good", max_steps=3)]
+    own = [(job_spec("spoilt", gradient_sum="any_order", **settings), random_data(1)), small_job("good", max_steps=3)]
     one, several = Engine(random_backbone("llama", num_hidden_layers=LAYERS), capacity=48), engine_of((2,), (1, 1))
     found = []
     for engine in (one, several):
@@ -203,7 +206,7 @@ def test_job_when_it_diverges_on_one_replica_then_ends_as_on_one_device_and_the_
 def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bits():
     """The validator lets nothing through that would train anything else, or wait for ever."""
     rng = random.Random(4)
-    own = [small_job("a", max_steps=3, max_grad_norm=0.1, sums="free"), small_job("b", 1, max_steps=2)]
+    own = [small_job("a", max_steps=3, max_grad_norm=0.1, gradient_sum="any_order"), small_job("b", 1, max_steps=2)]
     expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=24)
     planner, counts = SpreadPlanner((1, 2), (LinearCost(), LinearCost(token_s=0.5))), Counter[bool]()
 
@@ -223,7 +226,10 @@ def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bit
 
 def test_steps_when_replicas_measure_them_in_unlike_orders_then_have_the_bits_of_one_device():
     """Messages have no names: the judge knows in which order another replica sends."""
-    own = [small_job(name, seed, max_steps=3, sums="free", max_grad_norm=0.1) for seed, name in enumerate("abc")]
+    own = [
+        small_job(name, seed, max_steps=3, gradient_sum="any_order", max_grad_norm=0.1)
+        for seed, name in enumerate("abc")
+    ]
     expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
     planner, num_unlike = SpreadPlanner((1, 2), (LinearCost(), LinearCost(token_s=0.5))), 0
 

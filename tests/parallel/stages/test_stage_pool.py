@@ -106,10 +106,10 @@ def test_jobs_when_replicas_are_processes_then_have_the_bits_of_one_device(sizes
     """Two that are spread over both, with dropout and clipping, and two at home on one; where no adapter is cut, two
     have moments of 8 bits. When a process of one is killed, all end."""
     settings = {"max_steps": num_steps, "max_grad_norm": 0.1, "adapter": {"lora_dropout": 0.1}}
-    sums = {"a": "free", "b": "free", "c": "ordered", "d": "ordered"}
+    sums = {"a": "any_order", "b": "any_order", "c": "in_order", "d": "in_order"}
     lean = {"a": "adamw_8bit", "c": "adamw_8bit"} if max(sizes) == 1 else {}
     own: list[Any] = [
-        (job_spec(name, sums=kind, optim=lean.get(name, "adamw"), **settings), random_data(seed, num_samples=9))
+        (job_spec(name, gradient_sum=kind, optim=lean.get(name, "adamw"), **settings), random_data(seed, num_samples=9))
         for seed, (name, kind) in enumerate(sums.items())
     ]
     expected = train(load_backbone(SPEC), own, capacity=32)

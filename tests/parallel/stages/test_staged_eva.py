@@ -23,7 +23,11 @@ EVA: dict[str, Any] = {"r": 4, "init_lora_weights": "eva", "rank_pattern": {"v_p
 
 def jobs() -> list[Job]:
     """One with modules everywhere, one that some stages have nothing of, one of free sums, and a neighbour."""
-    own = [("all", EVA, {}), ("middle", {**EVA, "layers_to_transform": (1,)}, {}), ("free", EVA, {"sums": "free"})]
+    own = [
+        ("all", EVA, {}),
+        ("middle", {**EVA, "layers_to_transform": (1,)}, {}),
+        ("free", EVA, {"gradient_sum": "any_order"}),
+    ]
     return [
         *(
             (job_spec(name, seed=3, adapter=adapter, max_steps=2, **settings), random_data(place, num_samples=12))

@@ -166,7 +166,7 @@ def test_jobs_when_stages_take_the_fused_kernels_then_have_the_bits_of_one_devic
 
 def test_jobs_when_spread_over_unlike_replicas_then_have_the_bits_of_one_device(folder, expected):
     """However their samples are dealt out, each replica hears what it has to know."""
-    free = [job for job in all_jobs(folder, sums="free") if job[0].name in ("dpo", "student")]
+    free = [job for job in all_jobs(folder, gradient_sum="any_order") if job[0].name in ("dpo", "student")]
     other = [job for job in all_jobs(folder) if job[0].name in ("ipo", "kto")]
     whole = random_backbone("llama", num_hidden_layers=LAYERS)
     check(engine_of((3,), (1, 2), seed=2), free + other, expected | train(whole, free, capacity=48))

@@ -63,7 +63,7 @@ def test_rows_when_the_model_is_cut_then_have_the_bits_of_one_device(model, sett
 
 @pytest.mark.parametrize(("name", "rows"), [("llama_tied", TIED), ("llama_bias", UNTIED)])
 def test_rows_when_sums_are_free_over_unlike_replicas_then_have_the_bits_of_one_device(name, rows):
-    many = jobs(rows, sums="free")
+    many = jobs(rows, gradient_sum="any_order")
     expected = train(random_backbone(name, num_hidden_layers=LAYERS), many, capacity=48)
     engine = engine_of((3,), (1, 2), seed=2, name=name)
     submit(engine, *many)

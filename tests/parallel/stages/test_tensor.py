@@ -163,7 +163,7 @@ def assert_near_files(one: Path, moved: Path) -> None:
             "diff_pruning chooses among the numbers of whole weights; with tensor:N use bitfit, bottleneck, dora, ia3, "
             "lora, prefix_tuning, prompt_tuning, vera.",
         ),
-        ({"sums": "free"}, "sums", "devices that share layers add up in their order; with tensor:N use ordered."),
+        ({"gradient_sum": "any_order"}, "gradient_sum", "any_order is not supported with tensor:N; use in_order."),
     ],
 )
 def test_job_when_it_cannot_share_layers_then_is_refused_in_a_sentence(settings, where, why):

@@ -137,7 +137,7 @@ def test_plan_when_jobs_have_homes_then_none_of_all_plans_is_better(seed, num_gp
 
 def test_plan_when_the_only_job_has_a_home_then_there_is_one_replica_and_the_rest_stays_free():
     """Its samples may not be shared out, so replicas beside its home would stand idle."""
-    jobs = [DeployJob("a", 32, KnownLengths((100, 200)), is_free) for is_free in (True, False)]
+    jobs = [DeployJob("a", 32, KnownLengths((100, 200)), is_any_order) for is_any_order in (True, False)]
     shared, at_home = (
         plan_deployment(DeployProblem(drawn_problem(0).kinds, {"gpus": 8}, expected_batch([job]))) for job in jobs
     )
@@ -239,7 +239,7 @@ def test_lengths_when_drawn_then_have_the_mean_and_skewness_asked_for():
 def test_expected_batch_when_a_job_has_a_home_then_just_its_samples_are_there_and_its_longest():
     """Those that are shared out are rounded up, so that no bucket is forgotten."""
     rare = KnownLengths((100,) * 999 + (900,))
-    free, at_home = (expected_batch([DeployJob("a", 4, rare, is_free)]) for is_free in (True, False))
+    free, at_home = (expected_batch([DeployJob("a", 4, rare, is_any_order)]) for is_any_order in (True, False))
     assert free.at_home == () and dict(zip(free.bounds, free.counts, strict=True)) == {128: 4, 960: 1}
     assert at_home.bounds == free.bounds and at_home.counts == (3, 1) and at_home.at_home == ((3, 1),)
     both = expected_batch([DeployJob("a", 4, rare), DeployJob("b", 2, KnownLengths((100, 500)), False)])

@@ -29,9 +29,9 @@ def kinds(*_: object) -> list[ReplicaKind]:
     return [ReplicaKind(ReplicaTime(ReplicaLayout(stages=size), most, time, 8), "cpu") for size, most in HOLDS.items()]
 
 
-def job(name: str, longest: int, steps: int, *, is_free: bool = True) -> RemainingJob:
+def job(name: str, longest: int, steps: int, *, is_any_order: bool = True) -> RemainingJob:
     lengths = np.random.default_rng(0).integers(16, longest, 40).tolist()
-    return RemainingJob(name, 8, (*lengths, longest), 8, steps, is_free)
+    return RemainingJob(name, 8, (*lengths, longest), 8, steps, is_any_order)
 
 
 CLUSTER = ClusterForecaster({"cpu": 3}, kinds)
@@ -54,7 +54,9 @@ def test_cluster_when_a_long_job_arrives_then_the_small_replicas_are_said_not_to
 
 def test_cluster_when_the_job_left_has_ordered_sums_then_replicas_beside_its_home_save_nothing():
     """Shared out, its samples would take a third of the time; but they cannot be."""
-    free, ordered = (CLUSTER([job("a", 100, 10, is_free=free)], parse_layout("spread:3")) for free in (True, False))
+    free, ordered = (
+        CLUSTER([job("a", 100, 10, is_any_order=free)], parse_layout("spread:3")) for free in (True, False)
+    )
     assert free.now is not None and ordered.now is not None and ordered.now.step_s > 1.5 * free.now.step_s
     assert len(ordered.planned.layout.replicas) == 1
 

@@ -15,7 +15,7 @@ from weft.plan.simulate.layout_forecast import forecast_replicas
 from weft.plan.types import Limits
 
 JOBS = [outline("a", 4, (300, 400)), outline("b", 4, (300, 400))]
-FREE = [replace(JOBS[0], is_free=True)]
+FREE = [replace(JOBS[0], is_any_order=True)]
 
 
 def test_forecast_when_each_replica_has_a_job_then_takes_as_long_as_one_job_alone():

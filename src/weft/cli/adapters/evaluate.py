@@ -17,7 +17,7 @@ from weft.cli.adapters.logits import check_logits, speaker, write_logits
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, DataError, closest
 from weft.objectives.metrics import is_share
-from weft.report.console import output_console
+from weft.report.readable import output_console
 
 if TYPE_CHECKING:
     from weft.data.chat.chat_template import Tokenizer

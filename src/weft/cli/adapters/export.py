@@ -106,7 +106,7 @@ def _refuse_existing(out: Path | None) -> None:
 def _copy(directory: Path, out: Path) -> None:
     from weft.store.atomic import make_directories, staged_directory, write_unsynced
     from weft.store.peft_files import CARD_FILE, CONFIG_FILE, LABELS_FILE, TEMPLATE_FILE, TENSORS_FILE
-    from weft.store.tokenizer_files import TOKENIZER_FILES
+    from weft.store.row_files import TOKENIZER_FILES
 
     with contextlib.ExitStack() as undo:
         make_directories(out.parent, undo)
@@ -121,8 +121,8 @@ def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     """What to type next."""
     from weft.methods.registry import cost_ranks
     from weft.store.peft_files import TASKS, TEMPLATE_FILE
+    from weft.store.row_files import resizing
     from weft.store.servers import VLLM_DEFAULT_RANK, VLLM_RANKS
-    from weft.store.tokenizer_files import resizing
 
     base, adapter = shlex.quote(_base(stored)), shlex.quote(f"{stored.name}={directory}")
     # A server has one template for all it serves.

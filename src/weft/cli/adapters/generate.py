@@ -15,7 +15,7 @@ from rich.text import Text
 
 from weft.cli.user_path import user_path
 from weft.errors import ConfigError, StorageError
-from weft.report.console import output_console
+from weft.report.readable import output_console
 
 if TYPE_CHECKING:
     from weft.data.chat.chat_template import Tokenizer

@@ -12,7 +12,7 @@ from rich.table import Table
 from weft.cli.user_path import user_path
 from weft.errors import ModelError, StorageError
 from weft.report import readable
-from weft.report.console import output_console
+from weft.report.readable import output_console
 from weft.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:

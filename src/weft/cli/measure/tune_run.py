@@ -32,7 +32,7 @@ from weft.model.resolve import ResolvedModel, resolve
 from weft.model.source import load_tokenizer
 from weft.parallel.load_staged import load_staged
 from weft.plan.cost.rows import choose_capacity
-from weft.report.console import output_console
+from weft.report.readable import output_console
 from weft.spec import RunSpec, load_run
 
 

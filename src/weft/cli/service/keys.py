@@ -11,7 +11,7 @@ from rich.table import Table
 
 from weft.cli.service.serve import DataDir, DbUrl, need_serve, open_home
 from weft.errors import ConfigError
-from weft.report.console import output_console
+from weft.report.readable import output_console
 
 if TYPE_CHECKING:
     from weft.serve.db.engine import Database

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 
 from weft.cli.service.keys import DATA_DIR, open_service, plain_table
 from weft.cli.service.serve import DataDir, DbUrl
-from weft.report.console import PIPE_COLUMNS, output_console
+from weft.report.readable import PIPE_COLUMNS, output_console
 from weft.wording import size
 
 workers = typer.Typer(help="Workers of the service, on all machines.", no_args_is_help=True, rich_markup_mode=None)

@@ -114,7 +114,7 @@ class LocalExecutor:
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state on the CPU."""
         spec, head = job.spec, job.batches.data.head
-        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.sums)
+        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.gradient_sum)
         refuse_idle_rates(job.spec.learning_rate_pattern, list(adapter.modules))
         if job.start is not None:
             self.check_rows(job)
@@ -329,7 +329,7 @@ class LocalExecutor:
     def _twin(self, name: str) -> ExecutedJob:
         given = self.jobs[name].given
         spec, head = given.spec, given.batches.data.head
-        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, objective=head, sums=spec.sums)
+        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, objective=head, gradient_sum=spec.gradient_sum)
         weights, reference = JobWeights(given.spec, adapter), self._reference(given)
         weights.slot = self.backbone.attach(weights.adapter)
         if reference is not None:

@@ -126,20 +126,24 @@ class ExpectedJobs:
     adapters: tuple[AdapterSpec, ...]
     most: int
     """How many may train at a time."""
-    have_free: bool = False
-    """Whether the sums of some are free."""
+    have_any_order: bool = False
+    """True if some have order-independent sums."""
 
     @classmethod
     def of(cls, jobs: Sequence[JobSpec], most: int | None) -> ExpectedJobs:
         """These, of which at most so many train at a time; None: all."""
-        return cls(tuple(job.adapter for job in jobs), most or len(jobs), any(job.sums == "free" for job in jobs))
+        return cls(
+            tuple(job.adapter for job in jobs), most or len(jobs), any(job.gradient_sum == "any_order" for job in jobs)
+        )
 
     def compile_ahead(self, resolved: ResolvedModel, tensor: int = 1) -> compile_ahead.CompileAhead | None:
         """Begins to compile the kernels they need, where that has not been done before.
 
         `tensor`: devices that share every layer.
         """
-        return compile_ahead.start(resolved, self.adapters, self.most, have_free=self.have_free, tensor=tensor)
+        return compile_ahead.start(
+            resolved, self.adapters, self.most, have_any_order=self.have_any_order, tensor=tensor
+        )
 
 
 USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank in (16, 64)), 32)

@@ -59,7 +59,7 @@ def place_segment(
         weight=1.0 / batch.divisor,
         dropout_key=mix(seed, step, segment.index),
         step_key=mix(seed, step),
-        is_apart=job.spec.sums == "free",
+        is_apart=job.spec.gradient_sum == "any_order",
         objective=batches.data.judge,
         head=batches.data.head,
         reference=None if reference is None else reference.rows(member.own, slot, row_tile),

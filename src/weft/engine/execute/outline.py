@@ -48,5 +48,5 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
         rank=job.adapter.rank,
         forward_tokens=data.forward_tokens(order, job.eval_steps),
         state_bytes=job_state_bytes(job),
-        is_free=job.sums == "free",
+        is_any_order=job.gradient_sum == "any_order",
     )

@@ -81,7 +81,7 @@ class LiveJob:
         """What kernels hold of it besides a copy of those; the executor knows."""
         self.lane = ""
         """It shares microbatches only with jobs of the same lane; the executor knows which."""
-        self.home: int | None = None if spec.sums == "free" else 0
+        self.home: int | None = None if spec.gradient_sum == "any_order" else 0
         """The replica that it trains on, of several; None: on all of them."""
         self.has_home = False
         """Whether that replica was chosen for it."""

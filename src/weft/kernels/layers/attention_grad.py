@@ -232,7 +232,7 @@ def attend_grad_kernel(
     assert dout_THC.is_contiguous() and out_THC.is_contiguous() and lse_HT.is_contiguous()
     dqkv_TE = torch.empty((num_rows, (num_q + 2 * num_kv) * size), dtype=q_THC.dtype, device=q_THC.device)
     num_lines = len(blocks.lines_N4)
-    # lse and delta by position in padded samples rather than by row: blocks of them are aligned, as the copy engine wants.
+    # lse and delta by position in padded samples, not by row: their blocks are aligned, as the copy engine needs.
     padded_2P = torch.empty((2, num_q * num_lines * BLOCK), dtype=torch.float32, device=q_THC.device)
     strides = tuple(x.stride(0) for x in (q_THC, k_TKC, v_TKC))
     scales = (scale, scale * LOG2_E, window or 0)

@@ -29,12 +29,12 @@ NUM_FIELDS = 23
 """Numbers per (slot, module): the module's rank and, above 32 bits, the slot's widest; first column in S; addresses of
 A, B and their gradients; the scale's bits; dropout. Then addresses of what changes outputs (8 to 11) and inputs or rank
 space (12 to 15), each a factor, a shift and their gradients; the number of a non-linearity in rank space, or the
-address of a sparse difference's description; addresses of the words of free sums of A (17 to 19) and B. Where rows of
-samples are replaced: how many (1), and the addresses of these (2) and of their gradient (4)."""
+address of a sparse difference's description; addresses of the words of order-independent sums of A (17 to 19) and B.
+Where rows of samples are replaced: how many (1), and the addresses of these (2) and of their gradient (4)."""
 OUTPUTS, INPUTS, MORE, SUMS = 8, 12, 16, 17
 """First fields of kernels of other methods."""
-FREE = ("sums", "free")
-"""The launch that adapters with free sums need."""
+ANY_ORDER = ("sums", "any order")
+"""The launch that adapters with order-independent sums need."""
 BARE = 0
 """The table's slot of rows without an adapter; all its ranks are 0."""
 SPARE_SLOTS = 32
@@ -214,8 +214,8 @@ class SlotTable:
         return (kind, role) in self.needs.others
 
     @property
-    def has_free(self) -> bool:
-        return FREE in self.needs.others
+    def has_any_order(self) -> bool:
+        return ANY_ORDER in self.needs.others
 
     def put(self, entries: Mapping[int, Entry], others: OtherParts[int] = NO_OTHERS) -> int:
         """Takes a free slot; returns its number, above 0."""
@@ -228,17 +228,18 @@ class SlotTable:
             self.version += 1
         self.entries[slot], self.others[slot] = entries, others
         widest = max((entry.rank for entry in entries.values()), default=0)
-        free = {FREE} if any(entry.words_b is not None for entry in entries.values()) else set()
-        self._needs_of[slot] = (widest, any(entry.dropout for entry in entries.values()), self._changed(others) | free)
+        any_order = {ANY_ORDER} if any(entry.words_b is not None for entry in entries.values()) else set()
+        has_dropout = any(entry.dropout for entry in entries.values())
+        self._needs_of[slot] = (widest, has_dropout, self._changed(others) | any_order)
         self._see_needs()
         for site in self._sites:
             for part, (column, rank, entry) in enumerate(self.columns(slot, site)):
                 addresses = _addresses(entry) if entry else (0, 0, 0, 0, 0, 0)
-                self._fields[slot, site.module + part, :OUTPUTS] = (rank | widest << 32, column, *addresses)
+                fields = self._fields[slot, site.module + part]
+                fields[:OUTPUTS] = (rank | widest << 32, column, *addresses)
                 words = () if entry is None else (entry.words_a, entry.words_b)
-                addresses = [(0, 0, 0) if each is None else each.addresses for each in words]
-                self._fields[slot, site.module + part, SUMS : SUMS + 3 * len(addresses)] = [
-                    *itertools.chain(*addresses)
+                fields[SUMS : SUMS + 3 * len(words)] = [
+                    address for each in words for address in ((0, 0, 0) if each is None else each.addresses)
                 ]
         self._put_others(slot, others)
         self.device_SMF.copy_(torch.from_numpy(self._fields))

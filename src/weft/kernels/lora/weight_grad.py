@@ -142,7 +142,7 @@ def _sum_samples(  # type: ignore[no-untyped-def]
     seed,
     threshold,
     DROPPED: tl.constexpr,
-    FREE: tl.constexpr,
+    ANY_ORDER: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
@@ -154,10 +154,10 @@ def _sum_samples(  # type: ignore[no-untyped-def]
     column_keys = columns
     if DROPPED:
         column_keys = feature_keys(columns, seed)
-    is_free = False
-    if FREE:
-        is_free = tl.load(words) != 0
-    if is_free:
+    is_any_order = False
+    if ANY_ORDER:
+        is_any_order = tl.load(words) != 0
+    if is_any_order:
         there = tl.load(words).to(tl.pointer_type(tl.int64)) + index
         fine = tl.load(there, mask=mask, other=0)
         is_large = mask & (fine != fine)
@@ -220,7 +220,7 @@ def _sum_a(  # type: ignore[no-untyped-def]
     seed,
     threshold,
     DROPPED: tl.constexpr,
-    FREE: tl.constexpr,
+    ANY_ORDER: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
@@ -235,7 +235,7 @@ def _sum_a(  # type: ignore[no-untyped-def]
         factor = keep_scale(threshold)
     _sum_samples(
         x, ds, out, words, index, mask, owned, keys, stride_x, stride_s, first_span, last_span, columns, 0, inside,
-        column + ranks, ranks < pad(rank), factor, seed, threshold, DROPPED, FREE, BT, BN, BR,
+        column + ranks, ranks < pad(rank), factor, seed, threshold, DROPPED, ANY_ORDER, BT, BN, BR,
     )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def _grad_a(  # type: ignore[no-untyped-def]
     num_modules,
     num_features,
     DROPS: tl.constexpr,
-    FREE: tl.constexpr,
+    ANY_ORDER: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     ABOVE: tl.constexpr,
     UPTO: tl.constexpr,
@@ -294,7 +294,7 @@ def _grad_a(  # type: ignore[no-untyped-def]
                             _sum_a(
                                 x, ds, out, line + 17, owned, keys, stride_x, stride_s, first_span,
                                 last_span, column, first, rank, columns, num_features, drop_seed(line), threshold,
-                                DROPS, FREE, BT, BN, BR,
+                                DROPS, ANY_ORDER, BT, BN, BR,
                             )  # fmt: skip
                 else:
                     # The parts' A and their gradients lie one after another: one matrix, one reading of x.
@@ -303,7 +303,7 @@ def _grad_a(  # type: ignore[no-untyped-def]
                     for first in range(0, whole, BR):
                         _sum_a(
                             x, ds, out, words, owned, keys, stride_x, stride_s, first_span, last_span, 0, first,
-                            whole, columns, num_features, 0, 0, False, FREE, BT, BN, BR,
+                            whole, columns, num_features, 0, 0, False, ANY_ORDER, BT, BN, BR,
                         )  # fmt: skip
 
 
@@ -321,7 +321,7 @@ def _grad_b(  # type: ignore[no-untyped-def]
     size_0,
     size_1,
     size_2,
-    FREE: tl.constexpr,
+    ANY_ORDER: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     ABOVE: tl.constexpr,
     UPTO: tl.constexpr,
@@ -350,7 +350,7 @@ def _grad_b(  # type: ignore[no-untyped-def]
                 mask = (ranks < rank)[None, :] & inside[:, None]
                 _sum_samples(
                     dy, s, grad, line + 20, index, mask, owned, owned, stride_y, stride_s, first_span,
-                    last_span, columns, begin, inside, column + ranks, ranks < pad(rank), scale, 0, 0, False, FREE,
+                    last_span, columns, begin, inside, column + ranks, ranks < pad(rank), scale, 0, 0, False, ANY_ORDER,
                     BT, BN, BR,
                 )  # fmt: skip
 
@@ -368,7 +368,7 @@ def weight_grad_kernel(
     tables = (table.device_SMF, rows.owners_J4, rows.owned_G2)
     where = (site.module, table.num_modules)
     strides_a, strides_b = (x_TD.stride(0), ds_TR.stride(0)), (dy_TO.stride(0), s_TR.stride(0))
-    shared = {"NUM_PARTS": num_parts, "BT": REDUCTION, "FREE": table.has_free}
+    shared = {"NUM_PARTS": num_parts, "BT": REDUCTION, "ANY_ORDER": table.has_any_order}
 
     def add_a(launch: RankLaunch) -> None:
         # The A of all parts have one x, which is read once; the B have separate outputs.

@@ -40,7 +40,7 @@ class Dora(Lora):
     """The method `dora`."""
 
     groups: tuple[str, ...] = (*Lora.groups, "m")
-    has_free_kernels = False
+    has_any_order_kernels = False
     files: PeftFormat = DoraFiles()
     kernel_keeps: Keeps = "outputs"
     kernel_changes: tuple[Change, ...] = tuple(("outputs", role) for role in ("qkv", "out", "gate_up", "down"))

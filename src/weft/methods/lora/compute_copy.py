@@ -36,7 +36,7 @@ class ComputeCopy(KernelCopy):
         self._words = {
             group: Words.of_nothing(adapter.groups[group].grad)
             for group in groups
-            if adapter.has_free_sums and group in adapter.groups
+            if adapter.has_any_order_sums and group in adapter.groups
         }
         """Where kernels add gradients, if no order of samples is to matter; as the gradients lie."""
         self._parts = [
@@ -78,7 +78,7 @@ class ComputeCopy(KernelCopy):
         """The one scale of all modules, if the copy is laid out as the masters are: it then follows in two calls."""
 
     def collect(self) -> None:
-        """Adds free sums to the gradients, each rounded once, and what kernels left elsewhere."""
+        """Adds order-independent sums to the gradients, each rounded once, and what kernels left elsewhere."""
         for grad_RD, left_RD in self._parts:
             grad_RD.add_(left_RD)
             left_RD.zero_()
@@ -86,13 +86,13 @@ class ComputeCopy(KernelCopy):
             collect(words, self._adapter.groups[group].grad)
 
     def forget_gradients(self) -> None:
-        """Those of free sums, and those left elsewhere."""
+        """Those of order-independent sums, and those left elsewhere."""
         for _, left_RD in self._parts:
             left_RD.zero_()
         for words in self._words.values():
             words.forget()
 
-    def free_words(self) -> Mapping[str, Words]:
+    def any_order_words(self) -> Mapping[str, Words]:
         """The sums so far."""
         return self._words
 

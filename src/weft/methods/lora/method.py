@@ -40,7 +40,7 @@ class Lora(Method):
 
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("a", "b")
-    has_free_kernels = True
+    has_any_order_kernels = True
     files: PeftFormat = LoraFiles()
 
     def has_kernels(self, spec: AdapterSpec) -> bool:

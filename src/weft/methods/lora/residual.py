@@ -104,7 +104,7 @@ class ResidualLora(Lora):
     """The method `lora` with a start that needs the weight."""
 
     groups: tuple[str, ...] = (*Lora.groups, "start_a", "start_b")
-    has_free_kernels = False
+    has_any_order_kernels = False
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """ConfigError if a module cannot have twice the rank, which the adapter's file has."""

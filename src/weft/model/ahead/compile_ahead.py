@@ -27,7 +27,7 @@ import torch
 import weft
 from weft.kernels.device import capability, gpu_kind, has_streams
 from weft.kernels.launch import has_triton
-from weft.kernels.lora.tables import FREE
+from weft.kernels.lora.tables import ANY_ORDER
 from weft.kernels.tuning import tuning_file
 from weft.methods.registry import has_kernels, method_of
 from weft.model.ahead.request import READY, KernelRequest
@@ -102,13 +102,18 @@ class CompileAhead:
 
 
 def start(
-    resolved: ResolvedModel, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False, tensor: int = 1
+    resolved: ResolvedModel,
+    adapters: Sequence[AdapterSpec],
+    num_jobs: int,
+    *,
+    have_any_order: bool = False,
+    tensor: int = 1,
 ) -> CompileAhead | None:
     """Begins to compile what adapters on a backbone will launch; None where there is nothing to do.
 
-    `have_free`: the sums of some of them are free; `tensor`: devices that share every layer.
+    `have_any_order`: some of them have order-independent sums; `tensor`: devices that share every layer.
     """
-    request = _request(resolved, adapters, num_jobs, have_free=have_free, tensor=tensor)
+    request = _request(resolved, adapters, num_jobs, have_any_order=have_any_order, tensor=tensor)
     if request is None:
         return None
     marker = _marker(request)
@@ -122,7 +127,12 @@ def start(
 
 
 def _request(
-    resolved: ResolvedModel, adapters: Sequence[AdapterSpec], num_jobs: int, *, have_free: bool = False, tensor: int = 1
+    resolved: ResolvedModel,
+    adapters: Sequence[AdapterSpec],
+    num_jobs: int,
+    *,
+    have_any_order: bool = False,
+    tensor: int = 1,
 ) -> KernelRequest | None:
     """None where no Triton kernel is launched, or nobody can say which."""
     spec, device, dtype = resolved.spec, resolved.device, resolved.dtype
@@ -146,7 +156,7 @@ def _request(
         tensor=tensor,
         ranks=tuple(sorted({method_of(adapter).kernel_rank(adapter) for adapter in fused} - {0})),
         drops=any(adapter.lora_dropout > 0 for adapter in fused),
-        others=tuple(sorted(others | ({FREE} if have_free else set()))),
+        others=tuple(sorted(others | ({ANY_ORDER} if have_any_order else set()))),
         copies=tuple(sorted({(adapter.method, method_of(adapter).kernel_rank(adapter)) for adapter in fused})),
         num_jobs=num_jobs,
         lanes=tuple(sorted({_num_trained(adapter) for adapter in fused})),

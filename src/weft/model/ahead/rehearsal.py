@@ -15,7 +15,7 @@ import torch
 from weft.kernels.adamw import ParameterLane, Update, adamw
 from weft.kernels.fixed_words import Words, collect
 from weft.kernels.layers.cross_entropy import cross_entropy_rows
-from weft.kernels.lora.tables import FREE, Needs, rank_classes
+from weft.kernels.lora.tables import ANY_ORDER, Needs, rank_classes
 from weft.kernels.recorded import RecordedLaunch, recorded_launches
 from weft.methods.registry import METHODS
 from weft.model.ahead.request import KernelRequest
@@ -64,7 +64,7 @@ def _run(request: KernelRequest, needs: Sequence[Needs]) -> None:
     loss(hidden_ND, targets_N)
     for number, num_lanes in product(_numbers_of_jobs(request.num_jobs), request.lanes):
         _step_jobs(number, num_lanes)
-    if FREE in request.others:
+    if ANY_ORDER in request.others:
         sums_P = torch.empty(16, device=META)
         collect(Words.of_nothing(sums_P), sums_P)
 

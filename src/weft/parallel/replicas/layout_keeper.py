@@ -167,5 +167,5 @@ def _remaining(job: KnownJob, num_steps: int) -> RemainingJob:
         lengths=(*lengths[chosen].tolist(), job.longest),
         rank=cost_ranks(spec.adapter).widest,
         num_steps=num_steps,
-        is_free=spec.sums == "free",
+        is_any_order=spec.gradient_sum == "any_order",
     )

@@ -43,8 +43,8 @@ class RankOrder:
     planner: str
     adapters: tuple[AdapterSpec, ...]
     """Of the jobs to come."""
-    have_free: bool = False
-    """Whether the sums of some of them are free."""
+    have_any_order: bool = False
+    """True if some of them have order-independent sums."""
     max_jobs: int | None = None
     """Most that train here at a time."""
     memory_limit: float | str | None = None

@@ -104,7 +104,7 @@ def rank_order(spec: RunSpec, jobs: Sequence[JobSpec], *, is_steered: bool = Fal
         longest=max(job.max_length for job in jobs),
         planner=spec.planner,
         adapters=tuple(job.adapter for job in jobs),
-        have_free=any(job.sums == "free" for job in jobs),
+        have_any_order=any(job.gradient_sum == "any_order" for job in jobs),
         max_jobs=spec.max_jobs,
         memory_limit=spec.memory_limit,
         is_steered=is_steered,

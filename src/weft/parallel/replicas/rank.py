@@ -298,7 +298,7 @@ def _open_replica(
     order: RankOrder, model: ResolvedModel, layout: StageLayout | None
 ) -> tuple[Executor, str | None, tuple[str, ...]]:
     """A rank's replica, or replicas; a digest of its weights if it has all of them, and what is worth telling."""
-    expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters), order.have_free)
+    expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters), order.have_any_order)
     if layout is None:
         backbone, notes = load_within(model, order.memory_limit, expected)
         return executor_on(backbone), weight_sample(backbone.model), notes

@@ -16,7 +16,7 @@ from weft.parallel.replicas.messages import EndRank, RankJoined, RankOrder
 from weft.parallel.replicas.rank_link import Inbox, RankEnded, RankHandle
 from weft.parallel.replicas.rank_listener import KEY_VARIABLE, RankListener
 from weft.processes import ChildProcess
-from weft.store.scratch import ScratchFolder
+from weft.store.run_lock import ScratchFolder
 
 PROGRAM = "weft.cli.main"
 END_S = 10.0

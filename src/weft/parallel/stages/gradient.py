@@ -37,7 +37,8 @@ class JobShare:
     shared: Mapping[str, torch.Tensor]
     """Frozen tensors that all modules read."""
     summed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Where sums are free: numbers of each tensor that is summed by itself, by group that is trained."""
+    """Where sums do not depend on the order: numbers of each tensor that is summed by itself, by group that is
+    trained."""
     num_compared: int = 0
     """Numbers of the adapter that the job compares with."""
     compared: Mapping[str, torch.Size] | None = None

@@ -157,9 +157,9 @@ def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
     sizes = layout.replica_sizes
     if len(sizes) == 1 or max(sizes) == 1 or len(spec.jobs) == 1 or spec.planner == "greedy":
         return ()
-    if not any(job.sums == "free" for job in spec.jobs):
+    if not any(job.gradient_sum == "any_order" for job in spec.jobs):
         return ()
-    return ("each replica packs its jobs together: groups are not tried while jobs with free sums are spread over all",)
+    return ("each replica packs its jobs together: groups are not tried with gradient_sum any_order",)
 
 
 def check_layout(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> None:

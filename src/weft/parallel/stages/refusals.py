@@ -29,8 +29,8 @@ def refuse_undivided(spec: JobSpec) -> None:
     if spec.adapter.eva is not None:
         found = "eva looks at whole inputs, of which devices that share layers have parts; use another start."
         raise ConfigError(found, where="adapter.init_lora_weights")
-    if spec.sums == "free":
-        raise ConfigError("devices that share layers add up in their order; with tensor:N use ordered.", where="sums")
+    if spec.gradient_sum == "any_order":
+        raise ConfigError("any_order is not supported with tensor:N; use in_order.", where="gradient_sum")
 
 
 def refuse_method(adapter: AdapterSpec, backbone: Backbone, where: str) -> None:

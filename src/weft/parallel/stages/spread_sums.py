@@ -38,7 +38,7 @@ class SpreadPart:
         """The part of a job's share."""
         if weights is None:
             return SpreadPart(is_finite, {}, None)
-        return SpreadPart(is_finite, weights.adapter.free_sums(), weights.adapter.penalties())
+        return SpreadPart(is_finite, weights.adapter.any_order_sums(), weights.adapter.penalties())
 
     def messages(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors in which it goes to the judge, all on the stage's device."""

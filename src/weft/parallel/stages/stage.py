@@ -172,13 +172,13 @@ class Stage:
             self._refuse_parts(job)
             return JobShare({}, (), (), names, {}, num_compared=num_compared, compared=compared)
         head = job.batches.data.head if self.is_last else None
-        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.sums)
+        adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.gradient_sum)
         if job.start is not None:
             self.local.check_rows(job)
             adapter.load(self._own_start(job.start, [*own, *adapter.parts], targets), job.start_name)
         self.local.jobs[spec.name] = ExecutedJob(job, JobWeights(spec, adapter), self.references.of(spec.name))
         sizes = {name: params.numel() for name, params in adapter.flat().items()}
-        free = adapter.free_sums() if spec.sums == "free" else {}
+        free = adapter.any_order_sums() if spec.gradient_sum == "any_order" else {}
         summed = {group: words.sizes for group, words in free.items()}
         groups = tuple(adapter.groups)
         twins = () if self.is_first else tuple({INPUT_ROWS} & adapter.groups.keys())

@@ -28,7 +28,7 @@ from weft.plan.layout import copies, rings, stage_names
 from weft.plan.pipeline.append import Lists
 from weft.processes import ChildProcess
 from weft.spec import BackboneSpec
-from weft.store.scratch import ScratchFolder
+from weft.store.run_lock import ScratchFolder
 
 PROGRAM = "weft.parallel.stages.stage_process"
 SILENT_S = 30.0

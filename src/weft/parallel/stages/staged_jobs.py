@@ -1,7 +1,7 @@
 """The jobs of an executor in stages: what each replica holds of them, and where they are at home.
 
-A job whose sums are free is on every replica, whose adapters stay equal; any other is at home on one, and moves with
-all its state where a program has it run on another. At any moment some replica has it whole.
+A job with order-independent sums is on every replica, whose adapters stay equal; any other is at home on one, and moves
+with all its state where a program has it run on another. At any moment some replica has it whole.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StagedJobs:
 
     def add(self, job: NewJob) -> list[JobShare]:
         """Makes a job's shares, on all replicas or on the one where the least is trained so far; those of its home."""
-        where = range(len(self._replicas)) if job.spec.sums == "free" else [self._emptiest()]
+        where = range(len(self._replicas)) if job.spec.gradient_sum == "any_order" else [self._emptiest()]
         shares = self._place(job, where)
         added = self._jobs[job.spec.name] = StagedJob(job, shares, is_unseen=job.spec.adapter.eva is not None)
         return shares[added.home]

@@ -7,13 +7,13 @@ Between stages: what a neighbour sends is received in the same order, and a run 
 those that are in step run their passes together, in the same directions.
 Of a pair: two microbatches without a common job, whose forwards, and whose backwards, nothing comes between.
 With several replicas, all of a microbatch is on one of them. Whoever had samples of a global batch measures it. A job
-at home on a replica has all its samples there and steps there; one whose sums are free steps on every replica.
+at home on a replica has all its samples there and steps there; one with order-independent sums steps on every replica.
 
 Against the queues it was made for: every sample is known and has its length, each job's samples come, and go backward,
 in its own order with none skipped, no microbatch holds samples of two lanes or a part of a group, and none is above the
-capacity. Where sums are free, the samples of a global batch may be in any order, each once. A global batch that the
-program leaves unfinished has no step. Without queues every global batch counts as whole, and what has samples on
-several replicas counts as free. O(segments + instructions).
+capacity. Where sums do not depend on the order, the samples of a global batch may be in any order, each once. A global
+batch that the program leaves unfinished has no step. Without queues every global batch counts as whole, and what has
+samples on several replicas counts as order-independent. O(segments + instructions).
 """
 
 from __future__ import annotations

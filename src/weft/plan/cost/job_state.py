@@ -44,8 +44,8 @@ def passing_bytes(job: JobSpec) -> int:
 
 
 def sum_bytes(job: JobSpec) -> int:
-    """What free sums hold: a word of 8 bytes, and a second where gradients are large."""
-    return 2 * WORD_BYTES if job.sums == "free" else 0
+    """Bytes of order-independent sums for each weight: a word of 8 bytes, and a second where gradients are large."""
+    return 2 * WORD_BYTES if job.gradient_sum == "any_order" else 0
 
 
 def best_bytes(job: JobSpec) -> int:

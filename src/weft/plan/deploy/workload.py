@@ -69,7 +69,7 @@ class DeployJob:
     batch_size: int
     """Samples of its global batch."""
     lengths: LengthSpread | KnownLengths
-    is_free: bool = True
+    is_any_order: bool = True
     """Its sums do not depend on any order, so that replicas may share its samples; else it has one home."""
 
 
@@ -99,7 +99,7 @@ def in_buckets(jobs: Sequence[DeployJob], lengths: Sequence[int], bounds: Sequen
     found = choose_buckets(lengths) if bounds is None else fixed_buckets(lengths, bounds)
     ends = list(itertools.accumulate(job.batch_size for job in jobs))
     own = zip(jobs, ends, strict=True)
-    return found.with_homes(lengths[end - job.batch_size : end] for job, end in own if not job.is_free)
+    return found.with_homes(lengths[end - job.batch_size : end] for job, end in own if not job.is_any_order)
 
 
 def _growth(skewness: float) -> float:
@@ -121,8 +121,8 @@ def expected_batch(jobs: Sequence[DeployJob], seed: int = 0) -> Buckets:
     """
     drawn = draw_lengths(jobs, SAMPLED_BATCHES, seed)
     bounds = choose_buckets([*itertools.chain(*drawn), max(job.lengths.longest for job in jobs)]).bounds
-    free = [place for place, job in enumerate(jobs) if job.is_free]
-    at_home = [[place] for place, job in enumerate(jobs) if not job.is_free]
+    free = [place for place, job in enumerate(jobs) if job.is_any_order]
+    at_home = [[place] for place, job in enumerate(jobs) if not job.is_any_order]
     sums_3R, homes = np.zeros((3, len(bounds))), []
     for together in [free, *at_home] if free else at_home:
         longest = max(jobs[place].lengths.longest for place in together)

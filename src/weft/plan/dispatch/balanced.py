@@ -3,11 +3,11 @@
     min max_k T_k(n_k·)    s.t.  Σ_k n_kj = B_j,   n_kj = 0 where replica k cannot hold bucket j,   n whole
 
 This is LobRA's equation 3 for single replicas instead of kinds, with the whole of T: chunks that are not full, and the
-time pipelines take to fill. Samples of a job whose sums are ordered all go to one replica, its home (`plan/homes.py`),
-and stay there; around them the others are shared out, each to where it ends soonest. Where there are none, the linear
-relaxation gives a bound and a start. Its whole samples are dealt out evenly within a kind, the few that it splits go
-where they end soonest; then samples or whole chunks leave the slowest replica, or are exchanged for shorter ones, as
-long as that helps. Tests compare with the integer program and with brute force.
+time pipelines take to fill. Samples of a job that adds gradients in order all go to one replica, its home
+(`plan/homes.py`), and stay there; around them the others are shared out, each to where it ends soonest. Where there are
+none, the linear relaxation gives a bound and a start. Its whole samples are dealt out evenly within a kind, the few
+that it splits go where they end soonest; then samples or whole chunks leave the slowest replica, or are exchanged for
+shorter ones, as long as that helps. Tests compare with the integer program and with brute force.
 
 The linear relaxation of dispatch: samples may be split, chunks are always full, pipelines take no time to fill.
 

@@ -72,7 +72,7 @@ class _PhaseCosts:
     def of(cls, jobs: Sequence[RemainingJob], num_steps: int, kinds: Iterable[ReplicaKind]) -> _PhaseCosts:
         """The costs of these jobs for so many steps."""
         batch = expected_batch([job.to_deploy for job in jobs])
-        at_home = tuple(job.name for job in jobs if not job.is_free)
+        at_home = tuple(job.name for job in jobs if not job.is_any_order)
         return cls(batch, {kind.layout: kind.model for kind in kinds}, num_steps, at_home)
 
     def step_s(self, layout: Layout) -> float | None:

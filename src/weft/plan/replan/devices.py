@@ -32,7 +32,7 @@ class DeviceForecaster:
         return LayoutForecast(_predict(now, parts), planned, tokens, max(job.longest for job in jobs))
 
     def _choice(self, jobs: Sequence[RemainingJob]) -> LayoutChoice:
-        known = [LayoutJob(round(job.step_tokens), job.rank, job.is_free) for job in jobs]
+        known = [LayoutJob(round(job.step_tokens), job.rank, job.is_any_order) for job in jobs]
         return choose_layout(self.cost_for(jobs), known, self.capacity, self.num_devices, self.memory_bytes)
 
     def _whole_s(self, jobs: Sequence[RemainingJob]) -> float:

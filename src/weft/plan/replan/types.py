@@ -26,7 +26,7 @@ class RemainingJob:
     rank: int
     num_steps: int
     """That are left."""
-    is_free: bool = False
+    is_any_order: bool = False
     """Its sums do not depend on any order, so that replicas may share its samples."""
 
     @property
@@ -42,7 +42,7 @@ class RemainingJob:
     @property
     def to_deploy(self) -> DeployJob:
         """The same for a planner of deployments."""
-        return DeployJob(self.name, self.batch_size, KnownLengths(self.lengths), self.is_free)
+        return DeployJob(self.name, self.batch_size, KnownLengths(self.lengths), self.is_any_order)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class PipelineChoice:
 class FastestPipeline:
     """A planner for a replica of several stages: of a few packings, the fastest simulated.
 
-    Each job keeps its own order, unless the sums of all are free: then packings that do not are tried as well.
+    Each job keeps its own order, unless all have order-independent sums: then packings that do not are tried as well.
 
     The next global batch of a job is kept as far away as equal microbatches need it, or up to twice as far, which
     leaves room for unlike ones; stages run ahead, within memory for twice as many full microbatches as there are

@@ -160,7 +160,7 @@ def forecast_deployment(
         choices.append(choice(name, f"a plan for each of {len(plans)} jobs", step_s))
     buckets = in_buckets(jobs, batches[0])
     shared = dispatch(Fleet.of(deployment.models, buckets, deployment.homes))
-    told = deployment.planned_replicas(job.name for job in jobs if not job.is_free)
+    told = deployment.planned_replicas(job.name for job in jobs if not job.is_any_order)
     return DeployForecast(deployment, tuple(choices), shared, buckets.bounds, told)
 
 

@@ -48,7 +48,7 @@ class JobOutline:
     """Kept of each trainable parameter besides its weight and gradient; AdamW's moments if nothing else is said."""
     num_own_rows: int = 0
     """Rows of the embedding and the output head that it trains of its own."""
-    is_free: bool = False
+    is_any_order: bool = False
     """Its sums do not depend on any order, so that replicas may share its samples."""
 
 
@@ -213,11 +213,11 @@ def forecast(
         microbatches = program.microbatches
         schedule, keeps_order, num_held = "one stage", True, [1]
     else:
-        own = [replace(job.queue, home=None if job.is_free else 0) for job in jobs]
+        own = [replace(job.queue, home=None if job.is_any_order else 0) for job in jobs]
         program = planner(own, Limits(capacity, max_microbatches=ALL))
         timeline = simulate(program, times)
         microbatches = [m for m in program.microbatches if m.segments]
-        schedule, keeps_order = str(Schedule.EAGER), not all(job.is_free for job in jobs)
+        schedule, keeps_order = str(Schedule.EAGER), not all(job.is_any_order for job in jobs)
         num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
     return Forecast(
         jobs=tuple(jobs),

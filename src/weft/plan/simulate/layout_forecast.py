@@ -1,6 +1,6 @@
 """The forecast of a run in any layout, by the planner that trains it; the simulator says what each stage does when.
 
-On several replicas, jobs are at home on one of them, those with free sums on all.
+On several replicas, jobs are at home on one of them, those with order-independent sums on all.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def forecast_replicas(
         for place in own
     ]
     spread = SpreadPlanner(sizes, tuple(times), shards=tuple(shards))
-    at_home = sorted((job for job in jobs if not job.is_free), key=lambda job: job.queue.job)
+    at_home = sorted((job for job in jobs if not job.is_any_order), key=lambda job: job.queue.job)
     loads = {job.queue.job: HomeLoad(job.num_tokens / job.num_steps, _longest(job)) for job in at_home}
     homes = choose_homes(spread.home_seconds(loads, capacity))
     queues = [replace(job.queue, home=homes.get(job.queue.job)) for job in jobs]
@@ -111,7 +111,7 @@ def forecast_replicas(
         stage_bytes=tuple(num_bytes for num_bytes, _ in needs),
         device_bytes=costs[0].hardware.memory_bytes,
         largest_capacity=min(most for _, most in needs),
-        keeps_order=not any(job.is_free for job in jobs),
+        keeps_order=not any(job.is_any_order for job in jobs),
         tensor_parallel=costs[0].tensor_parallel,
     )
 

@@ -1,4 +1,4 @@
-"""Deals the samples of every global batch whose sums are free out over replicas.
+"""Deals the samples of every global batch with order-independent sums out over replicas.
 
 Problem: min max_k of the seconds that replica k computes for one global batch of every job, given what those at home
 there have it do; every sample, or group of samples that share a microbatch, goes to one replica that holds it.

@@ -14,15 +14,14 @@ from typing import Any
 
 from weft import __version__
 from weft.report import readable
-from weft.report.document import Cell, PagePart, json_for_script, packed_plotly, template_file, templates
-from weft.report.made_with import made_with
+from weft.report.document import Cell, PagePart, json_for_script, packed_plotly, template_file, templates, time_parts
+from weft.report.run_data import made_with
 from weft.report.sweep.board import STATES, Board, BoardTrial, read_board
 from weft.report.sweep.charts import draw_sweep_charts
 from weft.report.sweep.figure import BEST_COLOUR, STATE_COLOURS, looks
 from weft.report.sweep.importance import MIN_TRIALS, importances, num_measured
 from weft.report.sweep.params import Axis, param_names, value_label, varied_axes
 from weft.report.time_charts import GREY
-from weft.report.time_parts import time_parts
 from weft.store.atomic import write_file
 from weft.wall_clock import TimeSplit
 

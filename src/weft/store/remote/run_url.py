@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import StorageError
-from weft.store.guard import add_guard
+from weft.store.atomic import add_guard
 from weft.store.remote.file_system import RemoteDirectory
 from weft.store.remote.lease import Lease, LeaseLostError, newest_term
 from weft.store.remote.local_copy import LocalCopy, download, whole_names

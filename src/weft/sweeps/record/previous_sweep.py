@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.engine.resume import job_settings
 from weft.errors import ConfigError
+from weft.settings.fields import as_named_now
 from weft.spec import JobSpec
 from weft.spec.sweep import SweepSpec
 from weft.store import json_text
@@ -64,7 +65,7 @@ def read_previous(spec: SweepSpec, folder: Path) -> PreviousSweep:
     for trial in trials:
         home = Path(trial.origin) if trial.origin else folder / "trials" / trial.name
         if is_same_run and trial.state is TrialState.DONE and (home / "job.json").is_file():
-            homes.setdefault(_key(_read(home / "job.json")), home)
+            homes.setdefault(_key(as_named_now(JobSpec, _read(home / "job.json"))), home)
             by_home[home] = trial
     return PreviousSweep(tuple(trials), homes, by_home)
 

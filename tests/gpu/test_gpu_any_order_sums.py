@@ -1,4 +1,4 @@
-"""Free sums on a GPU: no order of samples shows, whether words spill or not, and what was collected is gone."""
+"""Sums in any order on a GPU: no order of samples shows, whether words spill or not, and what was collected is gone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def summed(order: list[int], sizes: tuple[int, ...], num_in: int, size: float, d
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("size", [1e-6, 1e-2, 3.0])
 @pytest.mark.parametrize("site", SITES)
-def test_free_sums_when_samples_come_in_any_order_then_are_the_same_and_collected_once(site, size, dropout):
+def test_any_order_sums_when_samples_come_in_any_order_then_are_the_same_and_collected_once(site, size, dropout):
     orders = [list(range(NUM_SAMPLES)), list(range(NUM_SAMPLES))[::-1], torch.randperm(NUM_SAMPLES).tolist()]
     runs = [summed(order, *SITES[site], size, dropout) for order in orders]
     totals = [[total_of_words(words) for words in run] for run in runs]

@@ -1,4 +1,4 @@
-"""Jobs with free sums: the same bits for any order of samples, any cut and any neighbours, for every method."""
+"""gradient_sum any_order: the same bits for any order of samples, any cut and any neighbours, for every method."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def free(job: Job) -> Job:
-    return replace(job[0], sums="free"), job[1]
+    return replace(job[0], gradient_sum="any_order"), job[1]
 
 
 def shuffled_run(backbone: Backbone, job: Job, seed: int | None, per_microbatch: int = 3) -> list[torch.Tensor]:
@@ -73,8 +73,8 @@ def assert_order_matters_only_where_sums_are_ordered(backbone: Backbone, job: Jo
 
 
 @pytest.mark.parametrize("case", [*CASE_NAMES, *VARIANTS])
-def test_free_sums_when_samples_are_permuted_and_cut_otherwise_then_no_bit_changes(case):
-    # With an epsilon above the rounding, free and ordered sums lead to about the same.
+def test_any_order_sums_when_samples_are_permuted_and_cut_otherwise_then_no_bit_changes(case):
+    # With an epsilon above the rounding, sums in any order and in order lead to about the same.
     backbone, job = random_backbone("llama_bias"), me(case, global_batch_size=7, adam_epsilon=1e-3)
     assert_order_matters_only_where_sums_are_ordered(backbone, job)
 
@@ -92,7 +92,7 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_free_sums_when_gradients_come_in_other_ways_then_no_bit_changes(case):
+def test_any_order_sums_when_gradients_come_in_other_ways_then_no_bit_changes(case):
     """What does not come to an adapter's gradients by way of a module."""
     adapter, change = OTHERS[case]
     backbone = random_backbone("gemma2" if case == "tied rows" else "llama_bias")
@@ -105,7 +105,7 @@ def test_free_sums_when_gradients_come_in_other_ways_then_no_bit_changes(case):
     assert not same(shuffled_run(backbone, job, 1), shuffled_run(backbone, job, None))
 
 
-def test_free_sums_when_samples_are_long_then_no_bit_changes():
+def test_any_order_sums_when_samples_are_long_then_no_bit_changes():
     """From 512 rows on, a product in fp32 that is added to a buffer is not a sum of its own."""
     backbone = random_backbone("llama_bias", max_position_embeddings=1024)
     spec = job_spec("me", adapter={"r": 4}, global_batch_size=4, seed=3, max_length=1024)
@@ -139,8 +139,8 @@ def seated(backbone: Backbone, job: Job) -> tuple[LocalExecutor, MicrobatchWork]
 @pytest.mark.parametrize(
     ("model", "kernels", "sums", "adapter"),
     [
-        ("llama_bias", "reference", "free", {"r": 4}),
-        ("llama_bias", "fused", "free", {"r": 4}),
+        ("llama_bias", "reference", "any_order", {"r": 4}),
+        ("llama_bias", "fused", "any_order", {"r": 4}),
         ("gemma2", "reference", "ordered", {"r": 4, "trainable_token_indices": (9, 4, 30, 5)}),
     ],
     ids=["reference", "fused", "tied rows"],
@@ -149,7 +149,7 @@ def test_gradient_when_the_step_empties_only_its_buffers_then_has_nothing_of_the
     model, kernels, sums, adapter
 ):
     """As those of 8 bits do, and all of a GPU."""
-    spec = job_spec("me", adapter=adapter, global_batch_size=6, optim="adamw_8bit", sums=sums)
+    spec = job_spec("me", adapter=adapter, global_batch_size=6, optim="adamw_8bit", gradient_sum=sums)
     executor, work = seated(random_backbone(model, kernels=kernels), (spec, random_data(3)))
     own, found = executor.jobs["me"].weights.adapter, []
     for _ in range(2):
@@ -165,9 +165,9 @@ def test_sums_when_the_gradient_of_all_replicas_has_come_then_begin_again(kernel
     executor, work = seated(random_backbone("llama_bias", kernels=kernels), free(me("lora", global_batch_size=3)))
     adapter = executor.jobs["me"].weights.adapter
     executor.wait(executor.start(work))
-    assert any(words.fine_P.any() for words in adapter.free_sums().values())
+    assert any(words.fine_P.any() for words in adapter.any_order_sums().values())
     adapter.put_gradients({name: torch.ones_like(group.grad) for name, group in adapter.groups.items()})
-    assert not any(words.fine_P.any() for words in adapter.free_sums().values())
+    assert not any(words.fine_P.any() for words in adapter.any_order_sums().values())
     adapter.complete_gradients()
     assert all((group.grad == 1).all() for group in adapter.groups.values())
 
@@ -178,7 +178,7 @@ def test_step_when_one_samples_gradient_is_not_finite_then_is_left_out_and_the_n
     executor, work = seated(random_backbone("llama_bias"), free(me("lora", global_batch_size=7)))
     adapter = executor.jobs["me"].weights.adapter
     module = next(iter(adapter.modules.values()))
-    take, taken = module.free_sums.take_sample, []
+    take, taken = module.any_order_sums.take_sample, []
 
     def spoilt() -> None:
         if len(taken) == place:
@@ -186,7 +186,7 @@ def test_step_when_one_samples_gradient_is_not_finite_then_is_left_out_and_the_n
         taken.append(place)
         take()
 
-    monkeypatch.setattr(module.free_sums, "take_sample", spoilt)
+    monkeypatch.setattr(module.any_order_sums, "take_sample", spoilt)
     before = flat(executor.adapter_of("me"))
     order = StepsWork((StepOrder("me", 1e-2, True),), None)
     executor.wait(executor.start(work))
@@ -198,14 +198,14 @@ def test_step_when_one_samples_gradient_is_not_finite_then_is_left_out_and_the_n
 
 
 @pytest.mark.parametrize("adapter", [{"r": 4, "lora_dropout": 0.2}, {"r": 3, "freeze_a": True}], ids=["lora", "fa"])
-def test_free_sums_when_kernels_are_fused_then_no_order_and_no_cut_changes_a_bit(adapter):
+def test_any_order_sums_when_kernels_are_fused_then_no_order_and_no_cut_changes_a_bit(adapter):
     backbone = random_backbone("llama_bias", kernels="fused")
     spec = job_spec("me", adapter=adapter, global_batch_size=7, adam_epsilon=1e-3, seed=3)
     job = (spec, random_data(3, num_samples=24, lengths=(3, 30)))
     assert_order_matters_only_where_sums_are_ordered(backbone, job)
 
 
-def test_free_sums_when_kernels_are_fused_then_neighbours_of_both_kinds_keep_their_bits():
+def test_any_order_sums_when_kernels_are_fused_then_neighbours_of_both_kinds_keep_their_bits():
     backbone = random_backbone("llama_bias", kernels="fused")
     one, other = me("lora"), (job_spec("other", adapter={"r": 12}, seed=5), random_data(5))
     together = train(backbone, [free(one), other])
@@ -213,9 +213,11 @@ def test_free_sums_when_kernels_are_fused_then_neighbours_of_both_kinds_keep_the
     assert_same_bits(train(backbone, [other])["other"], together["other"])
 
 
-def test_free_sums_when_the_fused_kernels_cannot_make_them_then_are_refused_in_a_sentence():
+def test_any_order_sums_when_the_fused_kernels_cannot_make_them_then_are_refused_in_a_sentence():
     spec, data = free((job_spec("me", adapter={"method": "ia3"}), random_data(0)))
     executor = LocalExecutor(random_backbone("llama_bias", kernels="fused"))
-    with pytest.raises(ConfigError, match=r"sums: the fused kernels make free sums of lora, and this is ia3; use ord"):
+    with pytest.raises(
+        ConfigError, match=r"gradient_sum: any_order has fused kernels for lora only, not for ia3; use in_"
+    ):
         executor.add(NewJob(spec, LiveJob(spec, data).progress.batches, None))
     assert not executor.jobs
