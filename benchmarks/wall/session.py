@@ -159,7 +159,7 @@ class WallSession:
 
     def _measure_unprepared(self, name: str, jobs_file: Path, kept: Path) -> list[Figure]:
         """The same command where only data is prepared anew."""
-        shutil.rmtree(caches(kept)[PLACE_VARIABLE])
+        shutil.rmtree(caches(kept)[CACHE_VARIABLE])
         found = self.train(f"{name}, unprepared", jobs_file, kept)
         return [Figure("first_step_cpu_unprepared_s", found.before_first_s, Kind.SECONDS)]
 
@@ -172,7 +172,7 @@ class WallSession:
     def _measure_preparing(self) -> list[Figure]:
         """Rows prepared for the first time and again; some of them beside `datasets.map` where that is installed."""
         file = self._rows_file(self._num_rows)
-        kept = {PLACE_VARIABLE: str(self.folder / "prepared")}
+        kept = {CACHE_VARIABLE: str(self.folder / "prepared")}
         first, again = self._prepare("weft", file, kept), self._prepare("weft", file, kept)
         pairs = []
         if self.peers and importlib.util.find_spec("datasets") is None:
@@ -186,12 +186,12 @@ class WallSession:
         file = self.folder / f"{num_rows}.jsonl"
         write_problems(file, num_rows)
         # The digest of a file that has only just been written is not remembered.
-        time.sleep(SETTLED_S)
+        time.sleep(STABLE_S)
         return file
 
     def _prepare_both(self, file: Path, kept: Path) -> tuple[PrepareTime, PrepareTime]:
         """Ours and the peer's, each for the first time."""
-        ours = self._prepare("weft", file, {PLACE_VARIABLE: str(kept / "weft")})
+        ours = self._prepare("weft", file, {CACHE_VARIABLE: str(kept / "weft")})
         peer = self._prepare("datasets", file, {"HF_DATASETS_CACHE": str(kept / "datasets")})
         shutil.rmtree(kept)
         return ours, peer

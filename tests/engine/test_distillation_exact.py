@@ -160,7 +160,7 @@ def stored_student(name: str, backbone: Any, top_k: int, **settings: Any) -> Job
 
     def told(part: Any) -> Any:
         rows = teacher_rows(backbone, None, part, top_k, 64)
-        taught = [s.taught(r[IDS], r[LOGPROBS]) for s, r in zip(part.samples, rows, strict=True)]
+        taught = [s.with_teacher(r[IDS], r[LOGPROBS]) for s, r in zip(part.samples, rows, strict=True)]
         return replace(part, samples=Samples.of(taught))
 
     return spec, JobData(told(data.train), None)
@@ -186,12 +186,12 @@ def test_student_when_it_has_no_teacher_or_two_then_is_refused():
     engine = Engine(backbone, capacity=64)
     with pytest.raises(ConfigError, match=r"^teacher: is missing; name an adapter directory, or base for the bare"):
         engine.submit(*student("mine"))
-    with pytest.raises(ConfigError, match=r"^teacher: the rows hold what their teacher has said .*; leave it out\.$"):
+    with pytest.raises(ConfigError, match=r"^teacher: the rows hold a teacher's outputs .*; leave it out\.$"):
         engine.submit(*stored_student("mine", backbone, 3, teacher="base"))
-    with pytest.raises(ConfigError, match=r"^distillation_divergence: reverse_kl asks for all tokens of the teacher's"):
+    with pytest.raises(ConfigError, match=r"^distillation_divergence: reverse_kl needs all tokens of the teacher"):
         engine.submit(*stored_student("mine", backbone, 3, distillation_divergence="reverse_kl"))
     spec, data = stored_student("mine", backbone, 3)
-    wrong = [s.taught(s.teacher.ids + 1000, s.teacher.logprobs) for s in data.train.samples]
+    wrong = [s.with_teacher(s.teacher.ids + 1000, s.teacher.logprobs) for s in data.train.samples]
     with pytest.raises(DataError, match="a sample has a token outside 0 to"):
         engine.submit(spec, JobData(replace(data.train, samples=Samples.of(wrong)), None))
     assert not engine.jobs

@@ -92,7 +92,7 @@ def padded(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(model: Any, job: LiveJob, step: int) -> torch.Tensor:
     data = job.data.train
-    samples = [data.samples[i] for group in job.progress.order.batch(step) for i in data.places(int(group))]
+    samples = [data.samples[i] for group in job.progress.order.batch(step) for i in data.sample_indices(int(group))]
     ids, tags = padded(samples)
     asked = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     if job.name == "words":

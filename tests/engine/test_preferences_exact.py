@@ -76,7 +76,7 @@ def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]
     data = job.data.train
     if isinstance(data.objective, Kto):
         return kto_loss(model, job, step), 0.0
-    samples = [data.samples[i] for group in job.progress.order.batch(step) for i in data.places(group)]
+    samples = [data.samples[i] for group in job.progress.order.batch(step) for i in data.sample_indices(group)]
     objective, lengths = data.objective, torch.tensor([s.num_supervised for s in samples])
     sums = answer_logprobs(model, samples)
     means = sums / lengths

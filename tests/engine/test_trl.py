@@ -109,7 +109,7 @@ def test_pairs_when_trl_makes_the_loss_then_the_job_equals_it_step_by_step(name,
 
     def loss_of(_: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]:
         of = job.data.train
-        samples = [of.samples[i] for group in job.progress.order.batch(step) for i in of.places(group)]
+        samples = [of.samples[i] for group in job.progress.order.batch(step) for i in of.sample_indices(group)]
         return trainer.compute_loss(trainer.model, trl_batch(name, samples)), 0.0
 
     expected, losses, _ = train_peft_model(model, engine.jobs[name], list(start), loss_of)

@@ -99,7 +99,7 @@ def test_row_when_the_teacher_is_not_a_number_then_neither_is_its_loss_and_other
         ({"teacher": "base", "distillation_divergence": "kl"}, "distillation_divergence: got 'kl'; accepted are"),
         (
             {"teacher": "base", "distillation_top_k": 4, "distillation_divergence": "reverse_kl"},
-            "distillation_top_k: reverse_kl asks for all tokens of the teacher's; use forward_kl or jsd",
+            "distillation_top_k: reverse_kl needs all tokens of the teacher; use forward_kl or jsd",
         ),
         (
             {"teacher": "base", "adapter": {"trainable_token_indices": [3]}},

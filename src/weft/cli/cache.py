@@ -49,11 +49,11 @@ def clear() -> None:
 
 
 def _open() -> PreparedCache | None:
-    from weft.data.prepared.cache import PLACE_VARIABLE, default_cache
+    from weft.data.prepared.cache import CACHE_VARIABLE, default_cache
 
     kept = default_cache()
     if kept is None:
-        typer.echo(f"{PLACE_VARIABLE} is off: nothing is kept")
+        typer.echo(f"{CACHE_VARIABLE} is off: nothing is kept")
     return kept
 
 

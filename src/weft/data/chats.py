@@ -1,8 +1,8 @@
 """Reads chats: OpenAI's `messages` and ShareGPT's `conversations`, with tools and tool calls.
 
 A trained turn is an assistant turn with something before it: an opening assistant turn answers nothing and is context.
-Turns are left out of training by a `weight` of 0, or by `train`, `training` or `loss` set to false, as other trainers
-have it. OpenAI's older `functions`, `function_call` and role `function` are read as tools.
+Turns are left out of training by a `weight` of 0, or, as in other trainers, by `train`, `training` or `loss` set to
+false. OpenAI's older `functions`, `function_call` and role `function` are read as tools.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.settings.fields import describe
 # Templates know no developer role; it is the newer name of the system prompt.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TRAIN_FLAGS = ("train", "training", "loss")
-"""True/false fields of a turn that say whether it is trained."""
+"""True/false fields of a turn that decide whether it is trained."""
 DETAIL_FIELDS = ("train_detail", "training_detail")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -36,13 +36,13 @@ SHAREGPT_ROLES = {
 
 
 def read_chat(row: Row, need_answer: bool) -> Conversation:
-    """A row with `messages` as OpenAI's fine-tuning files have them."""
+    """A row with `messages` as in OpenAI's fine-tuning files."""
     turns = message_turns(list_column(row, "messages"), "messages", row.where)
     return _conversation(turns, "messages", row, need_answer)
 
 
 def read_sharegpt(row: Row, need_answer: bool) -> Conversation:
-    """A row with `conversations` of `from` and `value`; `role` and `content` are understood as well."""
+    """A row with `conversations` of `from` and `value`; `role` and `content` are accepted as well."""
     name = "conversations"
     items = list_column(row, name)
     if items and isinstance(items[0], Mapping) and "from" not in items[0] and "role" in items[0]:
@@ -58,22 +58,22 @@ def read_sharegpt(row: Row, need_answer: bool) -> Conversation:
 
 
 def message_turns(items: list[Any], name: str, where: str, *, opening: bool = True) -> tuple[ChatTurn, ...]:
-    """The turns of a list of OpenAI messages; `name` is what errors call the list.
+    """The turns of a list of OpenAI messages; `name` is the name of the list in errors.
 
-    `opening` says that the conversation begins with the first of them.
+    `opening`: the first of them opens the conversation.
     """
     return tuple(_message_turn(item, f"{name}[{i}]", where, opening and i == 0) for i, item in enumerate(items))
 
 
 def read_tools(row: Row) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a row: a list of objects, or the same as JSON text; none is an empty tuple.
+    """The tools of a row: a list of objects, or the same as JSON text; without any, an empty tuple.
 
-    `functions`, as they were called once, are tools of one kind.
+    `functions`, their former name, are tools of one kind.
     """
     for name in ("tools", "functions"):
         if has(row, name) and row.values[name] != "":
-            found = [expect_object(item, f"{name}[{i}]", row.where) for i, item in enumerate(list_column(row, name))]
-            return tuple(found if name == "tools" else ({"type": "function", "function": item} for item in found))
+            result = [expect_object(item, f"{name}[{i}]", row.where) for i, item in enumerate(list_column(row, name))]
+            return tuple(result if name == "tools" else ({"type": "function", "function": item} for item in result))
     return ()
 
 
@@ -86,7 +86,7 @@ def _conversation(turns: tuple[ChatTurn, ...], name: str, row: Row, need_answer:
 
 
 def _check_answered(turns: tuple[ChatTurn, ...], name: str, where: str) -> None:
-    """There is an assistant turn to learn from."""
+    """DataError if there is no assistant turn to learn from."""
     answers = [turn for turn in turns[1:] if turn.role == "assistant"]
     if not answers and turns[0].role == "assistant":
         raise DataError(
@@ -96,108 +96,108 @@ def _check_answered(turns: tuple[ChatTurn, ...], name: str, where: str) -> None:
         raise DataError(f"{name} has no assistant turn to learn from.", where=where)
 
 
-def _message_turn(item: Any, place: str, where: str, first: bool) -> ChatTurn:
-    message = dict(expect_object(item, place, where))
+def _message_turn(item: Any, path: str, where: str, first: bool) -> ChatTurn:
+    message = dict(expect_object(item, path, where))
     role = message.pop("role", None)
     if role is None:
-        raise DataError(f"{place}.role is missing.", where=where)
+        raise DataError(f"{path}.role is missing.", where=where)
     role = "tool" if role == "function" else role
     if not isinstance(role, str) or role not in ROLES:
-        raise DataError(f"{place}.role is {describe(role)}; use system, user, assistant or tool.", where=where)
-    weight = _turn_weight(message, role, place, where)
-    calls = _tool_calls(message.pop("tool_calls", None) or [], f"{place}.tool_calls", where)
+        raise DataError(f"{path}.role is {describe(role)}; use system, user, assistant or tool.", where=where)
+    weight = _turn_weight(message, role, path, where)
+    calls = _tool_calls(message.pop("tool_calls", None) or [], f"{path}.tool_calls", where)
     if "function_call" in message:
-        called = expect_object(message.pop("function_call"), f"{place}.function_call", where)
-        calls.append({"type": "function", "function": _function(called, f"{place}.function_call", where)})
+        called = expect_object(message.pop("function_call"), f"{path}.function_call", where)
+        calls.append({"type": "function", "function": _function(called, f"{path}.function_call", where)})
     if calls:
         message["tool_calls"] = calls
     content = message.pop("content", "" if calls else None)
     if content is None:
-        raise DataError(f"{place}.content is missing.", where=where)
-    text = _content_text(content, f"{place}.content", where)
+        raise DataError(f"{path}.content is missing.", where=where)
+    text = _content_text(content, f"{path}.content", where)
     trained = role == "assistant" and weight != 0 and not first
     if trained and not text.strip() and not calls:
-        raise DataError(f"{place}.content is empty; an assistant turn needs text or tool_calls.", where=where)
+        raise DataError(f"{path}.content is empty; an assistant turn needs text or tool_calls.", where=where)
     return ChatTurn(ROLES[role], text, trained, message, weight)
 
 
-def _turn_weight(turn: dict[str, Any], role: str, place: str, where: str) -> float:
-    """Takes what a turn counts in the loss out of it: 0 or 1 in OpenAI's files, any number from 0 up here."""
+def _turn_weight(turn: dict[str, Any], role: str, path: str, where: str) -> float:
+    """Removes a turn's weight in the loss from it and returns it: 0 or 1 in OpenAI's files, any number from 0 up
+    here."""
     for name in DETAIL_FIELDS:
         if turn.get(name):
-            raise DataError(f"{place}.{name} masks parts of a turn; only whole turns can be left out.", where=where)
+            raise DataError(f"{path}.{name} masks parts of a turn; only whole turns can be left out.", where=where)
     flags = {name: turn.pop(name) for name in TRAIN_FLAGS if name in turn}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise DataError(f"{place}.{name} is {describe(flag)}; use true or false.", where=where)
+            raise DataError(f"{path}.{name} is {describe(flag)}; use true or false.", where=where)
         if flag and role != "assistant":
-            raise DataError(f"{place}.{name} is true, but only assistant turns are trained.", where=where)
+            raise DataError(f"{path}.{name} is true, but only assistant turns are trained.", where=where)
     weight = turn.pop("weight", None)
     if weight is not None and (
         role != "assistant" or not isinstance(weight, int | float) or not 0 <= weight < math.inf
     ):
-        found = f"{place}.weight is {describe(weight)}"
-        raise DataError(f"{found}; use a number from 0 up, on assistant turns only.", where=where)
+        problem = f"{path}.weight is {describe(weight)}"
+        raise DataError(f"{problem}; use a number from 0 up, on assistant turns only.", where=where)
     return 0.0 if False in flags.values() else 1.0 if weight is None else float(weight)
 
 
-def _content_text(content: Any, place: str, where: str) -> str:
-    """Text, or the joined text of a list of parts."""
+def _content_text(content: Any, path: str, where: str) -> str:
     if not isinstance(content, list):
-        return expect_text(content, place, where)
+        return expect_text(content, path, where)
     texts = []
     for i, item in enumerate(content):
-        part = expect_object(item, f"{place}[{i}]", where)
+        part = expect_object(item, f"{path}[{i}]", where)
         if part.get("type") != "text":
-            found = f"{place}[{i}].type is {describe(part.get('type'))}"
-            raise DataError(f"{found}; only text parts can be trained on.", where=where)
-        texts.append(expect_text(part.get("text"), f"{place}[{i}].text", where))
+            problem = f"{path}[{i}].type is {describe(part.get('type'))}"
+            raise DataError(f"{problem}; only text parts can be trained on.", where=where)
+        texts.append(expect_text(part.get("text"), f"{path}[{i}].text", where))
     return "".join(texts)
 
 
-def _tool_calls(value: Any, place: str, where: str) -> list[dict[str, Any]]:
+def _tool_calls(value: Any, path: str, where: str) -> list[dict[str, Any]]:
     calls = []
-    for i, item in enumerate(expect_list(value, place, where)):
-        call = dict(expect_object(item, f"{place}[{i}]", where))
-        function = expect_object(call.get("function"), f"{place}[{i}].function", where)
-        call["function"] = _function(function, f"{place}[{i}].function", where)
+    for i, item in enumerate(expect_list(value, path, where)):
+        call = dict(expect_object(item, f"{path}[{i}]", where))
+        function = expect_object(call.get("function"), f"{path}[{i}].function", where)
+        call["function"] = _function(function, f"{path}[{i}].function", where)
         calls.append(call)
     return calls
 
 
-def _function(value: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
+def _function(value: Mapping[str, Any], path: str, where: str) -> dict[str, Any]:
     """Name and arguments. OpenAI writes the arguments as JSON text; templates would quote that a second time."""
     function = dict(value)
-    expect_text(function.get("name"), f"{place}.name", where)
+    expect_text(function.get("name"), f"{path}.name", where)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = parse_json(arguments, f"{where}: {place}.arguments")
-    function["arguments"] = expect_object(arguments, f"{place}.arguments", where)
+        arguments = parse_json(arguments, f"{where}: {path}.arguments")
+    function["arguments"] = expect_object(arguments, f"{path}.arguments", where)
     return function
 
 
-def _sharegpt_turn(item: Any, place: str, where: str, first: bool) -> ChatTurn:
-    entry = dict(expect_object(item, place, where))
+def _sharegpt_turn(item: Any, path: str, where: str, first: bool) -> ChatTurn:
+    entry = dict(expect_object(item, path, where))
     speaker = entry.get("from")
     if speaker is None:
-        raise DataError(f"{place}.from is missing.", where=where)
+        raise DataError(f"{path}.from is missing.", where=where)
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         accepted = "human, gpt, system, observation or function_call"
-        raise DataError(f"{place}.from is {describe(speaker)}; use {accepted}.", where=where)
+        raise DataError(f"{path}.from is {describe(speaker)}; use {accepted}.", where=where)
     if "value" not in entry:
-        raise DataError(f"{place}.value is missing.", where=where)
-    text = expect_text(entry["value"], f"{place}.value", where)
+        raise DataError(f"{path}.value is missing.", where=where)
+    text = expect_text(entry["value"], f"{path}.value", where)
     role = SHAREGPT_ROLES[speaker]
-    weight = _turn_weight(entry, role, place, where)
+    weight = _turn_weight(entry, role, path, where)
     trained = role == "assistant" and weight != 0 and not first
     if trained and not text.strip():
-        raise DataError(f"{place}.value is empty; an assistant turn needs text.", where=where)
+        raise DataError(f"{path}.value is empty; an assistant turn needs text.", where=where)
     if speaker != "function_call":
         return ChatTurn(role, text, trained, weight=weight)
-    value = parse_json(text, f"{where}: {place}.value")
+    value = parse_json(text, f"{where}: {path}.value")
     functions = value if isinstance(value, list) else [value]
     calls = [
-        {"type": "function", "function": _function(expect_object(f, f"{place}.value", where), f"{place}.value", where)}
+        {"type": "function", "function": _function(expect_object(f, f"{path}.value", where), f"{path}.value", where)}
         for f in functions
     ]
     return ChatTurn(role, "", trained, {"tool_calls": calls}, weight)

@@ -1,4 +1,4 @@
-"""The normal forms a row can take: a conversation, a text, token ids, or something to put a label on."""
+"""The normal forms of a row: a conversation, a text, token ids, or something labelled."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class ChatTurn:
     """system, user, assistant or tool."""
     content: str
     trained: bool = False
-    """Whether the turn counts in the loss."""
+    """True if the turn counts in the loss."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What else the chat template may read, such as tool_calls, tool_call_id or name."""
+    """Other fields that the chat template may read, such as tool_calls, tool_call_id or name."""
     weight: float = 1.0
-    """What its tokens count in the loss, if it is trained."""
+    """Weight of its tokens in the loss, if it is trained."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class Conversation:
     turns: tuple[ChatTurn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     is_chat: bool = True
-    """False for a prompt and its completion, which also make sense without a chat template."""
+    """False for a prompt and its completion, which need no chat template."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Words:
 
     words: tuple[str, ...]
     labels: tuple[int | None, ...]
-    """None for a word that is not trained."""
+    """Class of each word; None for a word that is not trained."""
 
 
 Form: TypeAlias = Conversation | Text | Tokens | Passage | Words

@@ -1,4 +1,4 @@
-"""A job's data, ready to train on: samples that fit, and an account of what became of every row."""
+"""A job's data, ready to train on: samples that fit, and counts of the rows that were kept, cut and left out."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from weft.wording import counted
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What was read, what was left out, and how long the samples are."""
+    """Counts of rows and samples, and lengths of the samples."""
 
     sources: tuple[str, ...]
     """Files and Hub names, as written."""
     format: str
-    """Format of the rows; several sources may have several."""
+    """Format of the rows; the formats of several sources may differ."""
     num_rows: int
-    """Rows read, before anything was left out or split off."""
+    """Rows read, before any were left out or split off."""
     num_truncated: int
     """Samples cut to max_length that still have something to learn; the samples of a group count as one."""
     num_dropped_long: int
@@ -47,9 +47,9 @@ class DataSummary:
     max_length: int
     """Tokens of the longest sample."""
     notes: tuple[str, ...] = ()
-    """What else a user should know."""
+    """Further notes for the user."""
     group_size: int = 1
-    """Samples that belong together: 2 for pairs."""
+    """Samples per group: 2 for pairs."""
 
     def describe(self) -> str:
         """One line for people."""
@@ -70,7 +70,7 @@ class DataSummary:
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sample in its group."""
+    """A run of a sample in its group."""
 
     sample: Sample
     """With the rows in front of it that the job's adapter fills."""
@@ -80,44 +80,43 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples in the order of their rows, and the account of them."""
+    """Samples in the order of their rows, and their summary."""
 
     samples: Samples
     summary: DataSummary
     objective: Objective = SUPERVISED
-    """What the samples are made for: they come in groups of as many as it says."""
+    """Objective that the samples are made for; it defines the size of their groups."""
     source_groups: tuple[int, ...] = ()
-    """Groups of each source, in order; none: all are of one."""
+    """Groups of each source, in order; empty if all are of one."""
     rows: npt.NDArray[np.int64] | None = None
-    """The row that each group was made of, as a number; None: each of its own. A chat may become several samples."""
+    """Number of the row of each group; None if each group has its own. A chat may become several samples."""
 
     num_leading: int = 0
-    """Rows in front of each sample of a job that hold virtual tokens of its adapter."""
+    """Rows in front of each sample of a job for virtual tokens of its adapter."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], source: str) -> Dataset:
-        """Samples that were made, not read; `source` says of what."""
+        """A data set of samples that were not read from files; `source` describes them."""
         made = Samples.of(samples)
-        found = measures(made)
-        return cls(made, DataSummary((source,), "tokens", len(made), 0, 0, 0, found["max_length"], **found))
+        result = measures(made)
+        return cls(made, DataSummary((source,), "tokens", len(made), 0, 0, 0, result["max_length"], **result))
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all tokens, masks and weights, if any; a resumed run compares it to notice changed data."""
+        """SHA-256 of all tokens, masks and weights, if any; a resumed run compares it to detect changed data."""
         return self.samples.fingerprint
 
     @property
     def num_groups(self) -> int:
-        """Groups of samples, which global batches are counted in."""
+        """Groups of samples, the unit of global batches."""
         return len(self.samples) // self.objective.group_size
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Groups of each source."""
         return self.source_groups or (self.num_groups,)
 
     @functools.cached_property
-    def judge(self) -> LikelihoodObjective | None:
+    def likelihood_objective(self) -> LikelihoodObjective | None:
         """The objective, if it weighs tokens by their log-probabilities."""
         return self.objective if isinstance(self.objective, LikelihoodObjective) else None
 
@@ -133,26 +132,26 @@ class Dataset:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether the objective compares with what a reference, or a teacher, says of the samples."""
+        """True if the objective compares with the outputs of a reference or a teacher."""
         return self.objective.reads_reference
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the samples hold what a teacher has said of them."""
-        return self.samples.arrays.num_taught > 0
+        """True if the samples hold a teacher's outputs."""
+        return self.samples.arrays.num_teacher_tokens > 0
 
     @property
     def reference_bytes(self) -> int:
-        """What a reference says of all samples, as it is kept: a number for each supervised token, or for each of the
-        most likely ones in its place an id and a number; nothing where it is too much to be kept, or in the data."""
+        """Bytes of the cached reference outputs of all samples: a number per supervised token, or an id and a number
+        for each of its most likely tokens; 0 where they are too large to be cached, or in the data."""
         num_runs = (1 + self.has_mismatches) * (self.reads_reference and not self.has_teacher)
         each = 4 if self.distillation is None else 8 * (self.distillation.top_k or 0)
         return each * num_runs * int(self.samples.num_supervised.sum())
 
     def reference_tokens(self, num_run: Callable[[npt.NDArray[np.int64]], int]) -> int:
-        """Tokens that its reference is asked about by a job that runs so many of groups with such numbers of tokens.
+        """Tokens that a job's reference runs on, where the job runs `num_run` tokens of groups.
 
-        It is asked once about each, or each time where what it says is too much to be kept.
+        It runs once on each, or each time where its outputs are too large to be cached.
         """
         if not self.reads_reference or self.has_teacher:
             return 0
@@ -161,30 +160,29 @@ class Dataset:
 
     @property
     def has_mismatches(self) -> bool:
-        """Whether a group's prompt also runs with the next group's answer."""
-        return self.judge is not None and self.judge.reads_mismatch
+        """True if a group's prompt also runs with the next group's answer."""
+        return self.likelihood_objective is not None and self.likelihood_objective.reads_mismatch
 
     @property
     def num_members(self) -> int:
-        """Runs that one group asks for."""
+        """Runs of one group."""
         return self.objective.group_size * (1 + self.has_mismatches)
 
-    def places(self, index: int) -> range:
-        """Where the samples of one group stand among all samples."""
+    def sample_indices(self, index: int) -> range:
+        """Indices of one group's samples."""
         size = self.objective.group_size
         return range(index * size, (index + 1) * size)
 
     def members(self, index: int) -> tuple[Member, ...]:
-        """All that one group asks to run, in one microbatch and in this order."""
-        group = [self.samples[i] for i in self.places(index)]
+        """All runs of one group, which share a microbatch, in order."""
+        group = [self.samples[i] for i in self.sample_indices(index)]
         if self.has_mismatches:
             group.append(self._mismatched(index))
         return tuple(Member(sample.led_by(self.num_leading), sample) for sample in group)
 
     def member_lengths(self, index: int) -> list[int]:
-        """The tokens of each member of one group, in their order."""
-        places = self.places(index)
-        lengths = [int(length) for length in self.samples.lengths[places.start : places.stop]]
+        indices = self.sample_indices(index)
+        lengths = [int(length) for length in self.samples.lengths[indices.start : indices.stop]]
         if self.has_mismatches:
             lengths.append(int(self._mismatch_lengths[index]))
         return [self.num_leading + length for length in lengths]
@@ -200,7 +198,7 @@ class Dataset:
 
     @functools.cached_property
     def _mismatch_lengths(self) -> npt.NDArray[np.int64]:
-        """The tokens of each group's prompt with the next group's answer."""
+        """Tokens of each group's prompt with the next group's answer."""
         limit = self.summary.length_limit
         supervised = np.flatnonzero(self.samples.arrays.supervised)
         starts = self.samples.starts
@@ -218,17 +216,17 @@ class Dataset:
 
     @property
     def _run_tokens(self) -> npt.NDArray[np.int64]:
-        """Tokens that each group asks to run."""
+        """Tokens that each group runs."""
         tokens = self.group_tokens
         return tokens + self._mismatch_lengths + self.num_leading if self.has_mismatches else tokens
 
     @property
     def longest_group(self) -> int:
-        """Most tokens that have to share a microbatch."""
+        """Largest number of tokens that must share a microbatch."""
         return int(self._run_tokens.max())
 
     def subset(self, groups: Iterable[int] | npt.NDArray[np.int64]) -> Dataset:
-        """Some of the groups, in order; the account of the rows stays that of the sources."""
+        """Some of the groups, in order; the summary of the rows stays that of the sources."""
         chosen = np.fromiter(groups, np.int64)
         ends = np.searchsorted(chosen, np.cumsum(self.sizes))
         size = self.objective.group_size
@@ -245,7 +243,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class JobData:
-    """What a job trains on and what it is evaluated on."""
+    """Training and evaluation data of a job."""
 
     train: Dataset
     eval: Dataset | None
@@ -257,16 +255,16 @@ class JobData:
         return JobData(led[0], led[1])
 
     def forward_tokens(self, schedule: BatchSchedule, eval_steps: int | None) -> int:
-        """Tokens that a whole job runs forward alone: those of its evaluations, and those its reference is asked about.
+        """Tokens that a whole job runs forward only: those of its evaluations, and those of its reference.
 
-        Jobs that share a reference ask it once together, which is not foreseen here.
+        Jobs that share a reference run it once together, which is not counted here.
         """
-        asked = self.train.reference_tokens(schedule.num_tokens)
+        num_tokens = self.train.reference_tokens(schedule.num_tokens)
         if self.eval is None:
-            return asked
+            return num_tokens
         num_evals = schedule.num_evals(eval_steps)
-        asked += self.eval.reference_tokens(lambda each: num_evals * int(each.sum()))
-        return asked + num_evals * self.eval.summary.num_tokens
+        num_tokens += self.eval.reference_tokens(lambda each: num_evals * int(each.sum()))
+        return num_tokens + num_evals * self.eval.summary.num_tokens
 
 
 def measures(samples: Samples) -> dict[str, Any]:

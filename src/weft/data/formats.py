@@ -1,4 +1,4 @@
-"""Tells a row's format by its columns and turns the row into a normal form.
+"""Detects a row's format from its columns and converts the row into a normal form.
 
 | format | columns |
 |---|---|
@@ -9,10 +9,10 @@
 | text | text |
 | tokens | input_ids; optional labels (-100 is not trained), attention_mask |
 
-Further columns are ignored, but for those the job's objective reads. Rows with chosen and rejected answers are read by
-objective dpo, rows with a true/false label by objective kto; others refuse them, unless the job states a format: then
-the other columns are read as that format says. Rows with images, audios or videos are refused likewise; always, where
-the text has a place for one.
+Further columns are ignored, except those that the job's objective reads. Rows with chosen and rejected answers are for
+objective dpo, rows with a true/false label for objective kto; other objectives refuse them, unless the job sets a
+format: then the other columns are read in that format. Rows with images, audios or videos are refused likewise; always,
+if the text refers to one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.spec.job import FORMATS
 IGNORED_LABEL = -100
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
 LABELLED = (("sentence", "label"), ("text", "label"))
-"""Texts and their classes; a true/false label is a judgement of an answer instead."""
+"""Texts and their classes; a true/false label rates an answer instead."""
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 MEDIA_MARK = re.compile(r"<\|?(image|audio|video)(_?pad|_?[0-9]+|_url)?\|?>")
 PREFERENCE_PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
@@ -44,8 +44,8 @@ def convert_rows(
 ) -> tuple[str, list[Form]]:
     """The format of the rows of one source, and each row in its normal form.
 
-    With `auto` the first row decides, or `first_format` where rows came before these, and a later row in another format
-    is a DataError. Without `need_answer` a row may be only a prompt: no completion, or no assistant turn.
+    With `auto` the first row decides, or `first_format` if rows came before these, and a later row in another format is
+    a DataError. Without `need_answer` a row may be only a prompt: no completion, or no assistant turn.
     """
     if data_format in LABELLED_READERS:
         return data_format, [LABELLED_READERS[data_format](row) for row in rows]
@@ -60,15 +60,15 @@ def convert_rows(
     for row in rows:
         _refuse_preferences(row)
         refuse_media(row, is_stated=False)
-        found = detect(row, need_answer)
-        if found not in (chosen, None):
-            raise DataError(f"is in the {found} format, but the rows before it are {chosen}.", where=row.where)
+        detected = detect(row, need_answer)
+        if detected not in (chosen, None):
+            raise DataError(f"is in the {detected} format, but the rows before it are {chosen}.", where=row.where)
         forms.append(READERS[chosen](row, need_answer))
     return chosen, forms
 
 
 def detect(row: Row, need_answer: bool = True) -> str | None:
-    """The format a row's columns suggest, or None."""
+    """The format that a row's columns suggest, or None."""
     if has(row, "input_ids"):
         return "tokens"
     if has(row, "messages"):
@@ -95,9 +95,9 @@ def _is_labelled(row: Row) -> bool:
 def _detect_first(row: Row, need_answer: bool) -> str:
     _refuse_preferences(row)
     refuse_media(row, is_stated=False)
-    found = detect(row, need_answer)
-    if found is not None:
-        return found
+    detected = detect(row, need_answer)
+    if detected is not None:
+        return detected
     columns = [name for name in row.values if has(row, name)]
     raise DataError(
         f"has the columns {', '.join(columns) or '(none)'}; expected messages (chat), conversations (sharegpt), "
@@ -109,7 +109,7 @@ def _detect_first(row: Row, need_answer: bool) -> str:
 
 
 def _other_columns(row: Row, columns: list[str], need_answer: bool) -> str | None:
-    """What may be meant by columns that nobody knows."""
+    """A guess at the meaning of unknown columns."""
     if len(columns) == 1 and any(mark in columns[0] for mark in ";|\t,"):
         return "The cells of a .csv file are separated by commas, semicolons or tabs, those of a .tsv file by tabs."
     lower = {name.strip().lower(): value for name, value in row.values.items()}
@@ -118,7 +118,7 @@ def _other_columns(row: Row, columns: list[str], need_answer: bool) -> str | Non
     if len(columns) < 2:
         return None
     numbers = "; in a table without a line of names, {prompt: 1, completion: 2}" if " line " in row.where else ""
-    return f"Say which is which, such as data_columns: {{prompt: {columns[0]}, completion: {columns[1]}}}{numbers}."
+    return f"State which is which, such as data_columns: {{prompt: {columns[0]}, completion: {columns[1]}}}{numbers}."
 
 
 def _refuse_preferences(row: Row) -> None:
@@ -138,15 +138,15 @@ def _refuse_preferences(row: Row) -> None:
 
 
 def refuse_media(row: Row, *, is_stated: bool) -> None:
-    """Refuses rows with images, audios or videos; where a format is stated, only if the text has a place for them."""
+    """Refuses rows with images, audios or videos; with a set format only if the text refers to one."""
     name = next((name for name in MEDIA_COLUMNS if row.values.get(name) not in (None, "", [], {})), None)
     if name is None:
         return
     others = {key: value for key, value in row.values.items() if key not in MEDIA_COLUMNS}
     mark = MEDIA_MARK.search(json.dumps(others, ensure_ascii=False, default=str))
     if mark is not None:
-        found = f"{name} belongs to the {mark[0]} in the text"
-        raise DataError(f"{found}, but only text can be trained on.", where=row.where)
+        problem = f"{name} belongs to the {mark[0]} in the text"
+        raise DataError(f"{problem}, but only text can be trained on.", where=row.where)
     if not is_stated:
         raise DataError(
             f"has {name}, but only text can be trained on.",
@@ -156,11 +156,11 @@ def refuse_media(row: Row, *, is_stated: bool) -> None:
 
 
 def _read_completion(row: Row, need_answer: bool) -> Conversation:
-    asked, answered = _pair(row, need_answer)
+    question, answered = _pair(row, need_answer)
     # Assistant turns in the prompt are context; only those in the completion are answers to it.
-    turns = tuple(replace(t, trained=False) if t.trained else t for t in _side(row, asked, "user"))
+    turns = tuple(replace(t, trained=False) if t.trained else t for t in _side(row, question, "user"))
     if not turns:
-        raise DataError(f"{asked} is empty.", where=row.where)
+        raise DataError(f"{question} is empty.", where=row.where)
     if need_answer or has(row, answered):
         completion = _side(row, answered, "assistant")
         if need_answer and not any(turn.content.strip() or turn.extra for turn in completion):
@@ -168,12 +168,12 @@ def _read_completion(row: Row, need_answer: bool) -> Conversation:
         if need_answer and not any(turn.role == "assistant" for turn in completion):
             raise DataError(f"{answered} has no assistant turn to learn from.", where=row.where)
         turns += completion
-    is_chat = any(isinstance(row.values.get(name), list) for name in (asked, answered))
+    is_chat = any(isinstance(row.values.get(name), list) for name in (question, answered))
     return Conversation(turns, read_tools(row), is_chat)
 
 
 def _pair(row: Row, need_answer: bool) -> tuple[str, str]:
-    """The names of the prompt and the completion column."""
+    """Names of the prompt and the completion column."""
     for pair in (*PAIRS, *LABELLED):
         if has(row, *pair):
             return pair
@@ -210,8 +210,8 @@ def _read_alpaca(row: Row, need_answer: bool) -> Conversation:
         turns.append(ChatTurn("system", system))
     for i, pair in enumerate(list_column(row, "history") if row.values.get("history") else []):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            found = f"history[{i}] is {describe(pair)}"
-            raise DataError(f"{found}; expected a list of two texts, question and answer.", where=row.where)
+            problem = f"history[{i}] is {describe(pair)}"
+            raise DataError(f"{problem}; expected a list of two texts, question and answer.", where=row.where)
         turns += [ChatTurn("user", pair[0]), ChatTurn("assistant", pair[1], trained=True)]
     turns.append(ChatTurn("user", question))
     answered = "response" if is_dolly else "output"
@@ -241,8 +241,8 @@ def _read_tokens(row: Row, need_answer: bool) -> Tokens:
         if token < 0:
             raise DataError(f"input_ids[{i}] is {token}; token ids start at 0.", where=row.where)
         if label not in (token, IGNORED_LABEL):
-            found = f"labels[{i}] is {label}, but input_ids[{i}] is {token}"
-            raise DataError(f"{found}; a label repeats its token or is {IGNORED_LABEL}.", where=row.where)
+            problem = f"labels[{i}] is {label}, but input_ids[{i}] is {token}"
+            raise DataError(f"{problem}; a label repeats its token or is {IGNORED_LABEL}.", where=row.where)
         kept.append((token, label != IGNORED_LABEL))
     return Tokens(tuple(token for token, _ in kept), tuple(trained for _, trained in kept))
 
@@ -263,9 +263,9 @@ READERS: dict[str, Callable[[Row, bool], Form]] = {
     "text": _read_text,
     "tokens": _read_tokens,
 }
-"""How to read a row, by its format."""
+"""Readers of a row, by format."""
 LABELLED_READERS: dict[str, Callable[[Row], Form]] = {
     "passage": lambda row: Passage(row.values["text"], row.values["label"]),
     "words": lambda row: Words(tuple(row.values["tokens"]), tuple(row.values["tags"])),
 }
-"""How to read what objectives with classes make of rows; no job states these formats."""
+"""Readers for objectives with classes; no job sets these formats."""

@@ -12,42 +12,41 @@ from weft.data.order import BatchSchedule
 from weft.data.sample import Sample
 
 MAX_HELD = 16
-"""Global batches at hand: what runs, and what a planner sees ahead of it."""
+"""Global batches in memory: what runs, and what a planner reads ahead."""
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples between two optimizer steps; they are made when the first microbatch asks for one."""
+    """The samples between two optimizer steps; they are made when the first microbatch needs one."""
 
     data: Dataset
     groups: tuple[int, ...]
-    """The groups that it is made of, in order."""
+    """Groups in it, in order."""
 
     @functools.cached_property
     def members(self) -> tuple[Member, ...]:
-        """Group by group."""
+        """Members group by group."""
         return tuple(member for group in self.groups for member in self.data.members(group))
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """The tokens of each member, in order."""
         return [length for group in self.groups for length in self.data.member_lengths(group)]
 
     @functools.cached_property
     def divisor(self) -> float:
-        """What its loss is divided by."""
+        """Divisor of its loss."""
         samples = self.data.samples
         weights = [samples.total_weight(i) for group in self.groups for i in self.data.places(group)]
         return self.data.objective.divisor(weights)
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        """Of the samples that are trained."""
+        """Tokens of the samples that are trained."""
         return int(self.data.group_tokens[list(self.groups)].sum())
 
 
 class GlobalBatches:
-    """All global batches of one job: a function of its samples and its order, with the last ones kept at hand."""
+    """All global batches of one job: a function of its samples and its order, with the last ones in memory."""
 
     def __init__(self, data: Dataset, order: BatchSchedule) -> None:
         self.order = order
@@ -64,17 +63,16 @@ class GlobalBatches:
         return held
 
     def lengths(self, step: int) -> list[int]:
-        """The tokens of each member of a step, in order."""
         return self[step].lengths
 
     def samples_from(self, step: int) -> Iterator[Sample]:
-        """What the members of a step and of those behind it in its epoch have of their own tokens, in order."""
+        """The samples, without leading rows, of a step and of later steps in its epoch, in order."""
         end = min((step // self.order.steps_per_epoch + 1) * self.order.steps_per_epoch, self.order.num_steps)
         for later in range(step, end):
             for group in self.order.batch(later).tolist():
                 yield from (member.own for member in self.data.members(group))
 
     def groups(self, step: int, first: int = 0) -> tuple[int, ...]:
-        """How many members from `first` on share a microbatch, group by group; empty where each is by itself."""
+        """Number of members from `first` on that share a microbatch, group by group; empty where each is by itself."""
         size = self.data.num_members
         return (size,) * ((len(self[step].lengths) - first) // size) if size > 1 else ()

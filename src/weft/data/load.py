@@ -1,4 +1,4 @@
-"""The data of a job: what it trains on, and what it is evaluated on."""
+"""The training and evaluation data of a job."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_dataset(
 ) -> Dataset:
     """The samples of files (relative to `base_dir`) or Hub data sets; any problem is a DataError naming the row.
 
-    `clock` is what time it is for chat templates that ask; None: what time it is.
+    `clock` is the time for chat templates that read it; None for the current time.
     """
     settings = DataSettings(
         objective=objective,
@@ -66,7 +66,7 @@ def load_dataset(
 
 
 def find_sources(job: JobSpec, base_dir: Path) -> list[Source]:
-    """All that a job names as data, unread; a DataError if something is not there."""
+    """All data sources of a job, unread; a DataError if something does not exist."""
     named = job.eval_data if isinstance(job.eval_data, tuple) else ()
     return [find_source(SourceSpec.of(source).path, base_dir) for source in (*job.train_sources, *named)]
 
@@ -76,8 +76,8 @@ def load_job_data(
 ) -> JobData:
     """The training and evaluation data of a job; a fraction or count is split off by the job's seed.
 
-    The tokenizer is the backbone's; the job's new tokens come to it here.
-    `clock` is what time it is for chat templates that ask: when the job's run began; None: now.
+    The tokenizer is the backbone's; the job's new tokens are added here. `clock` is the time for chat templates that
+    read it, the beginning of the job's run; None for the current time.
     """
     at = clock or datetime.datetime.now()
     tokenizer = with_new_tokens(tokenizer, job.adapter.new_tokens)
@@ -119,15 +119,15 @@ def load_job_data(
         data = _split(train, job.eval_data, job)
     _check_labels(data.train, train, job)
     if data.eval is not None and data.eval.has_teacher != train.has_teacher:
-        found = f"holds {'no' if train.has_teacher else 'its'} {LOGPROBS}, unlike train_data"
-        raise DataError(f"{found}.", where=f"{job.name}: eval_data")
+        problem = f"holds {'no' if train.has_teacher else 'its'} {LOGPROBS}, unlike train_data"
+        raise DataError(f"{problem}.", where=f"{job.name}: eval_data")
     data = of_job(data, job)
     data = data.led_by(job.adapter.num_leading_rows)
     return data if job.source_weights is None else replace(data, train=_mixed(data.train, job))
 
 
 def _with_labels(job: JobSpec, base_dir: Path) -> JobSpec:
-    """The job with the names of its classes, which its rows tell where it does not."""
+    """The job with the names of its classes, read from its rows if it has none."""
     objective = OBJECTIVES.get(job.objective)
     if job.labels or not isinstance(objective, Classification):
         return job
@@ -139,32 +139,34 @@ def _with_labels(job: JobSpec, base_dir: Path) -> JobSpec:
 
 
 def check_teacher(data: Dataset, job: JobSpec) -> None:
-    """ConfigError where a job that learns from a teacher has none, or two."""
+    """ConfigError if a job that learns from a teacher has none, or two."""
     if data.distillation is None:
         return
     if not data.has_teacher and job.teacher is None:
-        found = f"is missing; name an adapter directory, or base for the bare backbone, or give rows with {LOGPROBS}"
-        raise ConfigError(f"{found}: objective distillation learns from it.", where="teacher")
+        problem = f"is missing; name an adapter directory, or base for the bare backbone, or give rows with {LOGPROBS}"
+        raise ConfigError(f"{problem}: objective distillation learns from it.", where="teacher")
     if data.has_teacher and job.teacher is not None:
-        raise ConfigError(f"the rows hold what their teacher has said ({LOGPROBS}); leave it out.", where="teacher")
+        raise ConfigError(f"the rows hold a teacher's outputs ({LOGPROBS}); leave it out.", where="teacher")
     if data.has_teacher and job.distillation_divergence == "reverse_kl":
-        found = "reverse_kl asks for all tokens of the teacher's, and the rows hold the most likely ones"
-        raise ConfigError(f"{found}; use forward_kl or jsd.", where="distillation_divergence")
+        problem = "reverse_kl needs all tokens of the teacher, and the rows hold the most likely ones"
+        raise ConfigError(f"{problem}; use forward_kl or jsd.", where="distillation_divergence")
 
 
 def _check_labels(trained: Dataset, read: Dataset, job: JobSpec) -> None:
-    """DataError where answers are to be told apart by true/false labels and all that are trained have the same."""
-    if trained.judge is None or not trained.judge.reads_labels:
+    """DataError if answers have true/false labels and all trained ones have the same."""
+    if trained.likelihood_objective is None or not trained.likelihood_objective.reads_labels:
         return
     labels = trained.samples.first_labels
     if labels.min() == labels.max():
         all_alike = len(np.unique(read.samples.first_labels)) == 1
-        found = f"{'' if all_alike else 'with eval_data split off, '}every label is {'true' if labels[0] else 'false'}"
-        raise DataError(f"{found}; objective {trained.objective.name} needs both.", where=f"{job.name}: train_data")
+        problem = (
+            f"{'' if all_alike else 'with eval_data split off, '}every label is {'true' if labels[0] else 'false'}"
+        )
+        raise DataError(f"{problem}; objective {trained.objective.name} needs both.", where=f"{job.name}: train_data")
 
 
 def of_job(data: JobData, job: JobSpec) -> JobData:
-    """The data with the job's own settings of its objective."""
+    """The data with the job's settings of its objective."""
     parts = (data.train, data.eval)
     train, evaluated = (part and replace(part, objective=part.objective.of_job(job)) for part in parts)
     assert train is not None
@@ -172,23 +174,25 @@ def of_job(data: JobData, job: JobSpec) -> JobData:
 
 
 def _mixed(data: Dataset, job: JobSpec) -> Dataset:
-    """The data with a note on the shares of its sources; DataError for one that would never be met."""
+    """The data with a note on the shares of its sources; DataError for one that would never be used."""
     assert job.source_weights is not None
     counts = Mixture(data.sizes, job.source_weights).counts if all(data.sizes) else data.sizes
     shares = []
     for source, size, count in zip(job.train_data, data.sizes, counts, strict=True):
         name = SourceSpec.of(source).path
         if not count:
-            found = f"its weight gives it none of the {sum(counts):,} samples of an epoch" if size else "has no samples"
+            problem = (
+                f"its weight gives it none of the {sum(counts):,} samples of an epoch" if size else "has no samples"
+            )
             where = f"{job.name}: train_data: {name}"
-            raise DataError(f"{found}; give it more, or leave it out.", where=where)
+            raise DataError(f"{problem}; give it more, or leave it out.", where=where)
         shares.append(f"{count:,} from {name} (which has {size:,})")
     note = f"an epoch takes {', '.join(shares)}"
     return replace(data, summary=replace(data.summary, notes=(*data.summary.notes, note)))
 
 
 def _split(data: Dataset, amount: float, job: JobSpec) -> JobData:
-    """Splits off whole rows: samples of one chat repeat each other, so none may be on both sides."""
+    """Splits off whole rows: samples of one chat overlap, so none may be on both sides."""
     row_of_group = _rows_counted(data)
     num_rows = int(row_of_group[-1]) + 1
     num_eval = round(num_rows * amount) if amount < 1 else int(amount)
@@ -208,7 +212,7 @@ def _split(data: Dataset, amount: float, job: JobSpec) -> JobData:
 
 
 def _rows_counted(data: Dataset) -> npt.NDArray[np.int64]:
-    """The row of every group, counting only rows that became any; groups are in the order of their rows."""
+    """The row of every group, counting only rows with groups; groups are in the order of their rows."""
     if data.rows is None:
         return np.arange(data.num_groups)
     return np.cumsum(np.diff(data.rows, prepend=data.rows[:1]) != 0)

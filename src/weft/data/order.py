@@ -1,4 +1,4 @@
-"""The order in which a job meets its samples: a pure function of the job's seed, so a resumed job meets the same."""
+"""The order of a job's samples: a pure function of the job's seed, so a resumed job has the same."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def permutation(num_items: int, entropy: tuple[int, ...]) -> Integers:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources whose samples stand behind one another, and the share of each in an epoch.
+    """Sources whose samples are concatenated, and the share of each in an epoch.
 
-    An epoch is as long as all sources together. A source that is asked for fewer samples than it has goes on in the
-    next epoch where it stopped, and one that is asked for more begins again: over a whole job, a sample of a source is
-    met at most once more often than another of it.
+    An epoch is as long as all sources together. A source with a smaller share continues in the next epoch where it
+    stopped, and one with a larger share starts again: over a whole job, the uses of two samples of a source differ by
+    at most one.
     """
 
     sizes: tuple[int, ...]
@@ -58,21 +58,21 @@ class Mixture:
         ]
         if shuffle:
             return np.concatenate(drawn)[permutation(sum(self.sizes), (seed, epoch))]
-        places = [(np.arange(count) + 0.5) / count for count in self.counts]
-        return np.concatenate(drawn)[np.argsort(np.concatenate(places), kind="stable")]
+        positions = [(np.arange(count) + 0.5) / count for count in self.counts]
+        return np.concatenate(drawn)[np.argsort(np.concatenate(positions), kind="stable")]
 
     def met(self, num_epochs: int, seed: int, *, shuffle: bool) -> Integers:
-        """How often each sample is met in so many whole epochs."""
-        found = np.zeros(sum(self.sizes), np.int64)
+        """Number of uses of each sample in so many whole epochs."""
+        uses = np.zeros(sum(self.sizes), np.int64)
         for i, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             passes, rest = divmod(num_epochs * count, size)
             first = sum(self.sizes[:i])
-            found[first : first + size] += passes
-            found[self._drawn(i, passes * size, passes * size + rest, seed, shuffle=shuffle)] += 1
-        return found
+            uses[first : first + size] += passes
+            uses[self._drawn(i, passes * size, passes * size + rest, seed, shuffle=shuffle)] += 1
+        return uses
 
     def _drawn(self, source: int, begin: int, end: int, seed: int, *, shuffle: bool) -> Integers:
-        """The samples of a source from one place to another, if its passes followed one another without end."""
+        """The samples of a source from one index to another in the concatenation of its passes."""
         size, pieces = self.sizes[source], [np.empty(0, np.int64)]
         for number in range(begin // size, -(-end // size)):
             # The third number keeps these draws apart from those of epochs and of the split.
@@ -94,7 +94,7 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool, mixtu
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Which samples form the global batch of each optimizer step of a job.
+    """The samples in the global batch of each optimizer step of a job.
 
     A batch never crosses epochs; the last one of an epoch may be smaller.
     """
@@ -103,11 +103,11 @@ class BatchSchedule:
     batch_size: int
     num_epochs: float
     max_steps: int | None
-    """Number of steps whatever num_epochs says."""
+    """Number of steps, which overrides num_epochs."""
     seed: int
     shuffle: bool
     mixture: Mixture | None = None
-    """Where sources have weights; None: an epoch has every sample once."""
+    """Mixture of sources with weights; None: an epoch has every sample once."""
 
     @classmethod
     def of(cls, job: JobSpec, *sizes: int) -> BatchSchedule:
@@ -125,7 +125,7 @@ class BatchSchedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches it takes to meet every sample once."""
+        """Batches of an epoch."""
         return math.ceil(self.num_samples / self.batch_size)
 
     @property
@@ -138,12 +138,11 @@ class BatchSchedule:
 
     @property
     def num_trained_samples(self) -> int:
-        """Samples of all steps together; one counts as often as it is met."""
+        """Samples of all steps together, counted at each use."""
         num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
         return num_epochs * self.num_samples + min(self.num_samples, rest * self.batch_size)
 
     def num_tokens(self, lengths: Sequence[int] | Integers) -> int:
-        """Tokens of the whole job, whose samples have these lengths."""
         num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
         each = np.asarray(lengths)
         if self.mixture is None:
@@ -153,7 +152,7 @@ class BatchSchedule:
         return whole + int(each[self._order(num_epochs)[: rest * self.batch_size]].sum()) if rest else whole
 
     def num_evals(self, eval_steps: int | None) -> int:
-        """Evaluations of the whole job: every so many steps, unless given after every epoch, and at its end."""
+        """Evaluations of the whole job: every so many steps, after every epoch by default, and at its end."""
         return math.ceil(self.num_steps / (eval_steps or self.steps_per_epoch))
 
     def batch(self, step: int) -> Integers:

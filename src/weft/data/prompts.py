@@ -22,16 +22,15 @@ from weft.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Token ids to continue, and the answer the data has for them."""
+    """Token ids to continue, and the answer in the data."""
 
     tokens: npt.NDArray[np.int32]
-    """The rendered prompt, generation prompt included."""
+    """Rendered prompt, generation prompt included."""
     text: str
-    """The same as text."""
     reference: str | None
-    """The last assistant turn or the completion; None if the row has none."""
+    """Last assistant turn or completion; None if the row has none."""
     where: str
-    """Where it comes from, e.g. `test.jsonl line 3`."""
+    """Origin, e.g. `test.jsonl line 3`."""
 
 
 def load_prompts(
@@ -59,7 +58,7 @@ def prompt_of_chat(
 ) -> Prompt:
     """The prompt for the next turn of a chat of OpenAI messages; without a template, the turns joined.
 
-    What a tool was asked and what it answered must show in the prompt; a template that leaves it out is refused.
+    A tool's call and its result must appear in the prompt; a template that omits them is refused.
     """
     where = "the chat"
     # Nothing is trained here, so an assistant turn may also be empty.

@@ -1,4 +1,4 @@
-"""One tokenised example: its token ids, which of them count in the loss, how much, and what they are labelled as."""
+"""One tokenised example: its token ids, which of them count in the loss, their weights and labels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 
 class TeacherTokens(NamedTuple):
-    """A teacher's most likely tokens in the place of each supervised token, [supervised, K], the first first."""
+    """A teacher's most likely tokens for each supervised token, [supervised, K], in descending order."""
 
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
 
     def first(self, number: int) -> TeacherTokens:
-        """Of the first so many tokens."""
+        """The first `number` of them."""
         return TeacherTokens(self.ids[:number], self.logprobs[:number])
 
 
@@ -27,15 +27,15 @@ class Sample:
     tokens: npt.NDArray[np.int32]
     """The token ids, [L]."""
     supervised: npt.NDArray[np.bool_]
-    """Whether token i counts in the loss as a target, predicted from the tokens before it, [L]. Token 0 never does:
+    """True if token i counts in the loss as a target, predicted from the tokens before it, [L]. Token 0 never does:
     nothing comes before it."""
     weights: npt.NDArray[np.float64] | None = None
-    """What token i counts in the loss beside others of the job, [L]; a token of weight 0 is not supervised. None, also
-    where every weight is 1: all supervised tokens count the same."""
+    """Weight of token i in the loss, [L]; a token of weight 0 is not supervised. None, also where every weight is 1:
+    all supervised tokens count the same."""
     labels: npt.NDArray[np.float32] | None = None
-    """What token i is labelled as, for objectives that read labels, [L]; NaN where it has none."""
+    """Label of token i, for objectives that read labels, [L]; NaN without one."""
     teacher: TeacherTokens | None = None
-    """What a teacher has said of the supervised tokens, if the data holds that."""
+    """Teacher's outputs for the supervised tokens, if the data holds them."""
 
     def __post_init__(self) -> None:
         tokens = np.array(self.tokens, dtype=np.int32)
@@ -60,7 +60,6 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
         return int(self.tokens.shape[0])
 
     @property
@@ -70,11 +69,11 @@ class Sample:
 
     @property
     def total_weight(self) -> float:
-        """What its supervised tokens count together: their number, where all count the same."""
+        """Sum of the weights of its supervised tokens: their number, where all count the same."""
         return self.num_supervised if self.weights is None else float(self.weights[self.supervised].sum())
 
     def cut(self, length: int, *, keeps_end: bool = False) -> Sample:
-        """The first `length` tokens; `keeps_end`: with what the last token of all was labelled as."""
+        """The first `length` tokens; with `keeps_end` the label of the last token is kept."""
         if keeps_end and self.labels is not None and length < self.length:
             return Sample(self.tokens[:length], self.supervised[:length]).labelled_end(float(self.labels[-1]))
         weights = None if self.weights is None else self.weights[:length]
@@ -82,8 +81,8 @@ class Sample:
         teacher = None if self.teacher is None else self.teacher.first(int(self.supervised[:length].sum()))
         return Sample(self.tokens[:length], self.supervised[:length], weights, labels, teacher)
 
-    def taught(self, ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> Sample:
-        """The same tokens with what a teacher has said of each supervised one, [supervised, K]."""
+    def with_teacher(self, ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> Sample:
+        """The same tokens with a teacher's outputs for each supervised one, [supervised, K]."""
         teacher = TeacherTokens(np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32))
         assert teacher.ids.shape == teacher.logprobs.shape and len(teacher.ids) == self.num_supervised
         return Sample(self.tokens, self.supervised, self.weights, self.labels, teacher)
@@ -104,7 +103,7 @@ class Sample:
 
     @property
     def first_supervised(self) -> int:
-        """The first token that counts in the loss."""
+        """Index of the first token that counts in the loss."""
         return int(self.supervised.argmax())
 
     @property
@@ -114,7 +113,7 @@ class Sample:
         return float(known[0]) if len(known) else float("nan")
 
     def led_by(self, num_rows: int) -> Sample:
-        """With rows in front of it that hold no token; they have the number of some token."""
+        """The sample with rows in front of it that hold no token; they have the id of any token."""
         if not num_rows:
             return self
         front = np.zeros(num_rows)
@@ -123,7 +122,7 @@ class Sample:
         return Sample(np.concatenate([front, self.tokens]), np.concatenate([front, self.supervised]), weights, labels)
 
     def weighted(self, weight: float) -> Sample:
-        """The same tokens, each counting `weight` times what it did."""
+        """The same tokens with their weights multiplied by `weight`."""
         if weight == 1:
             return self
         before = np.ones(self.length) if self.weights is None else self.weights

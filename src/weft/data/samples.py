@@ -1,6 +1,6 @@
-"""Many samples in flat arrays, which may lie in memory or in mapped files; a `Sample` is made when one is asked for.
+"""Many samples in flat arrays, in memory or in mapped files; a `Sample` is made when it is read.
 
-However many samples there are, only their places and lengths are numbers of their own: planners and orders read those.
+Only the starts and lengths of samples are separate numbers: planners and orders read those.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class TokenArrays:
-    """The tokens of all samples behind one another, [T]."""
+    """The concatenated tokens of all samples, [T]."""
 
     tokens: npt.NDArray[np.int32]
     supervised: npt.NDArray[np.bool_]
     weights: npt.NDArray[np.float64] | None = None
-    """What each token counts in the loss; None where no sample has weights."""
+    """Weight of each token in the loss; None if no sample has weights."""
     labels: npt.NDArray[np.float32] | None = None
-    """What each token is labelled as, NaN for nothing; None where no sample has labels."""
+    """Label of each token, NaN for none; None if no sample has labels."""
     teacher_ids: npt.NDArray[np.int32] | None = None
-    """A teacher's most likely tokens in the place of each supervised token, [S · K]; None where the data holds none."""
+    """A teacher's most likely tokens for each supervised token, [S · K]; None if the data holds none."""
     teacher_logprobs: npt.NDArray[np.float32] | None = None
     """Their log-probabilities, [S · K]."""
     known_range: tuple[int, int] | None = None
-    """The token range, where somebody has looked already."""
+    """Token range, if it has been computed."""
 
     @functools.cached_property
     def token_range(self) -> tuple[int, int]:
@@ -45,16 +45,16 @@ class TokenArrays:
         return self.known_range or (min(int(ids.min()) for ids in every), max(int(ids.max()) for ids in every))
 
     @functools.cached_property
-    def num_taught(self) -> int:
-        """Tokens that a teacher names for each supervised one: K; 0 where the data holds none."""
+    def num_teacher_tokens(self) -> int:
+        """Tokens of a teacher for each supervised one: K; 0 where the data holds none."""
         return 0 if self.teacher_ids is None else len(self.teacher_ids) // max(1, int(self.supervised.sum()))
 
     def teacher(self, start: int, number: int) -> TeacherTokens | None:
-        """What a teacher has said of some supervised tokens, counted among all of them."""
+        """Teacher's outputs for some supervised tokens, counted among all of them."""
         if self.teacher_ids is None or self.teacher_logprobs is None:
             return None
-        flat = slice(start * self.num_taught, (start + number) * self.num_taught)
-        shape = (-1, self.num_taught)
+        flat = slice(start * self.num_teacher_tokens, (start + number) * self.num_teacher_tokens)
+        shape = (-1, self.num_teacher_tokens)
         return TeacherTokens(self.teacher_ids[flat].reshape(shape), self.teacher_logprobs[flat].reshape(shape))
 
 
@@ -64,15 +64,15 @@ class Samples(Sequence[Sample]):
 
     arrays: TokenArrays
     starts: Integers
-    """Where each sample begins in the arrays, [N]."""
+    """Start of each sample in the arrays, [N]."""
     lengths: Integers
     """Tokens of each sample, [N]."""
     num_supervised: Integers
     """Supervised tokens of each sample, [N]."""
     known_fingerprint: str | None = None
-    """The fingerprint of this very view, where somebody has computed it already."""
-    told_starts: Integers | None = None
-    """Where each sample begins among all supervised tokens, [N], if the arrays hold what a teacher said of these."""
+    """Fingerprint of this very view, if it has been computed."""
+    teacher_starts: Integers | None = None
+    """Start of each sample among all supervised tokens, [N], if the arrays hold a teacher's outputs."""
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Samples:
@@ -93,15 +93,15 @@ class Samples(Sequence[Sample]):
             *_teachers(given),
         )
         supervised = np.array([sample.num_supervised for sample in given], dtype=np.int64)
-        return cls.behind_one_another(arrays, lengths, supervised)
+        return cls.consecutive(arrays, lengths, supervised)
 
     @classmethod
-    def behind_one_another(
+    def consecutive(
         cls, arrays: TokenArrays, lengths: Integers, num_supervised: Integers, fingerprint: str | None = None
     ) -> Samples:
         """All samples of arrays, in order."""
-        told_starts = None if arrays.teacher_ids is None else np.cumsum(num_supervised) - num_supervised
-        return cls(arrays, np.cumsum(lengths) - lengths, lengths, num_supervised, fingerprint, told_starts)
+        teacher_starts = None if arrays.teacher_ids is None else np.cumsum(num_supervised) - num_supervised
+        return cls(arrays, np.cumsum(lengths) - lengths, lengths, num_supervised, fingerprint, teacher_starts)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -111,8 +111,8 @@ class Samples(Sequence[Sample]):
         """The first label of each sample, [N]; every sample has one."""
         assert self.arrays.labels is not None
         labelled = np.flatnonzero(~np.isnan(self.arrays.labels))
-        found: npt.NDArray[np.float32] = self.arrays.labels[labelled[np.searchsorted(labelled, self.starts)]]
-        return found
+        result: npt.NDArray[np.float32] = self.arrays.labels[labelled[np.searchsorted(labelled, self.starts)]]
+        return result
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -123,22 +123,23 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | Samples:
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
-        place = self._place(index)
-        weights = None if self.arrays.weights is None else self.arrays.weights[place]
-        labels = None if self.arrays.labels is None else self.arrays.labels[place]
-        return Sample(self.arrays.tokens[place], self.arrays.supervised[place], weights, labels, self._teacher(index))
+        tokens_of = self._token_slice(index)
+        weights = None if self.arrays.weights is None else self.arrays.weights[tokens_of]
+        labels = None if self.arrays.labels is None else self.arrays.labels[tokens_of]
+        return Sample(
+            self.arrays.tokens[tokens_of], self.arrays.supervised[tokens_of], weights, labels, self._teacher(index)
+        )
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
 
     def take(self, indices: Integers) -> Samples:
-        """Some of the samples, in that order."""
-        told_starts = None if self.told_starts is None else self.told_starts[indices]
+        teacher_starts = None if self.teacher_starts is None else self.teacher_starts[indices]
         own = self.starts[indices], self.lengths[indices], self.num_supervised[indices]
-        return Samples(self.arrays, *own, told_starts=told_starts)
+        return Samples(self.arrays, *own, teacher_starts=teacher_starts)
 
     def total_weight(self, index: int) -> float:
-        """What the supervised tokens of one sample count together."""
+        """Sum of the weights of the supervised tokens of one sample."""
         return int(self.num_supervised[index]) if self.arrays.weights is None else self[index].total_weight
 
     @functools.cached_property
@@ -151,7 +152,7 @@ class Samples(Sequence[Sample]):
         return digest.hexdigest()
 
     def feed(self, digest: hashlib._Hash) -> None:
-        """Goes on with a fingerprint, behind other samples."""
+        """Adds the samples to a fingerprint."""
         for first in range(0, len(self), HASHED_TOGETHER):
             pieces: list[bytes | memoryview] = []
             for i in range(first, min(first + HASHED_TOGETHER, len(self))):
@@ -159,11 +160,11 @@ class Samples(Sequence[Sample]):
             digest.update(b"".join(pieces))
 
     def _hashed(self, index: int) -> list[bytes | memoryview]:
-        place = self._place(index)
+        tokens_of = self._token_slice(index)
         pieces: list[bytes | memoryview] = [
             int(self.lengths[index]).to_bytes(8, "little"),
-            self.arrays.tokens[place].astype("<i4", copy=False).data,
-            self.arrays.supervised[place].data,
+            self.arrays.tokens[tokens_of].astype("<i4", copy=False).data,
+            self.arrays.supervised[tokens_of].data,
         ]
         if self.arrays.weights is None and self.arrays.labels is None and self.arrays.teacher_ids is None:
             return pieces
@@ -179,29 +180,31 @@ class Samples(Sequence[Sample]):
         smallest, largest = self.arrays.token_range
         if smallest >= 0 and largest < vocabulary:
             return np.empty(0, np.int64)
-        found = (i for i in range(len(self)) if not self._is_inside(i, vocabulary))
-        return np.fromiter(found, np.int64)
+        result = (i for i in range(len(self)) if not self._is_inside(i, vocabulary))
+        return np.fromiter(result, np.int64)
 
     def _is_inside(self, index: int, vocabulary: int) -> bool:
-        place = self._place(index)
+        tokens_of = self._token_slice(index)
         teacher = self._teacher(index)
-        every = [self.arrays.tokens[place], *([] if teacher is None else [teacher.ids])]
+        every = [self.arrays.tokens[tokens_of], *([] if teacher is None else [teacher.ids])]
         return all(bool(ids.min() >= 0 and ids.max() < vocabulary) for ids in every)
 
     def _teacher(self, index: int) -> TeacherTokens | None:
-        if self.told_starts is None:
+        if self.teacher_starts is None:
             return None
-        return self.arrays.teacher(int(self.told_starts[index]), int(self.num_supervised[index]))
+        return self.arrays.teacher(int(self.teacher_starts[index]), int(self.num_supervised[index]))
 
-    def _place(self, index: int) -> slice:
+    def _token_slice(self, index: int) -> slice:
         start = int(self.starts[index])
         return slice(start, start + int(self.lengths[index]))
 
 
 def _teachers(samples: Sequence[Sample]) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
-    """What teachers have said of samples, behind one another; all or none have one, of one width."""
-    told = [sample.teacher for sample in samples if sample.teacher is not None]
-    if not told:
+    """Concatenated teachers' outputs of samples; all or none have them, of one width."""
+    teachers = [sample.teacher for sample in samples if sample.teacher is not None]
+    if not teachers:
         return None, None
-    assert len(told) == len(samples), "a teacher speaks of every sample or of none"
-    return np.concatenate([each.ids.ravel() for each in told]), np.concatenate([each.logprobs.ravel() for each in told])
+    assert len(teachers) == len(samples), "a teacher speaks of every sample or of none"
+    return np.concatenate([each.ids.ravel() for each in teachers]), np.concatenate(
+        [each.logprobs.ravel() for each in teachers]
+    )

@@ -26,9 +26,9 @@ SMOOTHED_FROM = 20
 
 def own_metrics(run: RunData) -> dict[str, str]:
     """The names of what only some objectives measure, by the ids of their charts, in the order they were met."""
-    found = [point.further for job in run.jobs for point in job.train]
-    found += [point.further for job in run.jobs for point in job.evals]
-    names = dict.fromkeys(name for further in found for name in further)
+    result = [point.further for job in run.jobs for point in job.train]
+    result += [point.further for job in run.jobs for point in job.evals]
+    names = dict.fromkeys(name for further in result for name in further)
     return {f"own_{place}": name for place, name in enumerate(names)}
 
 

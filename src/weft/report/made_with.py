@@ -14,8 +14,8 @@ ONE_DEVICE = str(Layout())
 def layouts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
     """Those it was trained in, in their order; nothing where it was one device throughout."""
     listed = info.get("layouts")
-    found = tuple(str(layout) for layout in listed) if isinstance(listed, list) else ()
-    return () if set(found) <= {ONE_DEVICE} else found
+    result = tuple(str(layout) for layout in listed) if isinstance(listed, list) else ()
+    return () if set(result) <= {ONE_DEVICE} else result
 
 
 def layout_of(info: Mapping[str, Any]) -> str | None:

@@ -32,8 +32,8 @@ def read_run(run_dir: Path) -> RunData:
     listed = info.get("jobs")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
     # After a crash run.json may be gone or older than the directories beside it.
-    found = sorted(d.name for d in run_dir.iterdir() if d.is_dir() and any((d / file).is_file() for file in JOB_FILES))
-    names += [name for name in found if name not in names]
+    result = sorted(d.name for d in run_dir.iterdir() if d.is_dir() and any((d / file).is_file() for file in JOB_FILES))
+    names += [name for name in result if name not in names]
     if not names and not info:
         raise StorageError("is not a run directory: it holds neither run.json nor jobs.", where=str(run_dir))
     jobs, time = tuple(_read_job(run_dir, name) for name in names), _read_mapping(run_dir / "time.json")

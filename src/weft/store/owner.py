@@ -126,10 +126,10 @@ class Ownership:
     def join(cls, root: Path, owner: Owner, who: str) -> Ownership:
         """Works under the owner of a directory; StorageError if that is not the directory seen here."""
         path = root / f".owner-{owner.term}"
-        found = None
+        result = None
         with contextlib.suppress(OSError):
-            found = Owner.parse(path.read_bytes(), owner.term)
-        if found is None or found.token != owner.token:
+            result = Owner.parse(path.read_bytes(), owner.term)
+        if result is None or result.token != owner.token:
             seen = f"{who} on {platform.node()} does not find the run of process {owner.pid} on {owner.host} there"
             raise StorageError(f"{seen}; the run directory must be one that all machines share.", where=str(root))
         return cls(root, owner)
@@ -202,7 +202,7 @@ def in_use(root: Path, age_s: float | None = None) -> StorageError:
 
 def _terms(root: Path) -> list[int]:
     with storage_errors(root):
-        return [int(found[1]) for name in os.listdir(root) if (found := _NAME.fullmatch(name))]
+        return [int(match[1]) for name in os.listdir(root) if (match := _NAME.fullmatch(name))]
 
 
 def _age_s(record: Path, lock: Path) -> float | None:

@@ -346,16 +346,16 @@ def _modules(tensors: Mapping[str, torch.Tensor], files: PeftFormat, where: str)
     """The tensors by module path; every one must be of the method, and none of a module may be missing."""
     suffixes = "|".join(re.escape(suffix) for suffix in files.suffixes.values())
     pattern = re.compile(rf"{re.escape(_PREFIX)}(.+)\.({suffixes})", re.DOTALL)
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    result: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = pattern.fullmatch(name)
         if match is None:
             raise AdapterFileError(f"holds {name!r}, {files.what_it_is(name)}.", where=where)
-        found.setdefault(match[1], {})[match[2]] = tensor
-    if not found:
+        result.setdefault(match[1], {})[match[2]] = tensor
+    if not result:
         raise AdapterFileError(f"holds no {files.title} weights.", where=where)
-    for path, own in found.items():
+    for path, own in result.items():
         for kind, suffix in files.suffixes.items():
             if suffix not in own:
                 raise AdapterFileError(f"{kind} of {path} is missing.", where=where)
-    return {path: tuple(own[suffix] for suffix in files.suffixes.values()) for path, own in sorted(found.items())}
+    return {path: tuple(own[suffix] for suffix in files.suffixes.values()) for path, own in sorted(result.items())}

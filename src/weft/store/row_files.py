@@ -35,13 +35,13 @@ def names_in_file(spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], paths
 
 def rows_in_file(names: Collection[str]) -> dict[str, str]:
     """The kind of rows that a tensor of a file is, for those of its names that are rows."""
-    found = {}
+    result = {}
     for name in names:
         path, leaf = name.removesuffix(_SOME).removesuffix(_ALL), name.rpartition(".")[2]
         is_embedding = path.rpartition(".")[2] in (*EMBEDDINGS, *OUTPUT_HEADS)
         if name.endswith(_SOME) or (f".{leaf}" == _ALL and is_embedding):
-            found[name] = OUTPUT_ROWS if is_output_head(path) else INPUT_ROWS
-    return found
+            result[name] = OUTPUT_ROWS if is_output_head(path) else INPUT_ROWS
+    return result
 
 
 def check_rows(spec: AdapterSpec, rows: Mapping[str, torch.Tensor], where: str) -> None:

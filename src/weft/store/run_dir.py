@@ -159,10 +159,10 @@ class RunDirectory:
     @staticmethod
     def record_of(path: Path) -> RunRecord:
         """What `write_run` recorded in a directory that need not be open."""
-        found = _read_json(path / _RUN)
-        if found is None:
+        result = _read_json(path / _RUN)
+        if result is None:
             raise StorageError("is missing.", where=str(path / _RUN))
-        return RunRecord.from_json(found)
+        return RunRecord.from_json(result)
 
     def write_time(self, split: TimeSplit) -> None:
         """Records where the wall clock of the run went so far."""

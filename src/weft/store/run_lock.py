@@ -66,6 +66,6 @@ def wait_for_ranks(root: Path) -> None:
                 return
             except BlockingIOError:
                 if time.monotonic() > until:
-                    found = "a rank of an earlier run still works here"
-                    raise StorageError(f"{found}; end it, or wait for its end.", where=str(root)) from None
+                    problem = "a rank of an earlier run still works here"
+                    raise StorageError(f"{problem}; end it, or wait for its end.", where=str(root)) from None
                 time.sleep(0.05)

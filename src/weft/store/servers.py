@@ -55,8 +55,8 @@ def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str
             return [ServingRemark(f"{only}, and this {title} cannot be merged into its base.", True)]
         return [ServingRemark(f"{only}; merge this {title} into {spec.config.merges_into}.", True)]
     if spec.trains_rows:
-        found = f"{_TITLES[server]} takes adapters on linear modules only, and this {title} has rows of tokens"
-        return [ServingRemark(f"{found}; merge it into its base.", True)]
+        problem = f"{_TITLES[server]} takes adapters on linear modules only, and this {title} has rows of tokens"
+        return [ServingRemark(f"{problem}; merge it into its base.", True)]
     remarks = _outside(module_paths, server)
     # Servers look at every pattern, also at those that match no module of this backbone.
     top = cost_ranks(spec).widest

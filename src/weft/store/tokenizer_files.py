@@ -47,7 +47,7 @@ def read_new_tokens(directory: Path, ids: Collection[int]) -> tuple[str, ...]:
         raise AdapterFileError(f"has {path.stat().st_size} bytes; at most {MOST_BYTES} are read.", where=str(path))
     try:
         added = json_text.parse(path.read_bytes())["added_tokens"]
-        found = {int(token["id"]): str(token["content"]) for token in added}
+        result = {int(token["id"]): str(token["content"]) for token in added}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterFileError("is no tokenizer that transformers wrote.", where=str(path)) from error
-    return tuple(found[one] for one in sorted(found) if one in ids)
+    return tuple(result[one] for one in sorted(result) if one in ids)

@@ -23,7 +23,7 @@ from benchmarks.wall.inputs import (
     write_problems,
 )
 from benchmarks.wall.prepare import PrepareTime, time_prepare
-from weft.data.prepared.cache import PLACE_VARIABLE
+from weft.data.prepared.cache import CACHE_VARIABLE
 from weft.errors import ConfigError, WeftError
 from weft.plan.cost.published_shapes import find_shape
 from weft.spec import load_run
@@ -77,7 +77,7 @@ def test_figures_when_training_waits_for_files_then_the_shares_say_so():
 def test_measure_when_on_a_cpu_then_what_the_libraries_take_alone_stands_beside(tmp_path, monkeypatch):
     def train(jobs_file: Path, out: Path, variables: dict[str, str]) -> WallTime:
         out.mkdir()
-        Path(variables[PLACE_VARIABLE]).mkdir(parents=True, exist_ok=True)
+        Path(variables[CACHE_VARIABLE]).mkdir(parents=True, exist_ok=True)
         return WallTime(9.0, {}, before_first_s=6.0)
 
     imported = []

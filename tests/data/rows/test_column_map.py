@@ -48,7 +48,7 @@ def test_column_when_there_is_none_of_that_name_then_the_error_names_those_there
     with pytest.raises(DataError) as caught:
         ColumnMap({"prompt": "Classify: {sentnce}"}).apply(Row({"sentence": "x", "label": "y"}, PLACE))
     assert str(caught.value) == (
-        f"{PLACE}: has no column sentnce, which data_columns.prompt asks for; it has sentence, label. "
+        f"{PLACE}: has no column sentnce, which data_columns.prompt needs; it has sentence, label. "
         "Did you mean sentence?"
     )
 

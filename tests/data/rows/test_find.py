@@ -13,7 +13,7 @@ from weft.data.rows.find import find_source, read_rows
 from weft.errors import DataError
 
 Write = Callable[..., str]
-ACCEPTED = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt, and text files with .gz or .zst behind that"
+ACCEPTED = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt, and text files with .gz or .zst added"
 
 
 def error_of(name: str, directory: Path) -> str:
@@ -117,7 +117,7 @@ def test_saved_data_set_when_it_is_damaged_then_says_how(tmp_path: Path):
     save(tmp_path / "out", {"a.arrow": ["a"]}, ["../gone/a.arrow"])
     assert "is not there" in error_of("out", tmp_path)
     (tmp_path / "gone" / "state.json").write_text("{")
-    assert error_of("gone", tmp_path) == "gone: its state.json does not say which files it is made of."
+    assert error_of("gone", tmp_path) == "gone: its state.json does not list its files."
     (tmp_path / "gone" / "state.json").write_text('{"_data_files": []}')
     assert error_of("gone", tmp_path) == "gone: has no rows."
     (tmp_path / "broken.arrow").write_bytes(b"\xff\xff\xff\xff\x10\0\0\0nothing")

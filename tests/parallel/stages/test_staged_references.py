@@ -80,7 +80,9 @@ def comparing(
         if isinstance(objective, Kto):
             samples = [sample.labelled(place % 3 == 0) for place, sample in enumerate(samples)]
         elif isinstance(objective, Distillation) and "teacher" not in settings:
-            samples = [sample.taught([[4, 2, 9]] * (n := sample.num_supervised), [SAID] * n) for sample in samples]
+            samples = [
+                sample.with_teacher([[4, 2, 9]] * (n := sample.num_supervised), [SAID] * n) for sample in samples
+            ]
         return replace(part, objective=objective, samples=Samples.of(samples))
 
     held = None if data.eval is None else with_objective(data.eval)

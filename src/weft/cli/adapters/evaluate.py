@@ -178,7 +178,7 @@ def _foreign_metrics(dataset: Dataset) -> tuple[str, ...]:
     """What an objective lacks: pairs have no perplexity and no one reference, and a head predicts no token."""
     if dataset.head is not None:
         return METRICS[1:]
-    if dataset.judge is not None:
+    if dataset.likelihood_objective is not None:
         return ("perplexity", "exact-match")
     # The loss of a student is no cross entropy.
     return ("perplexity",) if dataset.distillation is not None else ()
@@ -320,7 +320,7 @@ def _show(
 
 def _measured_by(dataset: Dataset, compared: StoredAdapter | None) -> list[str]:
     """What the loss of an objective with settings of its own is, in words."""
-    judge = dataset.judge or dataset.distillation
+    judge = dataset.likelihood_objective or dataset.distillation
     if dataset.head is not None:
         labels = f": {', '.join(dataset.head.labels)}" if dataset.head.labels else ""
         return [f"measured by objective {dataset.head.name}{labels}"]

@@ -40,7 +40,7 @@ def speaker(loaded: Attached, datasets: dict[str, Dataset], top_k: int) -> Speak
     """The only adapter, or the bare model without one, and the data as it reads them; ConfigError if it cannot."""
     name = list(loaded.slots)[-1]
     slot, data = loaded.slots[name], datasets[name]
-    if data.judge is not None or data.head is not None:
+    if data.likelihood_objective is not None or data.head is not None:
         found = f"the data is measured by objective {data.objective.name}"
         raise ConfigError(f"{found}; a teacher speaks of single answers and texts.", where="--logits")
     if loaded.backbone.has_own_head(slot):

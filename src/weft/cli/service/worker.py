@@ -98,7 +98,7 @@ def worker(
     name, equals, model = base_model.partition("=")
     if not name or (equals and not model):
         raise ConfigError(f"got {base_model!r}; write NAME or NAME=MODEL.", where="--base-model")
-    from weft.data.prepared.cache import PLACE_VARIABLE
+    from weft.data.prepared.cache import CACHE_VARIABLE
     from weft.serve.api.observe import log_json
     from weft.serve.blobs import Blobs
     from weft.serve.db.engine import migrate, open_database
@@ -125,7 +125,7 @@ def worker(
         host=host,
     )
     # What is prepared of tenants' files stays where everything else of theirs is.
-    os.environ.setdefault(PLACE_VARIABLE, str(options.data_dir / "prepared"))
+    os.environ.setdefault(CACHE_VARIABLE, str(options.data_dir / "prepared"))
     log_json()
     database = open_database(settings.db_url)
     migrate(database)

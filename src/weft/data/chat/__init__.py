@@ -1,1 +1,1 @@
-"""From conversations to text: chat templates, and which characters of what they render an assistant has to write."""
+"""From conversations to text: chat templates, and which characters of the rendered text are the assistant's."""

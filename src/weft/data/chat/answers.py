@@ -1,14 +1,13 @@
 """Finds what an assistant has to write in a chat, and the text that each answer is trained in.
 
-An answer is what follows the text that the model is given when it is asked for it: everything from the end of the
-generation prompt to the end of the turn, end-of-turn marker included. Where the template marks the answers itself, with
-`{% generation %}`, they are what it says. Otherwise they are found by rendering the turns before an answer and those
-through it.
+An answer is what follows the prompt of that turn: everything from the end of the generation prompt to the end of the
+turn, end-of-turn marker included. Where the template marks the answers itself, with `{% generation %}`, its marks are
+used. Otherwise answers are located by rendering the turns before an answer and those through it.
 
-Most templates render a turn the same whatever follows, and a chat is one sample with many answers. Some show an earlier
-answer otherwise once later turns follow (its thoughts are left out, a closing token goes, the system prompt moves).
-There, each answer is trained as the model would meet it: a chat becomes several samples, every answer in the longest
-one that shows it so.
+Most templates render a turn independently of later turns, and a chat is one sample with many answers. Some render an
+earlier answer differently once later turns follow (its thoughts are left out, a closing token goes, the system prompt
+moves). There, each answer is trained in the text that the model would see: a chat becomes several samples, each answer
+in the longest text that shows it unchanged.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from weft.data.conversation import Conversation
 from weft.errors import DataError
 
 MAX_RENDERED_ALL = 8
-"""Answers of a chat that are all found by rendering; in longer chats, landmarks spare most of it."""
+"""Chats with up to so many answers locate all of them by rendering; longer chats use landmarks for most of them."""
 TAG = re.compile(r"<[^<>]*>")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One trained turn, in the text that the model is given and goes on."""
+    """One trained turn, in the text of its prompt and what follows."""
 
     turn: int
-    """Its place in the conversation."""
+    """Index in the conversation."""
     text: str
     start: int
     end: int
@@ -63,13 +62,12 @@ def train_answers(form: Conversation, template: ChatTemplate, where: str) -> tup
 
 
 def _rendered(form: Conversation, text: str, spans: dict[int, tuple[int, int]], where: str) -> Rendered:
-    """A sample with the spans of its trained turns."""
     turns = sorted(spans)
     return Rendered(text, tuple(spans[i] for i in turns), False, where, tuple(form.turns[i].weight for i in turns))
 
 
 def _blocks_of_turns(form: Conversation, blocks: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]] | None:
-    """The blocks of the trained turns; None where the template does not mark each assistant turn once."""
+    """The generation blocks of the trained turns; None where the template does not mark each assistant turn once."""
     turns = [i for i, turn in enumerate(form.turns) if turn.role == "assistant"]
     if len(turns) != len(blocks):
         return None
@@ -85,46 +83,46 @@ def _find_answer(i: int, form: Conversation, template: ChatTemplate, where: str,
         return Answer(i, through, len(before), len(through))
     agreed = _agreement(before, through)
     opening = before[agreed:]
-    asked = turns[i - 1].content.strip()
-    if asked in opening and agreed < _agreement(template.apply(turns[:i], form, where), before):
-        body = _after_question(before, through, asked, turns[i].content.strip())
+    question = turns[i - 1].content.strip()
+    if question in opening and agreed < _agreement(template.apply(turns[:i], form, where), before):
+        body = _after_question(before, through, question, turns[i].content.strip())
         if body is None:
             raise DataError(
-                "the chat template shows the turns before an answer otherwise when it asks for it, so it does not show "
-                "which tokens the assistant wrote.",
+                "the chat template renders the turns before an answer otherwise without the answer, so it does not "
+                "show which tokens the assistant wrote.",
                 where=where,
                 hint="Set another chat_template, or train_on_inputs to train on all tokens.",
             )
         return Answer(i, before + body, len(before), len(before) + len(body))
-    # The generation prompt says more than the turn does. What is complete, such as an empty thought, the model meets
-    # before every answer. What is only opened, such as a thought, is for the model to close, and the data has none.
+    # The generation prompt has more than the turn. What is complete, such as an empty thought, is in front of every
+    # answer of the model. What is only opened, such as a thought, is for the model to close, and the data has none.
     if len(TAG.findall(opening)) < 2:
         return Answer(i, through, agreed, len(through))
     rest = through[agreed:]
-    # Not said twice: what the generation prompt ends with and the turn begins with.
+    # The end of the generation prompt that the turn begins with is not repeated.
     repeated = next(n for n in range(min(len(opening), len(rest)), -1, -1) if opening.endswith(rest[:n]))
     return Answer(i, before + rest[repeated:], len(before), len(before) + len(rest) - repeated)
 
 
-def _after_question(before: str, through: str, asked: str, content: str) -> str | None:
-    """What follows the question and the generation prompt in the text through an answer, or None if it lacks them.
+def _after_question(before: str, through: str, question: str, content: str) -> str | None:
+    """The part after the question and the generation prompt in the text through an answer, or None if it lacks them.
 
-    For templates that change what stands before a question once it is answered, such as its system prompt.
+    For templates that change the text before a question once it is answered, such as its system prompt.
     """
-    prompt = before[before.rfind(asked) :]
-    at = through.rfind(prompt, 0, through.rfind(content)) if asked and content else -1
+    prompt = before[before.rfind(question) :]
+    at = through.rfind(prompt, 0, through.rfind(content)) if question and content else -1
     return None if at < 0 else through[at + len(prompt) :]
 
 
 def _agreement(one: str, other: str) -> int:
-    """How many characters two texts begin alike with, not counting part of a tag such as `<think>`."""
+    """Length of the common beginning of two texts, excluding a partial tag such as `<think>`."""
     alike = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     opened = one.rfind("<", 0, alike)
     return opened if opened > one.rfind(">", 0, alike) else alike
 
 
 def _gather(full: str, answers: Sequence[Answer], form: Conversation, ends_text: str) -> list[tuple[str, list[Answer]]]:
-    """The texts to train, each with the answers that it shows as the model writes them, in the order of the turns."""
+    """The texts to train, each with the answers that appear in it unchanged, in the order of the turns."""
     groups: list[tuple[str, list[Answer]]] = [(full, [])]
     for answer in reversed(answers):
         text, shown = groups[-1]
@@ -140,9 +138,9 @@ def _gather(full: str, answers: Sequence[Answer], form: Conversation, ends_text:
 
 
 def _shown_until(text: str, answer: Answer, content: str, ends_text: str) -> int | None:
-    """Where the answer ends in a longer text, or None if that shows it otherwise.
+    """End of the answer in a longer text, or None if the answer appears there changed.
 
-    What a template writes once, behind the last turn, may be missing: a token that ends the text, if the turn has an
+    What a template writes once, after the last turn, may be missing: a token that ends the text, if the turn has an
     end-of-turn marker before it, and all that follows such a token.
     """
     if text.startswith(answer.text):
@@ -167,8 +165,8 @@ def _spans_by_landmarks(
 ) -> dict[int, tuple[int, int]] | None:
     """The spans of a long chat that is one sample, most of them by comparison with turns that look alike.
 
-    Turns with the same text before and behind their content are rendered once at the first and once at the last of
-    them. None where the chat has to be rendered turn by turn.
+    Turns with the same text before and after their content are rendered once at the first and once at the last of them.
+    None where the chat has to be rendered turn by turn.
     """
     landmarks = Landmarks.of(form, template.apply(Landmarks.marked(form), form, where), full)
     if landmarks is None:

@@ -1,4 +1,4 @@
-"""A chat template as a function from turns to text, and what Weft needs of a tokenizer to apply it."""
+"""A chat template as a function from turns to text, and the tokenizer interface that applies it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What Weft needs of a tokenizer; every Hugging Face tokenizer has it."""
+    """The methods of a tokenizer that Weft uses; every Hugging Face tokenizer has them."""
 
     @property
     def chat_template(self) -> Any:
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
-        """The special tokens as text, by the names that templates know them by."""
+        """The special tokens as text, by their names in templates."""
         ...
 
     @property
@@ -55,48 +55,40 @@ class Tokenizer(Protocol):
 
     @property
     def is_fast(self) -> bool:
-        """Whether calling it can return the characters each token came from."""
+        """True if a call can return the characters of each token."""
         ...
 
-    def __len__(self) -> int:
-        """Number of tokens it knows."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]:
-        """Token ids and offsets of many texts."""
-        ...
+    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool, **options: Any) -> list[int]:
-        """Token ids of one text."""
-        ...
+    def encode(self, text: str, *, add_special_tokens: bool, **options: Any) -> list[int]: ...
 
     def get_chat_template(self, chat_template: str | None = None, tools: list[dict[str, Any]] | None = None) -> str:
         """The template for conversations with these tools: the given one, else the tokenizer's."""
         ...
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any:
-        """The conversation as text."""
-        ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The template that a tokenizer's conversations are rendered with."""
+    """The template that renders conversations for a tokenizer."""
 
     tokenizer: Tokenizer
     own: str | None = None
-    """Used instead of the tokenizer's."""
+    """Template used instead of the tokenizer's."""
     clock: datetime.datetime | None = None
-    """What time it is for the template; None: what time it is."""
+    """Time that the template reads; None for the current time."""
 
     def __post_init__(self) -> None:
         if self.own is not None and "{" not in self.own:
-            found = self.own if len(self.own) <= 40 else self.own[:37] + "..."
-            raise ConfigError(f"{found!r} is not a Jinja template: it has no {{{{ }}}} in it.", where="chat_template")
+            problem = self.own if len(self.own) <= 40 else self.own[:37] + "..."
+            raise ConfigError(f"{problem!r} is not a Jinja template: it has no {{{{ }}}} in it.", where="chat_template")
 
     @property
     def text(self) -> str:
-        """The template, or all of them joined where the tokenizer picks one by whether there are tools."""
+        """The template, or all of them joined where the tokenizer has a separate one for tools."""
         template = self.own if self.own is not None else self.tokenizer.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
@@ -106,7 +98,7 @@ class ChatTemplate:
         return str(self.tokenizer.special_tokens_map.get("eos_token") or "")
 
     def apply(self, turns: Sequence[ChatTurn], form: Conversation, where: str, *, generation: bool = False) -> str:
-        """The turns as text, with the tools of their conversation; `generation` asks for the next answer behind them.
+        """The turns as text, with the tools of their conversation; `generation` adds the prompt of the next answer.
 
         A conversation that the template refuses is a DataError at `where`.
         """
@@ -130,7 +122,6 @@ class ChatTemplate:
 
     @functools.cached_property
     def _quick(self) -> QuickTemplate | None:
-        """The template for conversations without tools."""
         return QuickTemplate.of(self.tokenizer, self._chosen(Conversation(())))
 
     @functools.cached_property
@@ -165,7 +156,7 @@ class ChatTemplate:
 
     @contextlib.contextmanager
     def _refusals(self, where: str) -> Iterator[None]:
-        """What a template raises, as errors that say whose fault it is."""
+        """Turns errors raised by a template into errors that name their cause."""
         try:
             yield
         except jinja2.TemplateSyntaxError as error:
@@ -174,11 +165,11 @@ class ChatTemplate:
                 where="chat_template",
             ) from None
         except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
-            said = str(error).rstrip(".")
-            raise DataError(f"the chat template refuses this conversation: {said}.", where=where) from None
+            message = str(error).rstrip(".")
+            raise DataError(f"the chat template refuses this conversation: {message}.", where=where) from None
 
     def _message(self, turn: ChatTurn) -> dict[str, Any]:
-        """The turn for the template; calls go into the text of templates that know no tool_calls."""
+        """The turn for the template; calls go into the text if the template does not support tool_calls."""
         message = turn.message
         if "tool_calls" in message and "tool_calls" not in self.text:
             functions = [call["function"] for call in message.pop("tool_calls")]
@@ -188,7 +179,7 @@ class ChatTemplate:
 
 
 def template_digest(tokenizer: Tokenizer) -> str:
-    """SHA-256 of a tokenizer's chat template, to notice that it changed."""
+    """SHA-256 of a tokenizer's chat template, to detect changes."""
     return hashlib.sha256(ChatTemplate(tokenizer).text.encode()).hexdigest()
 
 

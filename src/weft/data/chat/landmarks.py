@@ -1,7 +1,7 @@
-"""Where the content of every turn of a chat stands in its rendered text.
+"""The position of every turn's content in the rendered text of a chat.
 
-Rendering a chat with a mark at both ends of each content shows it at once. The marks are trusted only where the text
-without them is the text rendered without them.
+A chat is rendered once with a mark at both ends of each content. The marks are trusted only if the text without them
+equals the text rendered without them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MARK = re.compile(f"{OPEN}([0-9]+)([+-]){CLOSE}")
 
 @dataclass(frozen=True)
 class Landmarks:
-    """The places of contents in a chat's text."""
+    """The positions of contents in a chat's text."""
 
     text: str
     contents: tuple[tuple[int, int] | None, ...]
-    """Of every turn, [start, end); None for one that is blank, missing or shown more than once."""
+    """Span [start, end) of every turn; None for content that is blank, missing or repeated."""
     roles: tuple[str, ...]
 
     @staticmethod
@@ -33,25 +33,25 @@ class Landmarks:
 
     @classmethod
     def of(cls, form: Conversation, marked_text: str, text: str) -> Landmarks | None:
-        """The landmarks of a chat; None where the marks changed more than themselves."""
+        """The landmarks of a chat; None where the marks changed the rest of the text."""
         pieces = MARK.split(marked_text)
         if OPEN in text or "".join(pieces[::3]) != text:
             return None
-        places: dict[tuple[int, str], list[int]] = {}
+        positions: dict[tuple[int, str], list[int]] = {}
         at = 0
         for piece, turn, side in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=False):
             at += len(piece)
-            places.setdefault((int(turn), side), []).append(at)
+            positions.setdefault((int(turn), side), []).append(at)
         contents = []
         for i in range(len(form.turns)):
-            starts, ends = places.get((i, "+"), []), places.get((i, "-"), [])
+            starts, ends = positions.get((i, "+"), []), positions.get((i, "-"), [])
             contents.append((starts[0], ends[0]) if len(starts) == len(ends) == 1 else None)
         return cls(text, tuple(contents), tuple(turn.role for turn in form.turns))
 
     def surroundings(self, turn: int) -> Hashable:
-        """What stands before and behind a turn's content, up to the contents of its neighbours.
+        """The text before and after a turn's content, up to the contents of its neighbours.
 
-        A turn whose surroundings are not known is like no other.
+        A turn with unknown surroundings equals no other turn.
         """
         own, before = self.contents[turn], self.contents[turn - 1]
         is_last = turn + 1 == len(self.contents)

@@ -1,7 +1,7 @@
-"""Renders plain conversations by the compiled template itself: what transformers does around it takes as long again.
+"""Renders plain conversations by the compiled template itself, in half of transformers' time.
 
-Only messages that are nothing but a role and a text go this way, for which transformers' own steps change nothing. The
-first of them is rendered both ways; a template for which they differ is left to transformers.
+Only messages with nothing but a role and a text are rendered here, for which transformers' other steps change nothing.
+The first of them is rendered both ways; a template for which the results differ is left to transformers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ Messages = list[dict[str, Any]]
 
 
 class QuickTemplate:
-    """One template, with the special tokens of its tokenizer."""
+    """A compiled template with the special tokens of its tokenizer."""
 
     def __init__(self, compiled: Any, special_tokens: Mapping[str, Any]) -> None:
         self._compiled = compiled
         self._names = {**compiled.globals, "tools": None, "documents": None, **special_tokens}
-        """What the template can read besides; the library would copy it name by name for every conversation."""
+        """Variables of the template; the library would copy them name by name for every conversation."""
         self.is_proven: bool | None = None
-        """Whether it renders what transformers does; None: nobody has looked yet."""
+        """True if it renders the same as transformers; None before the first comparison."""
 
     @classmethod
     def of(cls, tokenizer: Any, template: str) -> QuickTemplate | None:
-        """The template of a tokenizer that leaves rendering to transformers; None for another one."""
+        """The template of a tokenizer that leaves rendering to transformers; None for another tokenizer."""
         try:
             from transformers import PreTrainedTokenizerBase
             from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -36,7 +36,6 @@ class QuickTemplate:
         return cls(_compile_jinja_template(template), tokenizer.special_tokens_map) if is_usual else None
 
     def render(self, messages: Messages, *, generation: bool) -> str:
-        """The messages as text; raises what the template raises."""
         names = {**self._names, "messages": messages, "add_generation_prompt": generation}
         template = self._compiled
         context = Context(template.environment, names, template.name, template.blocks)

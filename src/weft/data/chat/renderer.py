@@ -1,10 +1,10 @@
-"""Renders a normal form as the text the model will read, and marks which characters are trained.
+"""Renders a normal form as the text that the model reads, and marks the trained characters.
 
-- A conversation is rendered with the job's chat template, else the tokenizer's. Trained is what the assistant would
-  have had to write (`chat/answers.py`).
+- A conversation is rendered with the job's chat template, else the tokenizer's. The assistant's answers are trained
+  (`chat/answers.py`).
 - A prompt and its completion become a user and an assistant turn when there is a chat template. Without one they are
-  joined as they are, `prompt + completion`, with the tokenizer's BOS in front (if it puts one there by itself) and EOS
-  at the end; trained is the completion and EOS. Several turns of a prompt (system, history) are joined by blank lines.
+  joined unchanged, `prompt + completion`, with the tokenizer's BOS in front (if it adds one itself) and EOS at the end;
+  the completion and EOS are trained. Several turns of a prompt (system, history) are joined by blank lines.
 - A text gets BOS and EOS the same way; all of it is trained.
 - With `train_on_inputs` all characters are trained.
 """
@@ -32,30 +32,28 @@ def check_template(chat_template: str, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Renders conversations, prompts and texts for one tokenizer and one chat template."""
+    """Renders rows for one tokenizer and one chat template."""
 
     template: ChatTemplate
     train_on_inputs: bool = False
     mask_history: bool = False
-    """Train only the last of a chat's answers."""
+    """True to train only the last answer of a chat."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the template belongs to."""
         return self.template.tokenizer
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered."""
         return bool(self.template.text)
 
     @property
     def ignores_tools(self) -> bool:
-        """Whether the template has no place for a list of tools."""
+        """True if the template does not render a list of tools."""
         return "tools" not in self.template.text
 
     def render(self, form: Conversation | Text, where: str) -> tuple[Rendered, ...]:
-        """The texts to train on: one, but for chats whose template shows earlier answers otherwise later on."""
+        """The texts to train on: one, except for chats whose template changes earlier answers later on."""
         if isinstance(form, Text):
             # Blank text would train nothing but the end of a text; corpora use it as a separator.
             text = form.text if form.text.strip() else ""
@@ -68,7 +66,7 @@ class Renderer:
         return (Rendered(text, ((start, len(text)),), True, where),)
 
     def render_prompt(self, form: Conversation | Text, where: str) -> tuple[Rendered, str | None]:
-        """The text up to where the model has to go on, and the answer the row has for it, if any."""
+        """The text of the prompt, and the answer in the row, if any."""
         if isinstance(form, Text):
             return Rendered(form.text, (), True, where), None
         turns, reference = form.turns, None
@@ -91,13 +89,12 @@ class Renderer:
         """The prompt as plain text, for base models."""
         if form.is_chat:
             model = self.tokenizer.name_or_path or "this model"
-            found = f"the row is a chat, but the tokenizer of {model} has no chat template"
-            raise DataError(f"{found}.", where=where, hint="Set chat_template to a Jinja template.")
+            problem = f"the row is a chat, but the tokenizer of {model} has no chat template"
+            raise DataError(f"{problem}.", where=where, hint="Set chat_template to a Jinja template.")
         return "\n\n".join(turn.content for turn in turns)
 
 
 def _last_answer(form: Conversation) -> Conversation:
-    """The conversation with all but its last trained turn as context."""
     last = max((i for i, turn in enumerate(form.turns) if turn.trained), default=-1)
     turns = tuple(replace(turn, trained=turn.trained and i == last) for i, turn in enumerate(form.turns))
     return replace(form, turns=turns)

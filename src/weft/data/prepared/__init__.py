@@ -1,1 +1,1 @@
-"""Data prepared once: rows become flat arrays chunk by chunk, and a cache on disk keeps them for whoever asks again."""
+"""Data prepared once: rows become flat arrays chunk by chunk, and a cache on disk keeps them."""

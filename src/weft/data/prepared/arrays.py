@@ -16,26 +16,24 @@ from weft.data.samples import Samples, TokenArrays
 from weft.errors import DataError
 
 FILLED_TOGETHER = 2**20
-"""Values that are written at a time behind tokens that had none."""
+"""Values that are written at a time after tokens that had none."""
 OPTIONAL: dict[str, tuple[type, float]] = {"weights": (np.float64, 1.0), "labels": (np.float32, np.nan)}
-"""Columns that only some samples have: their type, and what stands for the tokens of the others."""
+"""Columns that only some samples have: their type, and the value for tokens of the others."""
 TEACHER: dict[str, type] = {"teacher_ids": np.int32, "teacher_logprobs": np.float32}
-"""Columns that all samples have or none; they have several values for a supervised token."""
+"""Columns that all samples have or none, with several values per supervised token."""
 
 
 class Column(Protocol):
     """An array that grows."""
 
-    def append(self, values: npt.NDArray[Any]) -> None:
-        """Adds values at the end."""
-        ...
+    def append(self, values: npt.NDArray[Any]) -> None: ...
 
     def finish(self) -> npt.NDArray[Any]:
-        """All values, which can be read only."""
+        """All values, read-only."""
         ...
 
     def close(self) -> None:
-        """Lets go of what is open; nothing can be added then."""
+        """Closes open files; nothing can be added then."""
         ...
 
 
@@ -46,17 +44,14 @@ class MemoryColumn:
         self._pieces = [np.empty(0, dtype)]
 
     def append(self, values: npt.NDArray[Any]) -> None:
-        """Adds values at the end."""
         self._pieces.append(values.astype(self._pieces[0].dtype, copy=False))
 
     def finish(self) -> npt.NDArray[Any]:
-        """All values in one array."""
         whole = np.concatenate(self._pieces)
         whole.setflags(write=False)
         return whole
 
     def close(self) -> None:
-        """Forgets the values."""
         self._pieces.clear()
 
 
@@ -69,12 +64,10 @@ class FileColumn:
         self._write_header()
 
     def append(self, values: npt.NDArray[Any]) -> None:
-        """Writes values at the end."""
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
         self._number += len(values)
 
     def finish(self) -> npt.NDArray[Any]:
-        """Ends the file and maps it."""
         self._file.seek(0)
         # numpy leaves room in a header for its first axis to grow.
         self._write_header()
@@ -82,7 +75,6 @@ class FileColumn:
         return open_column(self._path)
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
     def _write_header(self) -> None:
@@ -91,13 +83,13 @@ class FileColumn:
 
 
 def open_column(path: Path) -> npt.NDArray[Any]:
-    """Maps an array that was written; a file of no values cannot be mapped and is read."""
+    """Maps a written array; a file without values cannot be mapped and is read."""
     try:
-        found: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        result: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError:
-        found = np.load(path, allow_pickle=False)
+        result = np.load(path, allow_pickle=False)
     # Slices of a plain array are made several times faster than those of a `memmap`.
-    return found.view(np.ndarray)
+    return result.view(np.ndarray)
 
 
 class SampleColumns:
@@ -113,13 +105,13 @@ class SampleColumns:
         self._num_supervised = self._column("num_supervised", np.int64)
         self._rows = self._column("rows", np.int64)
         self._num_tokens = 0
-        self._num_taught = 0
-        """Values for a supervised token in the columns of a teacher."""
+        self._num_teacher_tokens = 0
+        """Values per supervised token in the columns of a teacher."""
         self._digest = hashlib.sha256()
         self._range: tuple[int, int] | None = None
 
     def append(self, samples: Samples, rows: npt.NDArray[np.int64]) -> None:
-        """Adds samples that lie behind one another in their own arrays, and the rows of their groups."""
+        """Adds consecutive samples of their own arrays, and the rows of their groups."""
         if not len(samples):
             return
         arrays = samples.arrays
@@ -138,14 +130,12 @@ class SampleColumns:
         self._num_tokens += len(arrays.tokens)
 
     def finish(self) -> tuple[Samples, npt.NDArray[np.int64]]:
-        """All samples, and the row of every group."""
         optional = {name: column.finish() for name, column in self._optional.items()}
         arrays = TokenArrays(self._tokens.finish(), self._supervised.finish(), **optional, known_range=self._range)
         fingerprint = self._digest.hexdigest()
         return _samples(arrays, self._lengths.finish(), self._num_supervised.finish(), fingerprint), self._rows.finish()
 
     def close(self) -> None:
-        """Closes all columns, finished or not."""
         for column in self._all:
             column.close()
 
@@ -155,7 +145,7 @@ class SampleColumns:
         return made
 
     def _append_optional(self, name: str, values: npt.NDArray[Any] | None, number: int) -> None:
-        """Adds a column's values, or what stands for them; a column begins with the first samples that have it."""
+        """Adds a column's values, or its default; a column begins with the first samples that have it."""
         dtype, absent = OPTIONAL[name]
         if values is not None and name not in self._optional:
             self._optional[name] = self._column(name, dtype)
@@ -166,12 +156,13 @@ class SampleColumns:
             self._fill(self._optional[name], absent, number)
 
     def _append_teacher(self, arrays: TokenArrays) -> None:
-        """Adds what teachers said; as many tokens for each as before."""
-        if self._num_tokens and arrays.num_taught != self._num_taught:
-            found = f"rows hold {self._num_taught} and {arrays.num_taught} tokens of their teachers for each token"
-            raise DataError(f"{found}; give all the same number.")
-        self._num_taught = arrays.num_taught
-        for name, dtype in TEACHER.items() if self._num_taught else ():
+        """Adds the outputs of teachers; the number of tokens must be that of the samples before."""
+        if self._num_tokens and arrays.num_teacher_tokens != self._num_teacher_tokens:
+            numbers = f"{self._num_teacher_tokens} and {arrays.num_teacher_tokens}"
+            problem = f"rows hold {numbers} tokens of their teachers for each token"
+            raise DataError(f"{problem}; give all the same number.")
+        self._num_teacher_tokens = arrays.num_teacher_tokens
+        for name, dtype in TEACHER.items() if self._num_teacher_tokens else ():
             if name not in self._optional:
                 self._optional[name] = self._column(name, dtype)
             self._optional[name].append(getattr(arrays, name))
@@ -196,4 +187,4 @@ def open_samples(
 def _samples(
     arrays: TokenArrays, lengths: npt.NDArray[Any], num_supervised: npt.NDArray[Any], fingerprint: str
 ) -> Samples:
-    return Samples.behind_one_another(arrays, lengths, num_supervised, fingerprint)
+    return Samples.consecutive(arrays, lengths, num_supervised, fingerprint)

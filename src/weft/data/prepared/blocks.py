@@ -9,14 +9,13 @@ from weft.data.samples import Samples, TokenArrays
 
 
 class BlockCutter:
-    """Takes the tokens of texts in order and gives back whole blocks; what is left waits for the next texts."""
+    """Takes the tokens of texts in order and returns whole blocks; the rest waits for the next texts."""
 
     def __init__(self, length: int) -> None:
         self._length = length
         self._rest = np.empty(0, np.int32)
 
     def add(self, tokens: npt.NDArray[np.int32]) -> Samples:
-        """The blocks that are whole now."""
         joined = np.concatenate([self._rest, tokens])
         whole = len(joined) // self._length * self._length
         self._rest = joined[whole:]
@@ -29,7 +28,7 @@ class BlockCutter:
 
 
 def _blocks(tokens: npt.NDArray[np.int32], length: int) -> Samples:
-    """Samples of one length, behind one another; every token but the first of each is supervised."""
+    """Consecutive samples of one length; every token but the first of each is supervised."""
     number = len(tokens) // length
     supervised = np.ones(len(tokens), np.bool_)
     supervised[::length] = False

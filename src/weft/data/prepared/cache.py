@@ -1,9 +1,9 @@
-"""The cache of prepared data: each distinct data is prepared once, whoever asks for it and however often.
+"""The cache of prepared data: equal data is prepared once, for all jobs and processes.
 
-In a process the entries used last are at hand; across processes they are folders on disk, named by their keys, whose
-arrays are mapped. A folder is filled under a temporary name and renamed when it is whole, so that nobody sees half of
-one and of two processes that prepare the same data one wins. What a killed process left is removed by the next that
-prepares something. A disk that is full or cannot be written costs the cache, not the run.
+In a process the entries used last are in memory; across processes they are folders on disk, named by their keys, whose
+arrays are mapped. A folder is filled under a temporary name and renamed when it is whole, so an incomplete one is never
+visible, and if two processes prepare the same data one wins. Remains of a killed process are removed by the next one
+that prepares something. A full or read-only disk costs the cache, not the run.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from weft.data.prepared.digests import RECORD, FileDigests
 from weft.data.prepared.entry import USED, read_entry, read_page, write_entry
 from weft.errors import ConfigError
 
-PLACE_VARIABLE, LIMIT_VARIABLE = "WEFT_CACHE", "WEFT_CACHE_GB"
+CACHE_VARIABLE, LIMIT_VARIABLE = "WEFT_CACHE", "WEFT_CACHE_GB"
 OFF = "off"
 DEFAULT_GB = 20.0
 MAX_HELD = 16
-"""Entries at hand in a process; mapped ones take no memory."""
+"""Entries in memory of a process; mapped ones take none."""
 TEMP_PREFIX, LOCK = "tmp-", "lock"
 UNLOCKED_AGE_S = 3600.0
-"""How old an unfinished folder without a lock must be to count as left behind."""
+"""Minimum age of an unfinished folder without a lock to count as abandoned."""
 Make = Callable[[Path | None], Dataset]
 """Prepares data in a folder, or without one in memory."""
 
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """What is known of an entry without opening its arrays."""
+    """Description of an entry, without its arrays."""
 
     key: str
     num_bytes: int
     used: float
-    """When it was used last, in seconds since 1970."""
+    """Time of last use, in seconds since 1970."""
     sources: tuple[str, ...]
     """Names of its files when it was made."""
     num_samples: int
 
 
 class PreparedCache:
-    """Entries below one folder, which together take no more than `limit_bytes`."""
+    """Entries in one folder, which together take at most `limit_bytes`."""
 
     def __init__(self, root: Path, limit_bytes: float) -> None:
         self.root, self.limit_bytes = root, limit_bytes
@@ -60,20 +60,20 @@ class PreparedCache:
         self._held: OrderedDict[str, Dataset] = OrderedDict()
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._guard = threading.Lock()
-        self._has_told = False
+        self._has_noted = False
 
     def get(self, key: str, make: Make, is_current: Callable[[], bool]) -> Dataset:
-        """The data of a key: at hand, on disk, or made now; kept only if `is_current` afterwards."""
+        """The data of a key: from memory, from disk, or prepared now; kept only if `is_current` afterwards."""
         with self._guard:
             lock = self._locks[key]
         with lock:
             with self._guard:
-                found = self._held.get(key)
-            if found is None:
-                found = self._open(key) or self._make(key, make, is_current)
+                data = self._held.get(key)
+            if data is None:
+                data = self._open(key) or self._make(key, make, is_current)
             if is_current():
-                self._hold(key, found)
-        return found
+                self._hold(key, data)
+        return data
 
     def _hold(self, key: str, data: Dataset) -> None:
         with self._guard:
@@ -83,12 +83,12 @@ class PreparedCache:
                 self._held.popitem(last=False)
 
     def entries(self) -> list[EntryInfo]:
-        """All entries, the one used last first."""
-        found = [_info(folder) for folder in self._folders() if not folder.name.startswith(TEMP_PREFIX)]
-        return sorted(found, key=lambda entry: -entry.used)
+        """All entries, the last used first."""
+        entries = [_info(folder) for folder in self._folders() if not folder.name.startswith(TEMP_PREFIX)]
+        return sorted(entries, key=lambda entry: -entry.used)
 
     def forget(self, is_gone: Callable[[EntryInfo], bool]) -> int:
-        """Removes the entries of which that is so, also those at hand; returns how many there were."""
+        """Removes the entries for which `is_gone` is true, also from memory; returns their number."""
         gone = [entry for entry in self.entries() if is_gone(entry)]
         for entry in gone:
             with self._guard:
@@ -97,7 +97,7 @@ class PreparedCache:
         return len(gone)
 
     def clear(self) -> int:
-        """Removes all entries and what was left behind; returns how many entries there were."""
+        """Removes all entries and abandoned folders; returns the number of entries."""
         num_entries = self.forget(lambda _: True)
         self._remove_leftovers()
         (self.root / RECORD).unlink(missing_ok=True)
@@ -105,13 +105,13 @@ class PreparedCache:
 
     def _open(self, key: str) -> Dataset | None:
         folder = self.root / key
-        found = read_entry(folder)
+        data = read_entry(folder)
         with contextlib.suppress(OSError):
-            if found is not None:
+            if data is not None:
                 os.utime(folder / USED)
             elif folder.exists():
                 self._remove(folder)
-        return found
+        return data
 
     def _make(self, key: str, make: Make, is_current: Callable[[], bool]) -> Dataset:
         made, reason = None, "its files changed while they were read"
@@ -120,7 +120,7 @@ class PreparedCache:
                 made = make(folder)
                 if is_current():
                     write_entry(folder, made)
-                    # A process that was quicker is left its place.
+                    # A process that was quicker is left its folder.
                     with contextlib.suppress(FileExistsError):
                         _rename_new(folder, self.root / key)
                     self._shrink(key)
@@ -128,19 +128,19 @@ class PreparedCache:
         except OSError as error:
             reason = f"{self.root} cannot be written ({error.strerror or error})"
         # What was made is mapped: it stays, whatever became of its folder.
-        return read_entry(self.root / key) or self._noted(make(None) if made is None else made, reason)
+        return read_entry(self.root / key) or self._with_note(make(None) if made is None else made, reason)
 
-    def _noted(self, data: Dataset, reason: str) -> Dataset:
-        """The data with a note that it is not kept, the first time that happens."""
-        if self._has_told:
+    def _with_note(self, data: Dataset, reason: str) -> Dataset:
+        """The data with a note that it is not cached, the first time that happens."""
+        if self._has_noted:
             return data
-        self._has_told = True
+        self._has_noted = True
         note = f"prepared data is not kept for the next run: {reason}"
         return replace(data, summary=replace(data.summary, notes=(*data.summary.notes, note)))
 
     @contextlib.contextmanager
     def _temporary(self) -> Iterator[Path]:
-        """A folder to fill, which is gone afterwards unless it was renamed; a lock says that somebody is at it."""
+        """A folder to fill, which is removed afterwards unless it was renamed; a lock marks it as in use."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remove_leftovers()
         folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=self.root))
@@ -152,7 +152,7 @@ class PreparedCache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _shrink(self, newest: str) -> None:
-        """Removes what was used least recently until the rest fits; whoever has it mapped keeps it."""
+        """Removes the least recently used entries until the rest fits; processes that have one mapped keep it."""
         left = self.limit_bytes
         for entry in sorted(self.entries(), key=lambda entry: (entry.key != newest, -entry.used)):
             left -= entry.num_bytes
@@ -161,11 +161,11 @@ class PreparedCache:
 
     def _remove_leftovers(self) -> None:
         for folder in self._folders():
-            if folder.name.startswith(TEMP_PREFIX) and _is_left_behind(folder):
+            if folder.name.startswith(TEMP_PREFIX) and _is_abandoned(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _remove(self, folder: Path) -> None:
-        """Takes an entry away at once, by its name, before its files go one by one."""
+        """Renames an entry at once, before its files are removed one by one."""
         aside = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=self.root))
         with contextlib.suppress(FileNotFoundError):
             folder.rename(aside / folder.name)
@@ -179,9 +179,9 @@ class PreparedCache:
 
 
 def default_cache() -> PreparedCache | None:
-    """The cache of this user, as the environment says: where it is and how large it gets; None where it is off."""
-    place = os.environ.get(PLACE_VARIABLE)
-    if place == OFF:
+    """The cache of this user, with folder and size from the environment; None if it is off."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    if folder == OFF:
         return None
     text = os.environ.get(LIMIT_VARIABLE) or str(DEFAULT_GB)
     try:
@@ -191,7 +191,7 @@ def default_cache() -> PreparedCache | None:
     except ValueError:
         raise ConfigError(f"is {text!r}; expected a number of gigabytes above 0.", where=LIMIT_VARIABLE) from None
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return _cache_at(Path(place or Path(home) / "weft" / "data").expanduser(), limit_gb * 1e9)
+    return _cache_at(Path(folder or Path(home) / "weft" / "data").expanduser(), limit_gb * 1e9)
 
 
 @functools.cache
@@ -200,7 +200,7 @@ def _cache_at(root: Path, limit_bytes: float) -> PreparedCache:
 
 
 def _rename_new(folder: Path, target: Path) -> None:
-    """Renames a folder to a place that is free; FileExistsError if it is taken."""
+    """Renames a folder to an unused path; FileExistsError if it exists."""
     try:
         folder.rename(target)
     except OSError:
@@ -209,8 +209,8 @@ def _rename_new(folder: Path, target: Path) -> None:
         raise
 
 
-def _is_left_behind(folder: Path) -> bool:
-    """Whether whoever filled a folder is gone: nobody holds its lock."""
+def _is_abandoned(folder: Path) -> bool:
+    """True if the process that filled a folder is gone: its lock is free."""
     try:
         with (folder / LOCK).open("r") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,6 +229,6 @@ def _info(folder: Path) -> EntryInfo:
         used = (folder / USED).stat().st_mtime
     except OSError:
         used = 0.0
-    num_bytes = sum(said["bytes"] for said in page["files"].values())
+    num_bytes = sum(file["bytes"] for file in page["files"].values())
     summary = page["summary"]
     return EntryInfo(folder.name, num_bytes, used, tuple(summary["sources"]), summary["num_samples"])

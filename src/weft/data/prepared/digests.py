@@ -1,8 +1,7 @@
-"""SHA-256 of data files, remembered as long as nobody touches them: to hash a large file takes longer than all else.
+"""SHA-256 of data files, cached while the files are unchanged: hashing a large file takes longer than all else.
 
-A digest is remembered with everything that the file system says of its file, and only for a file that was last changed
-a while ago: one that is changed again within the same tick of its clock would look untouched. A record that cannot be
-read or was tampered with is made anew.
+A digest is stored with all file attributes, and only for a file that was last changed a while ago: a change within the
+same tick of the file system's clock would not be visible. A record that is unreadable or invalid is written again.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from pathlib import Path
 
 RECORD = "digests.json"
 REMEMBERED_BYTES = 2**20
-"""Smaller files are hashed in no time."""
-SETTLED_S = 2.0
-"""How long ago a file must have changed for its digest to be remembered."""
+"""Smaller files are hashed without the cache."""
+STABLE_S = 2.0
+"""Minimum age of a file's last change for its digest to be cached."""
 MAX_REMEMBERED = 10_000
 
 
@@ -33,7 +32,6 @@ class FileDigests:
         self._new: dict[str, list[str | int]] = {}
 
     def of(self, path: Path) -> str:
-        """The digest of a file's contents."""
         before = os.stat(path)
         if before.st_size < REMEMBERED_BYTES:
             return file_digest(path)
@@ -43,14 +41,14 @@ class FileDigests:
         known = self._known.get(name)
         if known is not None and known[:-1] == stamp:
             return str(known[-1])
-        found = file_digest(path)
-        is_settled = self._clock() - max(before.st_mtime, before.st_ctime) > SETTLED_S
-        if is_settled and _stamp(os.stat(path)) == stamp:
-            self._known[name] = self._new[name] = [*stamp, found]
-        return found
+        result = file_digest(path)
+        is_stable = self._clock() - max(before.st_mtime, before.st_ctime) > STABLE_S
+        if is_stable and _stamp(os.stat(path)) == stamp:
+            self._known[name] = self._new[name] = [*stamp, result]
+        return result
 
     def save(self) -> None:
-        """Adds what is new to the record, beside what other processes added meanwhile."""
+        """Merges new digests into the record, with those that other processes added meanwhile."""
         if not self._new:
             return
         record = _read(self._folder / RECORD)
@@ -65,19 +63,18 @@ class FileDigests:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(path: Path) -> dict[str, list[str | int]]:
-    """What a record says; nothing if it is not there or not whole."""
+    """Contents of a record; empty if it is missing or incomplete."""
     try:
         whole = json.loads(path.read_text())
         if whole["sha256"] != _digest(whole["files"]):
             return {}
-        found: dict[str, list[str | int]] = json.loads(whole["files"])
-        return found
+        result: dict[str, list[str | int]] = json.loads(whole["files"])
+        return result
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -93,8 +90,8 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def _stamp(found: os.stat_result) -> list[str | int]:
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+def _stamp(status: os.stat_result) -> list[str | int]:
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _digest(text: str) -> str:

@@ -1,7 +1,7 @@
-"""One entry of the cache: a folder with the arrays of prepared data and a page that says what they are.
+"""One entry of the cache: a folder with the arrays of prepared data and a page that describes them.
 
-Nothing in it is trusted: sizes and checksums are compared before it is used. Only large files that nobody has touched
-since they were written are not read again for that.
+Sizes and checksums are compared before it is used. Only large files that have not changed since they were written are
+not read again for that.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weft.objectives.registry import OBJECTIVES
 
 PAGE = "entry.json"
 USED = "used"
-"""A file whose time says when the entry was used last."""
+"""A file whose time is the time of last use."""
 ALWAYS_READ_BYTES = 64 * 2**20
 """Files up to this size are compared with their checksums each time."""
 READ_BYTES = 2**22
 
 
 def write_entry(folder: Path, data: Dataset) -> None:
-    """Completes a folder that holds the arrays of `data`; afterwards all of it is on the disk for good."""
+    """Completes a folder that holds the arrays of `data`; afterwards all of it is durable."""
     files = {path.name: _described(path) for path in sorted(folder.glob("*.npy"))}
     page = {
         "summary": dataclasses.asdict(data.summary),
@@ -50,14 +50,14 @@ def write_entry(folder: Path, data: Dataset) -> None:
 
 
 def read_entry(folder: Path) -> Dataset | None:
-    """The data of an entry, its arrays mapped; None for one that is broken or not there."""
+    """The data of an entry, its arrays mapped; None if it is broken or missing."""
     try:
         page = read_page(folder)
-        if page is None or not all(_is_sound(folder / name, said) for name, said in page["files"].items()):
+        if page is None or not all(_is_sound(folder / name, stated) for name, stated in page["files"].items()):
             return None
         samples, rows = open_samples(folder, tuple(page["token_range"]), page["fingerprint"])
-        told = page["summary"]
-        summary = DataSummary(**{**told, "sources": tuple(told["sources"]), "notes": tuple(told["notes"])})
+        summary = page["summary"]
+        summary = DataSummary(**{**summary, "sources": tuple(summary["sources"]), "notes": tuple(summary["notes"])})
         sizes = tuple(page["source_groups"])
         return Dataset(samples, summary, OBJECTIVES[page["objective"]], sizes, rows if page["has_rows"] else None)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
@@ -65,7 +65,7 @@ def read_entry(folder: Path) -> Dataset | None:
 
 
 def read_page(folder: Path) -> dict[str, Any] | None:
-    """What an entry says of itself; None if it cannot be read."""
+    """The description of an entry; None if it cannot be read."""
     try:
         whole = json.loads((folder / PAGE).read_text())
         page: dict[str, Any] = json.loads(whole["page"])
@@ -75,24 +75,24 @@ def read_page(folder: Path) -> dict[str, Any] | None:
 
 
 def _described(path: Path) -> dict[str, int]:
-    found = path.stat()
-    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "crc32": _checksum(path)}
+    result = path.stat()
+    return {"bytes": result.st_size, "mtime_ns": result.st_mtime_ns, "crc32": _checksum(path)}
 
 
-def _is_sound(path: Path, said: dict[str, int]) -> bool:
-    found = path.stat()
-    if found.st_size != said["bytes"]:
+def _is_sound(path: Path, stated: dict[str, int]) -> bool:
+    result = path.stat()
+    if result.st_size != stated["bytes"]:
         return False
-    is_untouched = found.st_mtime_ns == said["mtime_ns"]
-    return (is_untouched and found.st_size > ALWAYS_READ_BYTES) or _checksum(path) == said["crc32"]
+    is_untouched = result.st_mtime_ns == stated["mtime_ns"]
+    return (is_untouched and result.st_size > ALWAYS_READ_BYTES) or _checksum(path) == stated["crc32"]
 
 
 def _checksum(path: Path) -> int:
-    found = 0
+    result = 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):
-            found = zlib.crc32(block, found)
-    return found
+            result = zlib.crc32(block, result)
+    return result
 
 
 def _digest(text: str) -> str:

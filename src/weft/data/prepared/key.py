@@ -1,8 +1,8 @@
-"""Under which name prepared data is kept: SHA-256 of all that decides what it becomes.
+"""The name of prepared data in the cache: SHA-256 of all that its contents depend on.
 
-That is the contents of the files, the tokenizer as it serialises itself, the chat template, every setting, the clock
-where the template reads it, and the versions of the code that renders and tokenises. Names and places are no part of
-it: the same file under another name is the same data.
+That is the contents of the files, the serialised tokenizer, the chat template, every setting, the clock if the template
+reads it, and the versions of the code that renders and tokenises. Names and locations are not included: the same file
+under another name is the same data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.data.rows.chunks import line_chunks
 from weft.data.rows.sources import Source
 
 VERSION = 3
-"""Of the code that prepares data: raised when the same rows become other samples or other files."""
+"""Version of the code that prepares data: raised when the same rows become other samples or other files."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy")
 _IDENTITIES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -30,7 +30,7 @@ _IDENTITIES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 def prepared_key(
     sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings, digests: FileDigests
 ) -> str | None:
-    """The key of prepared data; None where something that decides it has no stable identity."""
+    """The key of prepared data; None if an input has no stable identity."""
     clock = None
     if FUNCTION in ChatTemplate(tokenizer, settings.chat_template).text:
         if settings.clock is None:
@@ -46,7 +46,7 @@ def prepared_key(
 
 
 def _identity(source: Source, digests: FileDigests) -> list[Any]:
-    """What tells the rows of files; of large ones whose front is wanted, only that is read."""
+    """Identity of the rows of files; of large ones of which only the front is needed, only that is read."""
     if source.max_rows is None or not source.is_lines:
         return [source.max_rows, [(file.kind, digests.of(file.path)) for file in source.files]]
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Prepares data: the rows of all sources, chunk by chunk, become samples in flat arrays and an account of them."""
+"""Prepares data: the rows of all sources, chunk by chunk, become samples in flat arrays, with counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.objectives.registry import OBJECTIVES, SUPERVISED
 PARALLEL_BYTES = 16 * 2**20
 """A file of this size takes longer to convert than processes take to start."""
 SHOWN_CLASSES = 12
-"""Of more than these, only the first and the last are named."""
+"""Of more classes than these, only the first and the last are named."""
 SPLIT_NOTE = (
     "{:,} chats are {:,} samples, because their chat template shows earlier answers otherwise once later turns follow "
     "(mask_history trains the last answer only)"
@@ -35,7 +35,7 @@ SPLIT_NOTE = (
 
 
 class _OtherObjective(Exception):  # noqa: N818
-    """Rows ask for another objective than those before them were converted for."""
+    """Rows need another objective than those before them were converted for."""
 
 
 def prepare(sources: Sequence[Source], converter: Converter, folder: Path | None = None) -> Dataset:
@@ -53,13 +53,13 @@ def prepare(sources: Sequence[Source], converter: Converter, folder: Path | None
                 for source in sources:
                     preparing.take(source)
                 return preparing.dataset([source.name for source in sources])
-        except _OtherObjective as found:
-            # Where a job names no objective, one row that asks for another is enough: all begins anew with that.
-            objective = str(found)
+        except _OtherObjective as other:
+            # Where a job names no objective, one row that needs another is enough: all are then converted for that.
+            objective = str(other)
 
 
 class _Preparing:
-    """What the rows so far have become."""
+    """The result of the rows so far."""
 
     def __init__(self, converter: Converter, objective: str, columns: SampleColumns, bar: PreparingBar) -> None:
         self._converter = converter
@@ -77,26 +77,26 @@ class _Preparing:
         """Convert all but the first rows of a source, if there are any."""
 
     def take(self, source: Source) -> None:
-        """Converts all rows of a source: the first of them here, which tell their format, the rest side by side."""
+        """Converts all rows of a source: the first of them here, which decide its format, the rest in parallel."""
         before, first_format = self._account.num_rows, ""
         chunks = chunks_of(source)
         for chunk in chunks:
-            found = self._converter.convert(chunk.rows(), objective=self._objective, first_format=None)
-            self._add(found, chunk.num_bytes)
-            if found.data_format:
-                first_format = found.data_format
+            result = self._converter.convert(chunk.rows(), objective=self._objective, first_format=None)
+            self._add(result, chunk.num_bytes)
+            if result.data_format:
+                first_format = result.data_format
                 break
         if self._account.num_rows == before:
             raise source.no_rows()
         self._formats.append(first_format)
-        for found, num_bytes in self._rest(chunks, first_format):
-            self._add(found, num_bytes)
+        for result, num_bytes in self._rest(chunks, first_format):
+            self._add(result, num_bytes)
         if self._cutter is not None:
             self._keep(self._cutter.finish())
         self._source_groups.append(self._num_kept - sum(self._source_groups))
 
     def _rest(self, chunks: Iterator[Chunk], first_format: str) -> Iterator[tuple[ConvertedChunk, int]]:
-        """What becomes of the other chunks, in order, and how much of the source each is."""
+        """Results of the other chunks, in order, each with its size in bytes."""
         if self.workers is None:
             for chunk in chunks:
                 rows = chunk.rows()
@@ -106,8 +106,8 @@ class _Preparing:
                 )
             return
         sizes: deque[int] = deque()
-        for found in self.workers.convert(_noting(chunks, sizes), self._objective, first_format):
-            yield found, sizes.popleft()
+        for result in self.workers.convert(_noting(chunks, sizes), self._objective, first_format):
+            yield result, sizes.popleft()
 
     def _add(self, chunk: ConvertedChunk, num_bytes: int) -> None:
         if self._objective not in ("auto", chunk.objective):
@@ -130,7 +130,7 @@ class _Preparing:
         self._num_kept += len(blocks)
 
     def dataset(self, sources: Sequence[str]) -> Dataset:
-        """The samples and their account; no samples at all are a DataError."""
+        """The samples and their summary; no samples at all are a DataError."""
         samples, rows = self._columns.finish()
         account, settings = self._account, self._converter.settings
         if not len(samples):
@@ -161,7 +161,8 @@ class _Preparing:
 
 
 def num_processes(sources: Sequence[Source], converter: Converter) -> int:
-    """How many processes convert the sources: one per core if they are large and their tokenizer can be sent there."""
+    """Number of processes that convert the sources: one per core if they are large and their tokenizer can be
+    pickled."""
     if sum(file.num_text_bytes for source in sources for file in source.files) < PARALLEL_BYTES:
         return 1
     # Code that came with a model is not there in other processes; and one that was started for a file keeps to itself.
@@ -176,9 +177,9 @@ def _noting(chunks: Iterator[Chunk], sizes: deque[int]) -> Iterator[Chunk]:
 
 
 def _notes(chosen: Objective, claimed: Objective, account: Account) -> Iterator[str]:
-    """What else a user should know of the data."""
+    """Notes on the data for the user."""
     if chosen is not claimed:
-        # Others read columns that ask for something else where they are not named: pairs are also for orpo.
+        # Others read columns that mean another objective where none is named: pairs are also for orpo.
         is_passed_over = chosen is SUPERVISED and claimed is not SUPERVISED
         though = f", though the columns are those of {claimed.name}" if is_passed_over else ""
         yield f"objective {chosen.name}{though}"
@@ -186,13 +187,13 @@ def _notes(chosen: Objective, claimed: Objective, account: Account) -> Iterator[
         yield f"objective {chosen.name}, by the columns"
     if account.num_without_tools:
         yield f"the chat template has no place for tools: {account.num_without_tools:,} rows go without theirs"
-    if account.num_split > account.num_told_apart:
+    if account.num_split > account.num_split_by_objective:
         num_samples = account.num_groups - account.num_rows + account.num_split
         yield SPLIT_NOTE.format(account.num_split, num_samples)
 
 
 def _classes(samples: Samples, names: Sequence[str]) -> Iterator[str]:
-    """Which classes there are, and how many of them the samples have."""
+    """The classes with their numbers of samples."""
     if not names or samples.arrays.labels is None:
         return
     labels = samples.arrays.labels

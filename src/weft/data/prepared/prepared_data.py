@@ -1,4 +1,4 @@
-"""Data as jobs ask for it: from the cache if it was prepared before, else prepared now and kept."""
+"""The data of jobs: from the cache if it was prepared before, else prepared now and cached."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def prepared_data(
     key = None if cache is None else _key(sources, tokenizer, settings, cache.digests)
     if cache is None or key is None:
         return prepare(sources, converter)
-    found = cache.get(
+    result = cache.get(
         key, lambda folder: prepare(sources, converter, folder), is_current=lambda: _stamps(sources) == before
     )
     # It may have been prepared from files of other names.
-    return replace(found, summary=replace(found.summary, sources=tuple(each.path for each in wanted)))
+    return replace(result, summary=replace(result.summary, sources=tuple(each.path for each in wanted)))
 
 
 def _key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings, digests: FileDigests) -> str | None:
@@ -53,6 +53,6 @@ def _key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings
 
 
 def _stamps(sources: Sequence[Source]) -> list[tuple[int, int, int]]:
-    """What tells that files are still what they were."""
-    found = [os.stat(file.path) for source in sources for file in source.files]
-    return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
+    """File attributes that change with a file."""
+    result = [os.stat(file.path) for source in sources for file in source.files]
+    return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in result]

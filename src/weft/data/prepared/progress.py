@@ -1,7 +1,7 @@
-"""How far preparing data has come, if that takes more than a moment: a bar on a terminal, else a line now and then.
+"""The progress of preparing data that takes more than a moment: a bar on a terminal, else a line now and then.
 
-Two that draw on one terminal spoil each other's lines. So a command that shows there what it does says so (`shown_by`),
-and shows the bar itself, whichever process prepares.
+Two bars on one terminal overwrite each other's lines. So a command with a display of its own registers it (`shown_by`)
+and draws the bar itself, whichever process prepares.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from weft.data.rows.sources import Source
 from weft.wording import counted
 
 QUIET_S = 2.0
-"""What is done by then needs no bar."""
+"""Data prepared within this time needs no bar."""
 BETWEEN_LINES_S = 10.0
 
 
 class Standing(NamedTuple):
-    """How far it has come."""
+    """Progress so far."""
 
     title: str
     num_bytes: int
     total_bytes: int | None
-    """None where nobody knows."""
+    """Total size; None if unknown."""
     num_rows: int
 
 
 Show = Callable[[Standing | None], None]
-"""Shows how far it has come; None: it is over."""
+"""Displays progress; None: it is over."""
 _shows: list[Show] = []
 
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Whatever is prepared inside is shown by `show`, in place of standard error."""
+    """Progress inside it is displayed by `show` instead of standard error."""
     _shows.append(show)
     try:
         yield
@@ -49,19 +49,19 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 def shower() -> Show | None:
-    """Who shows it now, if not standard error."""
+    """The display in use; None for standard error."""
     return _shows[-1] if _shows else None
 
 
 class Bar:
-    """What is drawn on a terminal."""
+    """The bar of a terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rows]:,} rows")
         self.progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
 
     def draw(self, at: Standing) -> None:
-        """Moves on; data of another title begins anew."""
+        """Moves on; data of another title starts a new bar."""
         tasks = self.progress.tasks
         if not tasks or tasks[0].description != at.title:
             for task in tasks:
@@ -82,14 +82,14 @@ class PreparingBar:
         self._console = Console(stderr=True)
         self._bar: Bar | None = None
         self._last_line: float | None = None
-        # A process that somebody started for a file speaks to nobody: its standard error is somebody else's log.
+        # A worker process is silent: its standard error is another program's log.
         self._is_silent = multiprocessing.parent_process() is not None
 
     def __enter__(self) -> PreparingBar:
         return self
 
     def advance(self, num_bytes: int, num_rows: int) -> None:
-        """So many bytes more are prepared, so many rows in all."""
+        """Adds bytes prepared; `num_rows` is the total."""
         self._done += num_bytes
         self._num_rows = num_rows
         now = self._clock()
@@ -106,9 +106,9 @@ class PreparingBar:
         elif self._last_line is None or now - self._last_line >= BETWEEN_LINES_S:
             self._last_line = now
             share = f" ({min(self._done / self._total, 1):.0%})" if self._total and self._done else ""
-            self._say(f"{counted(num_rows, 'row')}{share}")
+            self._print(f"{counted(num_rows, 'row')}{share}")
 
-    def _say(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         self._console.print(f"{self._title}: {what}", markup=False, highlight=False, soft_wrap=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -117,4 +117,4 @@ class PreparingBar:
         if self._bar is not None:
             self._bar.progress.stop()
         if self._last_line is not None and kind is None:
-            self._say(f"{counted(self._num_rows, 'row')} done in {self._clock() - self._begun:.0f} s")
+            self._print(f"{counted(self._num_rows, 'row')} done in {self._clock() - self._begun:.0f} s")

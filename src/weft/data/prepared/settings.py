@@ -1,4 +1,4 @@
-"""Everything besides its sources and its tokenizer that decides what becomes of a job's data."""
+"""All settings, besides sources and tokenizer, that a job's prepared data depends on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """How rows are read, rendered, masked and cut; the fields are those of a job."""
+    """Settings for reading, rendering, masking and cutting rows; the fields are those of a job."""
 
     objective: str
     data_format: str
@@ -19,10 +19,10 @@ class DataSettings:
     train_on_inputs: bool
     mask_history: bool
     chat_template: str | None
-    """Used instead of the tokenizer's."""
+    """Template used instead of the tokenizer's."""
     group_texts: bool = False
-    """Whether texts are joined and cut in blocks of max_length."""
+    """True if texts are joined and cut in blocks of max_length."""
     labels: tuple[str, ...] = ()
-    """The names of classes, for objectives that have any."""
+    """Names of classes, for objectives with classes."""
     clock: datetime.datetime | None
-    """What time it is for chat templates that ask; None: what time it is."""
+    """Time for chat templates that read it; None for the current time."""

@@ -1,4 +1,4 @@
-"""Keeps the samples that can be trained on and counts what became of the others."""
+"""Keeps the samples that can be trained on and counts the others."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from weft.errors import DataError
 
 @dataclass
 class Account:
-    """What became of rows; accounts of parts of a file add up to that of the file."""
+    """Counts of rows by outcome; counts of parts of a file add up to those of the file."""
 
     num_rows: int = 0
     num_split: int = 0
     """Rows of several groups."""
-    num_told_apart: int = 0
-    """Those among them whose groups are what the objective made of them, not the chat template."""
+    num_split_by_objective: int = 0
+    """Rows with several groups because of the objective, not of the chat template."""
     num_groups: int = 0
     num_truncated: int = 0
     num_dropped_long: int = 0
     num_untrained: int = 0
     num_cut_off: int = 0
-    """Had something to learn, but only past max_length."""
+    """Rows with something to learn, but only past max_length."""
     num_without_tools: int = 0
-    """Rows with tools that the chat template has no place for."""
+    """Rows with tools that the chat template does not render."""
 
     def add(self, other: Account) -> None:
-        """Counts what another account counted as well."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def nothing_left(self, max_length: int, where: str) -> DataError:
-        """The error for data of which no sample was kept: it says what became of the rows."""
+        """The error for data without any sample left: it lists the counts."""
         fates = [
             (self.num_untrained, "have no trained turn or text"),
             (self.num_cut_off, f"have their answers past max_length {max_length:,}"),
@@ -46,18 +45,18 @@ class Account:
 
 @dataclass
 class Sieve:
-    """Takes the groups of one row after the other."""
+    """Filters the groups of one row after the other."""
 
     max_length: int
     long_samples: str
     keeps_end: bool = False
-    """Whether what the last token is labelled as goes to the last one that is left of a sample that is cut."""
+    """True if the label of the last token moves to the last token left of a sample that is cut."""
     account: Account = field(default_factory=Account)
     kept: list[Sample] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """The row of every group that was kept."""
+    """Row of every group that was kept."""
 
-    def take_row(self, groups: Sequence[Sequence[Sample]], where: str, *, is_told_apart: bool = False) -> None:
+    def take_row(self, groups: Sequence[Sequence[Sample]], where: str, *, is_split_by_objective: bool = False) -> None:
         """Keeps, cuts or drops the groups of one row; with long_samples `error` a long one is a DataError."""
         account = self.account
         for group in groups:
@@ -68,7 +67,7 @@ class Sieve:
                 self.rows.append(account.num_rows)
         account.num_rows += 1
         account.num_split += len(groups) > 1
-        account.num_told_apart += is_told_apart
+        account.num_split_by_objective += is_split_by_objective
 
     def _take(self, group: Sequence[Sample], where: str) -> None:
         longest = max(sample.length for sample in group)

@@ -1,7 +1,7 @@
-"""Processes that convert chunks of rows side by side; what they return comes in the order of the chunks.
+"""Processes that convert chunks of rows in parallel; results come in the order of the chunks.
 
-Each has a chunk at hand and another one waiting, which a thread of its own takes in: so nobody waits for anybody who
-waits, and memory holds a few chunks for each process, however many there are.
+Each has a chunk in work and another one waiting, which a thread of its own reads: so a process never waits for one that
+waits, and memory holds a few chunks for each process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from weft.errors import WeftError
 from weft.processes import ChildProgram
 
 AT_HAND = 2
-"""Chunks that a process has: while it converts one, the next is there already."""
+"""Chunks of a process: one in work, and the next."""
 
 
 class Worker:
-    """One process and the way to it."""
+    """One process and its connection."""
 
     def __init__(self, converter: Converter) -> None:
         # One thread each: there are as many processes as cores.
@@ -33,25 +33,23 @@ class Worker:
         self._program.connection.send(converter)
 
     def send(self, *task: Any) -> None:
-        """Gives it something to do."""
         try:
             self._program.connection.send(task)
         except OSError:
             raise self._death() from None
 
     def receive(self) -> ConvertedChunk:
-        """Waits for what became of it; what is wrong with a row is raised here."""
+        """Waits for a result; an error in a row is raised here."""
         try:
-            found = self._program.connection.recv()
+            result = self._program.connection.recv()
         except (EOFError, OSError):
             raise self._death() from None
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, ConvertedChunk)
-        return found
+        if isinstance(result, Exception):
+            raise result
+        assert isinstance(result, ConvertedChunk)
+        return result
 
     def close(self) -> None:
-        """Ends the process at once."""
         self._program.close()
 
     def _death(self) -> WeftError:
@@ -64,13 +62,13 @@ class Worker:
 
 
 class Workers:
-    """Some processes that convert for one converter."""
+    """Processes that convert for one converter."""
 
     def __init__(self, converter: Converter, number: int) -> None:
         self._workers = [Worker(converter) for _ in range(number)]
 
     def convert(self, chunks: Iterable[Chunk], objective: str, first_format: str) -> Iterator[ConvertedChunk]:
-        """What becomes of each chunk of a source, in order."""
+        """The result of each chunk of a source, in order."""
         idle, busy = deque(self._workers * AT_HAND), deque[Worker]()
         reading, later = iter(chunks), None
         while True:
@@ -97,7 +95,6 @@ class Workers:
             raise later
 
     def close(self) -> None:
-        """Ends all processes."""
         for worker in self._workers:
             worker.close()
 
@@ -118,7 +115,7 @@ def main(connection: Connection[Any, Any]) -> None:
 
 
 def _take_in(connection: Connection[Any, Any], tasks: SimpleQueue[tuple[Chunk, str, str] | None]) -> None:
-    """Reads what there is to do as soon as it comes; None is the end."""
+    """Reads tasks as soon as they come; None is the end."""
     try:
         while True:
             tasks.put(connection.recv())

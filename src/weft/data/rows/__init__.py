@@ -1,1 +1,1 @@
-"""Rows as people have them: files, tables and Hub data sets, read with the place of every row."""
+"""Rows from files, tables and Hub data sets, read with the location of every row."""

@@ -11,11 +11,11 @@ from weft.errors import DataError, MissingExtraError, first_line, install_comman
 
 ROWS_PER_BATCH = 1024
 FILE_MAGIC = b"ARROW1"
-"""How Arrow's file format begins; its stream format does not."""
+"""First bytes of Arrow's file format; its stream format has others."""
 
 
 def read_parquet(path: Path, name: str) -> Iterator[Row]:
-    """The rows of a parquet file, some at a time."""
+    """The rows of a parquet file, in batches."""
     pyarrow = _library(name, "parquet")
     from pyarrow import parquet
 

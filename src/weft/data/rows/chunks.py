@@ -15,11 +15,11 @@ ROWS_PER_CHUNK = 1024
 
 
 class Chunk(Protocol):
-    """Some rows in a row."""
+    """Consecutive rows."""
 
     @property
     def num_bytes(self) -> int:
-        """How much of the file it is; 0 where that is not known."""
+        """Size in the file; 0 if unknown."""
         ...
 
     def rows(self) -> list[Row]:
@@ -29,13 +29,12 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows that are read already."""
+    """Rows that are parsed already."""
 
     read: list[Row]
     num_bytes: int = 0
 
     def rows(self) -> list[Row]:
-        """The rows."""
         return self.read
 
 
@@ -46,11 +45,10 @@ class LineChunk:
     lines: list[bytes]
     name: str
     first_number: int
-    """The line of the file that the first one is."""
+    """Line number of the first one."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all lines."""
         return sum(map(len, self.lines))
 
     @property
@@ -64,12 +62,11 @@ class LineChunk:
         return replace(self, lines=[line for line, end in zip(self.lines, ends, strict=True) if end <= number])
 
     def rows(self) -> list[Row]:
-        """The rows of the lines that are not blank."""
         return list(rows_of_lines(self.lines, self.name, self.first_number))
 
 
 def chunks_of(source: Source) -> Iterator[Chunk]:
-    """All of a source, file by file."""
+    """All chunks of a source, file by file."""
     if source.is_lines:
         yield from line_chunks(source)
         return
@@ -79,7 +76,7 @@ def chunks_of(source: Source) -> Iterator[Chunk]:
 
 
 def line_chunks(source: Source) -> Iterator[LineChunk]:
-    """All of a source that is files of lines, as far as its rows are wanted."""
+    """All chunks of a source of line files, up to its `max_rows`."""
     left = source.max_rows
     for file in source.files:
         for chunk in _file_chunks(file):

@@ -12,9 +12,9 @@ from weft.settings.fields import describe
 
 
 def has(row: Row, *names: str) -> bool:
-    """Whether the row has all these columns; a null counts as absent, because parquet fills gaps with nulls."""
+    """True if the row has all these columns; a null counts as absent, because parquet fills gaps with nulls."""
     values = row.values
-    for name in names:  # noqa: SIM110  # asked a dozen times a row, and twice as fast as all(...)
+    for name in names:  # noqa: SIM110  # called a dozen times a row, and twice as fast as all(...)
         if values.get(name) is None:
             return False
     return True
@@ -40,22 +40,20 @@ def list_column(row: Row, name: str) -> list[Any]:
     return expect_list(value, name, row.where)
 
 
-def expect_text(value: Any, place: str, where: str) -> str:
-    """The value if it is text."""
+def expect_text(value: Any, path: str, where: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{place} is {describe(value)}; expected text.", where=where)
+        raise DataError(f"{path} is {describe(value)}; expected text.", where=where)
     return value
 
 
-def expect_list(value: Any, place: str, where: str) -> list[Any]:
-    """The value if it is a list."""
+def expect_list(value: Any, path: str, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise DataError(f"{place} is {describe(value)}; expected a list.", where=where)
+        raise DataError(f"{path} is {describe(value)}; expected a list.", where=where)
     return value
 
 
-def expect_object(value: Any, place: str, where: str) -> Mapping[str, Any]:
+def expect_object(value: Any, path: str, where: str) -> Mapping[str, Any]:
     """The value if it is an object, without its null fields."""
     if not isinstance(value, Mapping):
-        raise DataError(f"{place} is {describe(value)}; expected an object.", where=where)
+        raise DataError(f"{path} is {describe(value)}; expected an object.", where=where)
     return {key: item for key, item in value.items() if item is not None}

@@ -1,4 +1,4 @@
-"""Opens data files as they are or, by their last suffix, decompressed on the way: .gz and .zst."""
+"""Opens data files unchanged or, by their last suffix, decompressed: .gz and .zst."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ def open_data(path: Path) -> BinaryIO:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says what is in a file, in lower case: .jsonl for train.jsonl.gz."""
+    """The suffix of a file's contents, in lower case: .jsonl for train.jsonl.gz."""
     inner = path.with_suffix("") if is_compressed(path) else path
     return inner.suffix.lower()
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is decompressed while it is read."""
     return path.suffix.lower() in OPENERS
 
 
 class _ZstdStream(io.RawIOBase):
-    """All frames of a .zst file; one that breaks off is an EOFError, which the library itself passes over."""
+    """All frames of a .zst file; an incomplete frame is an EOFError, which the library itself ignores."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -43,15 +42,14 @@ class _ZstdStream(io.RawIOBase):
         self._library = zstandard
         self._file = path.open("rb")
         self._frame: Any = None
-        """What decompresses the frame at hand; None between frames."""
+        """Decompressor of the current frame; None between frames."""
         self._compressed, self._ready = b"", b""
 
     def readable(self) -> bool:
-        """It is for reading."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fills a buffer with what comes next; 0 at the end."""
+        """Fills a buffer with the next bytes; 0 at the end."""
         while not self._ready and self._advance():
             pass
         some, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
@@ -77,7 +75,6 @@ class _ZstdStream(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Closes the file."""
         if hasattr(self, "_file"):
             self._file.close()
         super().close()
@@ -87,4 +84,4 @@ OPENERS: dict[str, Callable[[Path], BinaryIO]] = {
     ".gz": lambda path: cast(BinaryIO, gzip.GzipFile(path, "rb")),
     ".zst": lambda path: io.BufferedReader(_ZstdStream(path), BLOCK_BYTES),
 }
-"""How to open a compressed file, by its last suffix."""
+"""Functions that open a compressed file, by its last suffix."""

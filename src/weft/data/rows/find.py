@@ -1,11 +1,11 @@
-"""Finds what a user names as data: a file, a folder, files by a pattern, or a data set of the Hugging Face Hub.
+"""Resolves the name of a data source: a file, a folder, files by a pattern, or a data set of the Hugging Face Hub.
 
 | name | what is read |
 |---|---|
 | `train.jsonl`, `train.jsonl.gz` | the file |
-| `data/` | its files of the kinds that `READERS` names, by their names in order |
-| `data/*.jsonl`, `data/**/*.csv` | the files that match, by their paths in order |
-| a folder of `save_to_disk` | its arrow files, in the order its `state.json` says |
+| `data/` | its files of the kinds in `READERS`, sorted by name |
+| `data/*.jsonl`, `data/**/*.csv` | the files that match, sorted by path |
+| a folder of `save_to_disk` | its arrow files, in the order of its `state.json` |
 | `owner/name:config:split` | a data set of the Hub |
 """
 
@@ -24,7 +24,7 @@ from weft.data.rows.sources import BINARY, READERS, TABLES, DataFile, Source
 from weft.errors import DataError, closest
 
 SAVED_STATE, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` writes beside a data set, and into a folder of several."""
+"""Files that `save_to_disk` writes for a data set, and into a folder of several."""
 
 
 def find_source(name: str, base_dir: Path, *, has_header: bool = True, max_rows: int | None = None) -> Source:
@@ -50,23 +50,22 @@ def find_source(name: str, base_dir: Path, *, has_header: bool = True, max_rows:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name stands for all files that match it."""
+    """True if a name is a pattern of file names."""
     return glob.has_magic(name) and HUB_NAME.fullmatch(name) is None
 
 
 def read_rows(source: str, base_dir: Path, *, has_header: bool = True) -> list[Row]:
-    """All rows of a source."""
     return list(find_source(source, base_dir, has_header=has_header).rows())
 
 
 def _check(file: DataFile) -> None:
-    """DataError for a file that is of no kind that can be read."""
+    """DataError for a file of an unknown kind."""
     if not file.path.is_file():
         raise DataError("is not a regular file.", where=file.name)
     if not _is_data(file.path):
         last = "".join(file.path.suffixes[-2:]) if is_compressed(file.path) else file.path.suffix
-        found = f"the suffix {last!r}" if last else "no suffix"
-        raise DataError(f"has {found}; accepted are {_accepted()}.", where=file.name)
+        problem = f"the suffix {last!r}" if last else "no suffix"
+        raise DataError(f"has {problem}; accepted are {_accepted()}.", where=file.name)
     if not file.has_header and file.kind not in TABLES:
         raise DataError(f"is no table ({', '.join(TABLES)}), whose columns have numbers; name them.", where=file.name)
 
@@ -77,11 +76,11 @@ def _is_data(path: Path) -> bool:
 
 
 def _accepted() -> str:
-    return f"{', '.join(READERS)}, and text files with {' or '.join(OPENERS)} behind that"
+    return f"{', '.join(READERS)}, and text files with {' or '.join(OPENERS)} added"
 
 
 def _names_of_folder(path: Path, name: str) -> list[str]:
-    """The names of the data files in a folder, in order."""
+    """Names of the data files in a folder, sorted."""
     try:
         inside = sorted(os.listdir(path))
     except OSError as error:
@@ -92,8 +91,8 @@ def _names_of_folder(path: Path, name: str) -> list[str]:
         raise DataError(f"holds the splits {', '.join(splits)}; name one of them, such as {example}.", where=name)
     if SAVED_STATE in inside and any(kind_of(Path(each)) == ".arrow" for each in inside):
         return _saved_names(path, name)
-    found = [each for each in inside if _is_data(path / each) and not each.startswith((".", "_"))]
-    files = [each for each in found if (path / each).is_file()]
+    result = [each for each in inside if _is_data(path / each) and not each.startswith((".", "_"))]
+    files = [each for each in result if (path / each).is_file()]
     if not files:
         has_folders = any((path / each).is_dir() for each in inside)
         hint = f"Files of the folders in it: {os.path.join(name, '**', '*.jsonl')}." if has_folders else None
@@ -106,7 +105,7 @@ def _saved_names(path: Path, name: str) -> list[str]:
     try:
         named = [str(each["filename"]) for each in json.loads((path / SAVED_STATE).read_text())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"its {SAVED_STATE} does not say which files it is made of.", where=name) from None
+        raise DataError(f"its {SAVED_STATE} does not list its files.", where=name) from None
     if not named:
         raise DataError("has no rows.", where=name)
     missing = next((each for each in named if Path(each).name != each or not (path / each).is_file()), None)
@@ -116,25 +115,25 @@ def _saved_names(path: Path, name: str) -> list[str]:
 
 
 def _matching_names(name: str, base_dir: Path) -> list[str]:
-    """The names of the files that match a pattern, in order."""
+    """The names of the files that match a pattern, sorted."""
     pattern = os.path.expanduser(name)
-    found = [each for each in glob.glob(pattern, root_dir=base_dir, recursive=True) if (base_dir / each).is_file()]
-    if not found:
+    result = [each for each in glob.glob(pattern, root_dir=base_dir, recursive=True) if (base_dir / each).is_file()]
+    if not result:
         is_elsewhere = not os.path.isabs(pattern) and base_dir.absolute() != Path.cwd()
         hint = f"Patterns are relative to {base_dir}." if is_elsewhere else None
         raise DataError("no file matches.", where=name, hint=hint)
-    return sorted(found)
+    return sorted(result)
 
 
 def _no_such_file(name: str, path: Path, base_dir: Path) -> DataError:
     if "://" in name:
-        found = "is a URL; download it and name the file, or name a Hub data set (owner/name)."
-        return DataError(found, where=name)
-    return DataError("there is no such file.", where=name, hint=_other_place(name, path, base_dir))
+        problem = "is a URL; download it and name the file, or name a Hub data set (owner/name)."
+        return DataError(problem, where=name)
+    return DataError("there is no such file.", where=name, hint=_likely_path(name, path, base_dir))
 
 
-def _other_place(name: str, path: Path, base_dir: Path) -> str | None:
-    """Where a file may be that is not where it was said to be."""
+def _likely_path(name: str, path: Path, base_dir: Path) -> str | None:
+    """A likely path of a file that does not exist where it was named."""
     # Without the suffixes, which are alike whatever the names are.
     files = {Path(each).stem: each for each in _names_in(path.parent) if _is_data(Path(each))}
     guess = closest(path.stem, list(files))

@@ -13,11 +13,11 @@ HUB_NAME = re.compile(
     r"((:(?P<config>[\w.+-]+))?:(?P<split>([\w.+-]|\[[\w:%+-]*\])+))?"
 )
 NO_CONFIG = "Config name is missing"
-"""How `datasets` says that a data set has several configurations."""
+"""Message of `datasets` for a data set with several configurations."""
 
 
 def read_hub(source: str, max_rows: int | None = None) -> Iterator[Row]:
-    """The rows of a data set; where only the first are wanted, they are streamed and the rest is not downloaded."""
+    """The rows of a data set; if only the first are needed, they are streamed and the rest is not downloaded."""
     match = HUB_NAME.fullmatch(source)
     assert match is not None
     try:
@@ -30,8 +30,8 @@ def read_hub(source: str, max_rows: int | None = None) -> Iterator[Row]:
         ) from None
     name, split = match["name"], match["split"] or "train"
     try:
-        found = datasets.load_dataset(name, match["config"], split=split, streaming=max_rows is not None)
-        for number, row in enumerate(found, 1):
+        result = datasets.load_dataset(name, match["config"], split=split, streaming=max_rows is not None)
+        for number, row in enumerate(result, 1):
             yield Row(row, f"{source} row {number}")
     except (OSError, ValueError, RuntimeError, LookupError, datasets.exceptions.DatasetsError) as error:
         if NO_CONFIG in str(error):
@@ -43,8 +43,8 @@ def read_hub(source: str, max_rows: int | None = None) -> Iterator[Row]:
         ) from None
 
 
-def _no_config(source: str, name: str, split: str, said: str) -> DataError:
-    listed = re.search(r"\[([^\]]*)\]", said)
+def _no_config(source: str, name: str, split: str, message: str) -> DataError:
+    listed = re.search(r"\[([^\]]*)\]", message)
     configs = re.findall(r"'([^']*)'", listed[1]) if listed else []
     which = f" ({', '.join(configs)})" if configs else ""
     example = f"{name}:{configs[0] if configs else 'CONFIG'}:{split}"

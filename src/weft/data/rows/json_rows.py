@@ -1,4 +1,4 @@
-"""Reads jsonl and json files strictly: what `json.loads` lets through but no one can mean is refused with its line.
+"""Reads jsonl and json files strictly: values that `json.loads` accepts by accident are refused with their line.
 
 Refused besides invalid JSON: NaN and Infinity, a key given twice in one object, half of a surrogate pair (it has no
 UTF-8 form), nesting past Python's recursion limit, numbers of thousands of digits, and lines over 8 MiB.
@@ -27,7 +27,7 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _FlawError(ValueError):
-    """What is wrong with a piece of JSON, and at which character if that is known."""
+    """A problem of a piece of JSON, with its character if that is known."""
 
     def __init__(self, message: str, at: int | None = None) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ def read_jsonl(path: Path, name: str) -> Iterator[Row]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, up to the first that is too long, of which there is only as much as shows that."""
+    """The lines of a file, up to the first that is too long, which is cut off after the limit."""
     with open_data(path) as handle:
         while line := handle.readline(MAX_LINE_BYTES + 1):
             yield line
@@ -60,7 +60,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def rows_of_lines(lines: Iterable[bytes], name: str, first_number: int = 1) -> Iterator[Row]:
-    """The rows of a jsonl file's lines, of which the first is that line of the file."""
+    """The rows of a jsonl file's lines; the first line has the number `first_number`."""
     for number, line in enumerate(lines, first_number):
         where = f"{name} line {number}"
         if len(line) > MAX_LINE_BYTES:
@@ -107,8 +107,8 @@ def _list_rows(text: str, start: int, name: str) -> Iterator[Row]:
             if mark == ",":
                 index = _skip_space(text, index + 1)
             elif mark != "]":
-                found = f"expected ',' or ']' after row {number}" if mark else "it ends before the list is closed"
-                raise _FlawError(f"is not valid JSON: {found}", index)
+                problem = f"expected ',' or ']' after row {number}" if mark else "it ends before the list is closed"
+                raise _FlawError(f"is not valid JSON: {problem}", index)
         _expect_end(text, index + 1)
     except _FlawError as flaw:
         raise _at_line(text, flaw, name, f"{name} row {number}") from None
@@ -118,8 +118,8 @@ def _object_rows(value: Any, name: str) -> Iterator[Row]:
     where = f"{name} row 1"
     lists = {key: item for key, item in _row(value, name).values.items() if _is_list_of_objects(item)}
     if len(lists) != 1:
-        found = f"an object with {len(lists)} lists of rows" if lists else "an object without a list of rows"
-        raise DataError(f"holds {found}; expected a list of objects, or an object with one such list.", where=name)
+        problem = f"an object with {len(lists)} lists of rows" if lists else "an object without a list of rows"
+        raise DataError(f"holds {problem}; expected a list of objects, or an object with one such list.", where=name)
     key, items = lists.popitem()
     if key in COLUMNS_WITH_LISTS:
         yield Row(value, where)
@@ -155,7 +155,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_c
 
 
 def _decode_value(text: str, start: int) -> tuple[Any, int]:
-    """The value that starts at `start`, and where it ends; anything wrong is a _FlawError."""
+    """The value that starts at `start`, and its end; any problem is a _FlawError."""
     try:
         value, end = _DECODER.raw_decode(text, start)
         if _SURROGATE_ESCAPE.search(text, start, end):
@@ -163,8 +163,8 @@ def _decode_value(text: str, start: int) -> tuple[Any, int]:
         return value, end
     except json.JSONDecodeError as error:
         cut = error.msg.startswith("Unterminated") or _skip_space(text, error.pos) == len(text)
-        found = "it ends in the middle of a value" if cut else error.msg[:1].lower() + error.msg[1:]
-        raise _FlawError(f"is not valid JSON: {found}", error.pos) from None
+        problem = "it ends in the middle of a value" if cut else error.msg[:1].lower() + error.msg[1:]
+        raise _FlawError(f"is not valid JSON: {problem}", error.pos) from None
     except UnicodeEncodeError:
         raise _FlawError(
             r"has half of a surrogate pair (a \ud800 to \udfff escape on its own), which is no character"

@@ -1,4 +1,4 @@
-"""One row of a data source and its place, and the bytes-to-text step that all text files share."""
+"""One row of a data source and its location, and the decoding that all text files share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEWLINE = b"\n"
 
 @dataclass(frozen=True)
 class Row:
-    """The columns of one row, and where it stands, for errors."""
+    """The columns of one row, and its location for errors."""
 
     values: Mapping[str, Any]
     where: str
@@ -39,14 +39,14 @@ def text_lines(path: Path, name: str) -> Iterator[str]:
 def decode(data: bytes, name: str, first_line: int = 1) -> str:
     """UTF-8 bytes as text; `first_line` is the line of the file they start on."""
 
-    def place(at: int) -> str:
+    def line_of(at: int) -> str:
         return f"{name} line {first_line + data.count(NEWLINE, 0, at)}"
 
     at = data.find(b"\0")
     if at >= 0:
-        raise DataError("has a NUL byte, as UTF-16 and binary files do; save it as UTF-8 text.", where=place(at))
+        raise DataError("has a NUL byte, as UTF-16 and binary files do; save it as UTF-8 text.", where=line_of(at))
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        found = f"the byte 0x{data[error.start]:02x} is not UTF-8"
-        raise DataError(f"{found}; save the file as UTF-8 text.", where=place(error.start)) from None
+        problem = f"the byte 0x{data[error.start]:02x} is not UTF-8"
+        raise DataError(f"{problem}; save the file as UTF-8 text.", where=line_of(error.start)) from None

@@ -1,6 +1,6 @@
-"""Reads rows from what users have: files of the kinds that `READERS` names, or a data set of the Hugging Face Hub.
+"""Reads rows from files of the kinds in `READERS`, or from a data set of the Hugging Face Hub.
 
-Every row knows its place (`train.jsonl line 17`), so that whatever is found wrong with it later can name it.
+Every row has its location (`train.jsonl line 17`), so that later errors can name it.
 """
 
 from __future__ import annotations
@@ -26,33 +26,31 @@ class DataFile:
     """One file of rows."""
 
     name: str
-    """As the user wrote it; for a file of a folder, with its own name behind that."""
+    """Name as the user wrote it; for a file of a folder, followed by its own name."""
     path: Path
     has_header: bool = True
     """False for a table whose columns are named by their numbers, from 1."""
 
     @property
     def kind(self) -> str:
-        """The suffix that says how its rows are read."""
+        """The suffix that decides how its rows are read."""
         return kind_of(self.path)
 
     @property
     def is_lines(self) -> bool:
-        """Whether every line is a row that can be read by itself."""
+        """True if every line is a row that can be read by itself."""
         return self.kind in JSON_LINES
 
     @property
     def num_bytes(self) -> int:
-        """Its size on disk."""
         return self.path.stat().st_size
 
     @property
     def num_text_bytes(self) -> int:
-        """About how large it is as text."""
+        """Approximate size as text."""
         return self.num_bytes * (TEXT_PER_COMPRESSED if is_compressed(self.path) else 1)
 
     def rows(self) -> Iterator[Row]:
-        """The rows one by one; there may be none."""
         with self.read_errors():
             if self.kind in TABLES:
                 yield from read_table(self.path, self.name, has_header=self.has_header)
@@ -65,29 +63,27 @@ class DataFile:
         try:
             yield
         except (OSError, EOFError, zlib.error) as error:
-            found = (isinstance(error, OSError) and error.strerror) or str(error)
-            raise DataError(f"cannot be read ({found}).", where=self.name) from None
+            result = (isinstance(error, OSError) and error.strerror) or str(error)
+            raise DataError(f"cannot be read ({result}).", where=self.name) from None
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a user named as data: one or several files, one behind the other, or a data set of the Hub."""
+    """A data source that a user named: consecutive files, or a data set of the Hub."""
 
     name: str
-    """As the user wrote it."""
     files: tuple[DataFile, ...]
-    """None for a data set of the Hub."""
+    """Its files; None for a data set of the Hub."""
     max_rows: int | None = None
-    """Only so many rows from the front are wanted."""
+    """Maximum number of rows to read, from the front."""
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether it is a data set of the Hub."""
         return not self.files
 
     @property
     def is_lines(self) -> bool:
-        """Whether all of it is files of lines, each a row."""
+        """True if all of it is files of lines, each a row."""
         return not self.is_on_hub and all(file.is_lines for file in self.files)
 
     def rows(self) -> Iterator[Row]:
@@ -105,12 +101,11 @@ class Source:
             yield from file.rows()
 
     def no_rows(self) -> DataError:
-        """The error for a source without rows."""
         return DataError("has no rows.", where=self.name)
 
 
 TEXT_PER_COMPRESSED = 4
-"""Bytes of text that a compressed byte usually stands for."""
+"""Average bytes of text per compressed byte."""
 TABLES = (".csv", ".tsv")
 JSON_LINES = (".jsonl", ".ndjson")
 READERS: dict[str, Callable[[Path, str], Iterable[Row]]] = {
@@ -123,6 +118,6 @@ READERS: dict[str, Callable[[Path, str], Iterable[Row]]] = {
     ".arrow": read_arrow,
     ".txt": read_txt,
 }
-"""How to read a file, by its suffix."""
+"""Readers of a file, by its suffix."""
 BINARY = (".parquet", ".arrow")
 """Files that are compressed inside, if at all."""

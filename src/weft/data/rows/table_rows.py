@@ -15,7 +15,7 @@ from weft.data.rows.row import Row, text_lines
 from weft.errors import DataError
 
 _LIMIT_LOCK = threading.Lock()
-"""Held while the csv module's limit is another one: it is one setting for the whole process."""
+"""Held while the csv module's limit, a setting of the whole process, is changed."""
 
 
 def read_txt(path: Path, name: str) -> Iterator[Row]:
@@ -33,7 +33,7 @@ def read_txt(path: Path, name: str) -> Iterator[Row]:
 
 
 def _has_blank_line(path: Path, name: str) -> bool:
-    """Whether a blank line has text somewhere below it."""
+    """True if text follows a blank line."""
     has_blank = False
     for line in text_lines(path, name):
         if not line.strip():
@@ -69,7 +69,7 @@ def read_table(path: Path, name: str, *, has_header: bool = True) -> Iterator[Ro
 
 
 def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
-    """The cells of the next row, of which one may be larger than the 128 KiB that the module allows."""
+    """The cells of the next row, of which one may be larger than the module's limit of 128 KiB."""
     with _LIMIT_LOCK:
         limit = csv.field_size_limit(MAX_LINE_BYTES)
         try:
@@ -88,7 +88,7 @@ def _ended_lines(path: Path, name: str) -> Iterator[str]:
 
 
 def _delimiter(path: Path, lines: Iterator[str]) -> tuple[str, Iterator[str]]:
-    """What separates the cells, and all lines: tabs in a .tsv file, else commas, or what the first line has instead."""
+    """The separator of the cells, and all lines: tabs in a .tsv file, else commas, or that of the first line."""
     if kind_of(path) == ".tsv":
         return "\t", lines
     seen: list[str] = []

@@ -1,1 +1,1 @@
-"""From text to tokens, and what each of them counts in the loss."""
+"""From text to tokens and their weights in the loss."""

@@ -1,9 +1,9 @@
-"""Tokenises without asking which characters each token came from: that takes a tokenizer almost as long again.
+"""Tokenises without reading the characters of each token: computing them takes a tokenizer almost as long again.
 
-Where every token stands for bytes of the text, one behind the other, their lengths tell where each begins. That holds
-for the byte-level tokenizers of most models today (GPT-2, Llama 3, Qwen, …): nothing is added, removed or replaced on
-the way, so the bytes of a text's tokens add up to those of the text. Where they do not, and for all other tokenizers,
-the characters are asked for. The first texts are tokenised both ways; a tokenizer for which they differ is left alone.
+Where tokens are consecutive bytes of the text, their lengths give their starts. That holds for the byte-level
+tokenizers of most models today (GPT-2, Llama 3, Qwen, …): nothing is added, removed or replaced, so the bytes of a
+text's tokens add up to those of the text. Where they do not, and for all other tokenizers, the characters are computed.
+The first texts are tokenised both ways; a tokenizer for which the results differ is not used this way.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from weft.data.tokens.encoded import Encoded, packed, spread
 
 Integers = npt.NDArray[np.int64]
 NORMAL_FORM: Literal["NFC"] = "NFC"
-"""The one normaliser that may be there: it leaves most texts as they are, which can be looked up."""
+"""The one normaliser that is accepted: it leaves most texts unchanged, which can be checked."""
 _KNOWN: weakref.WeakKeyDictionary[Any, ByteLevel | None] = weakref.WeakKeyDictionary()
 
 
 @dataclass
 class ByteLevel:
-    """A byte-level tokenizer and the bytes that each of its tokens stands for."""
+    """A byte-level tokenizer and the bytes of each of its tokens."""
 
     backend: Any
     num_bytes: Integers
     """By token id."""
     is_proven: bool | None = None
-    """Whether it finds what the tokenizer itself says; None: nobody has looked yet."""
+    """True if it agrees with the tokenizer itself; None before the first comparison."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> ByteLevel | None:
-        """What is known of a tokenizer; None for one whose tokens do not stand for the bytes of a text."""
+        """The byte-level view of a tokenizer; None for one whose tokens are not bytes of the text."""
         if tokenizer not in _KNOWN:
             backend = getattr(tokenizer, "backend_tokenizer", None)
             is_plain = backend is not None and hasattr(backend, "encode_batch_fast") and _keeps_bytes(backend)
             _KNOWN[tokenizer] = cls(backend, _token_bytes(backend)) if is_plain else None
-        found = _KNOWN[tokenizer]
-        return found if found is not None and found._is_set_as(tokenizer) else None
+        result = _KNOWN[tokenizer]
+        return result if result is not None and result._is_set_as(tokenizer) else None
 
     def _is_set_as(self, tokenizer: Any) -> bool:
-        """Whether the library is set as transformers would set it for a whole text without added tokens."""
+        """True if the library has the settings that transformers uses for a whole text without added tokens."""
         splits = getattr(tokenizer, "split_special_tokens", False)
         return (
             self.backend.truncation is None
@@ -59,25 +59,25 @@ class ByteLevel:
         )
 
     def encode(self, chunk: Sequence[Rendered]) -> list[Encoded | None]:
-        """Tokens and weights of some texts; None for one whose characters have to be asked for."""
-        found = self.backend.encode_batch_fast([item.text for item in chunk], add_special_tokens=False)
-        tokens = [packed(encoding.ids) for encoding in found]
+        """Tokens and weights of some texts; None for one whose characters have to be computed."""
+        result = self.backend.encode_batch_fast([item.text for item in chunk], add_special_tokens=False)
+        tokens = [packed(encoding.ids) for encoding in result]
         ends = list(itertools.accumulate(map(len, tokens), initial=0))
         together = np.concatenate(tokens)
         reached = np.cumsum(self.num_bytes[together])
         borders = _Borders(together, reached, np.concatenate([[0], reached]))
-        return [borders.encoded(item, *place) for item, place in zip(chunk, itertools.pairwise(ends), strict=True)]
+        return [borders.encoded(item, *tokens) for item, tokens in zip(chunk, itertools.pairwise(ends), strict=True)]
 
 
 @dataclass(frozen=True)
 class _Borders:
-    """The tokens of many texts behind one another."""
+    """The concatenated tokens of many texts."""
 
     tokens: npt.NDArray[np.int32]
     reached: Integers
-    """The byte behind each token."""
+    """Byte after each token."""
     begun: Integers
-    """The byte at which each token begins, and the end."""
+    """Byte at which each token begins, and the end."""
 
     def encoded(self, item: Rendered, first: int, end: int) -> Encoded | None:
         """The text whose tokens are those from `first` to `end`."""
@@ -102,13 +102,13 @@ class _Borders:
 
 
 def _keeps_bytes(backend: Any) -> bool:
-    """Whether the tokens of any text stand for its bytes, one behind the other."""
+    """True if the tokens of any text are its consecutive bytes."""
     model = backend.model
     if type(model).__name__ != "BPE" or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return False
-    normaliser = _said(backend.normalizer)
+    normaliser = _state_of(backend.normalizer)
     splitting, finishing = _steps(backend.pre_tokenizer, "pretokenizers"), _steps(backend.post_processor, "processors")
     return (
         (normaliser is None or normaliser["type"] == NORMAL_FORM)
@@ -130,39 +130,39 @@ def _leaves_offsets(step: dict[str, Any]) -> bool:
 
 
 def _steps(part: Any, several: str) -> list[dict[str, Any]]:
-    """The steps of a part of a tokenizer, however many it has."""
-    said = _said(part)
-    if said is None:
+    """The steps of a part of a tokenizer."""
+    state = _state_of(part)
+    if state is None:
         return []
-    return list(said[several]) if said["type"] == "Sequence" else [said]
+    return list(state[several]) if state["type"] == "Sequence" else [state]
 
 
-def _said(part: Any) -> dict[str, Any] | None:
-    """What a part of a tokenizer says of itself."""
+def _state_of(part: Any) -> dict[str, Any] | None:
+    """The serialised state of a part of a tokenizer."""
     if part is None:
         return None
-    found: dict[str, Any] = json.loads(part.__getstate__())
-    return found
+    result: dict[str, Any] = json.loads(part.__getstate__())
+    return result
 
 
 def _vocabulary(backend: Any) -> dict[str, int]:
-    found: dict[str, int] = backend.get_vocab(with_added_tokens=False)
-    return found
+    result: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    return result
 
 
 def _alphabet() -> Iterable[str]:
     from tokenizers.pre_tokenizers import ByteLevel as Library
 
-    found: list[str] = Library.alphabet()
-    return found
+    result: list[str] = Library.alphabet()
+    return result
 
 
 def _token_bytes(backend: Any) -> Integers:
-    """The bytes of every token: as many as it has symbols, or those of the text that an added one stands for."""
+    """The bytes of every token: the number of its symbols, or of the text of an added one."""
     vocabulary, added = _vocabulary(backend), backend.get_added_tokens_decoder()
-    found = np.zeros(max([*vocabulary.values(), *added], default=-1) + 1, np.int64)
+    result = np.zeros(max([*vocabulary.values(), *added], default=-1) + 1, np.int64)
     for symbols, number in vocabulary.items():
-        found[number] = len(symbols)
+        result[number] = len(symbols)
     for number, token in added.items():
-        found[number] = len(token.content.encode())
-    return found
+        result[number] = len(token.content.encode())
+    return result

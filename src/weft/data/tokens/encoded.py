@@ -1,4 +1,4 @@
-"""What tokenising a text gives: its tokens, and what each counts in the loss."""
+"""The result of tokenising a text: its tokens and their weights in the loss."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class Encoded:
 
     tokens: Ids
     weights: Weights | None
-    """What each counts in the loss; None if one reaches from outside into a trained span."""
+    """Weight of each; None if a token reaches from outside into a trained span."""
 
     def is_same(self, other: Encoded) -> bool:
-        """Whether another one has the same tokens and weights."""
         one, two = self.weights, other.weights
         is_weighted_alike = one is two if one is None or two is None else np.array_equal(one, two)
         return is_weighted_alike and np.array_equal(self.tokens, other.tokens)
@@ -35,7 +34,7 @@ def packed(ids: list[int]) -> Ids:
 
 
 def spread(spans: Iterable[tuple[int, int, float]], num_tokens: int) -> Weights:
-    """The weights of tokens: those from the first up to the second number of a span have its weight, others none."""
+    """Weights of tokens from spans [first, end) with a weight each; other tokens have weight 0."""
     weights = np.zeros(num_tokens)
     for first, end, weight in spans:
         weights[first:end] = weight

@@ -1,4 +1,4 @@
-"""A job's own tokens: the backbone's tokenizer with some more, for that job alone."""
+"""A job's new tokens: the backbone's tokenizer with some more, for that job alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EXTENDED: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = weakref.
 
 
 def with_new_tokens(tokenizer: Any, tokens: Sequence[str]) -> Any:
-    """The tokenizer itself where there are none; otherwise one that has them too, the same for the same tokens."""
+    """The tokenizer with additional tokens; the same object for the same tokens."""
     if not tokens:
         return tokenizer
     made = _EXTENDED.setdefault(tokenizer, {})
@@ -23,7 +23,7 @@ def with_new_tokens(tokenizer: Any, tokens: Sequence[str]) -> Any:
 
 
 def new_token_ids(tokenizer: Any, tokens: Sequence[str]) -> tuple[int, ...]:
-    """Their ids; one that the tokenizer has already keeps its own."""
+    """Their ids; a token that the tokenizer has already keeps its id."""
     if not tokens:
         return ()
     return tuple(with_new_tokens(tokenizer, tokens).convert_tokens_to_ids(list(tokens)))

@@ -1,8 +1,8 @@
-"""Makes token ids and what each counts in the loss out of rendered text.
+"""Makes token ids and their weights in the loss from rendered text.
 
-Each text is tokenised whole, so that the ids are those the model will meet; a token is supervised if the first
-character it stands for is trained. Only where one token would reach from the prompt into a trained span is the text
-tokenised in pieces: when generating, the prompt stands alone and no token can reach past its end.
+Each text is tokenised whole, so that the ids are those that the model will read; a token is supervised if its first
+character is trained. Only where one token would reach from the prompt into a trained span is the text tokenised in
+pieces: in generation the prompt is tokenised alone and no token can reach past its end.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def tokenise(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[Sam
 
 
 def tokenise_prompt(rendered: Rendered, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    """The token ids the model is given before it writes."""
+    """The token ids of a prompt."""
     ids = _encode(rendered.text, tokenizer)
     bos = leading_bos(tokenizer)
     return np.array(bos + ids if rendered.is_bare and ids[:1] != bos else ids, dtype=np.int32)
 
 
 def sample_of_tokens(tokens: Tokens, tokenizer: Tokenizer, train_on_inputs: bool, where: str) -> Sample:
-    """The sample of ids made elsewhere; an id the tokenizer does not know is a DataError."""
+    """The sample of ids made elsewhere; an id outside the tokenizer's vocabulary is a DataError."""
     vocabulary = len(tokenizer)
     for i, token in enumerate(tokens.ids):
         if token >= vocabulary:
@@ -61,7 +61,7 @@ def sample_of_tokens(tokens: Tokens, tokenizer: Tokenizer, train_on_inputs: bool
 
 
 def leading_bos(tokenizer: Tokenizer) -> list[int]:
-    """The BOS token as a list, or an empty list for a tokenizer that puts none in front of a text.
+    """The BOS token as a list; empty for a tokenizer that adds none in front of a text.
 
     Having a BOS token is not enough: several tokenizers name one that their models never saw at the start of a text.
     """
@@ -80,29 +80,33 @@ def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
 def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[Ids, Weights]]:
     """The tokens and weights of each text."""
     whole = _encode_whole(chunk, tokenizer) if tokenizer.is_fast else [None] * len(chunk)
-    for item, found in zip(chunk, whole, strict=True):
-        if found is None or found.weights is None:
+    for item, result in zip(chunk, whole, strict=True):
+        if result is None or result.weights is None:
             yield _encode_pieces(item, tokenizer)
         else:
-            yield found.tokens, found.weights
+            yield result.tokens, result.weights
 
 
 def _encode_whole(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Sequence[Encoded | None]:
-    """Each text as a whole, by the lengths of its tokens where they tell enough."""
+    """Each text as a whole, by the lengths of its tokens where they suffice."""
     quick = ByteLevel.of(tokenizer)
     if quick is None or quick.is_proven is False:
-        return _encode_asking(chunk, tokenizer)
-    found = quick.encode(chunk)
+        return _encode_with_offsets(chunk, tokenizer)
+    result = quick.encode(chunk)
     if quick.is_proven is None:
-        asked = _encode_asking(chunk, tokenizer)
-        quick.is_proven = all(one is None or one.is_same(other) for one, other in zip(found, asked, strict=True))
-        return asked
-    missing = iter(_encode_asking([item for item, one in zip(chunk, found, strict=True) if one is None], tokenizer))
-    return [next(missing) if one is None else one for one in found]
+        with_offsets = _encode_with_offsets(chunk, tokenizer)
+        quick.is_proven = all(
+            one is None or one.is_same(other) for one, other in zip(result, with_offsets, strict=True)
+        )
+        return with_offsets
+    missing = iter(
+        _encode_with_offsets([item for item, one in zip(chunk, result, strict=True) if one is None], tokenizer)
+    )
+    return [next(missing) if one is None else one for one in result]
 
 
-def _encode_asking(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> list[Encoded]:
-    """Each text as a whole, by the characters that its tokens came from."""
+def _encode_with_offsets(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> list[Encoded]:
+    """Each text as a whole, by the characters of its tokens."""
     if not chunk:
         return []
     encoded: Any = tokenizer(
@@ -119,25 +123,25 @@ def _encode_asking(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> list[Enco
 
 
 def _weights(chars: Callable[[int], tuple[int, int]], num_tokens: int, item: Rendered) -> Weights | None:
-    """What each token counts in the loss, or None if one reaches from outside into a span.
+    """Weight of each token in the loss, or None if one reaches from outside into a span.
 
-    `chars` says which characters a token came from. Tokens stand in the order of their characters, so the borders of a
-    span are found by bisection: listing the characters of all tokens takes longer than tokenising.
+    `chars` maps tokens to characters. Tokens are in the order of their characters, so the borders of a span are located
+    by bisection: listing the characters of all tokens takes longer than tokenising.
     """
 
     def start_of(token: int) -> int:
         # Some tokenizers leave the space out of a token's characters; the token stands for it all the same.
         return min(chars(token)[0], chars(token - 1)[1] if token else 0)
 
-    tokens, found = range(num_tokens), []
+    tokens, result = range(num_tokens), []
     for (start, end), weight in item.weighted_spans:
         first = bisect.bisect_left(tokens, start, key=start_of)
         if first and chars(first - 1)[1] > start:
             return None
         # Most spans reach to the last token, or past it.
         is_last = num_tokens > first and start_of(num_tokens - 1) < end
-        found.append((first, num_tokens if is_last else bisect.bisect_left(tokens, end, first, key=start_of), weight))
-    return spread(found, num_tokens)
+        result.append((first, num_tokens if is_last else bisect.bisect_left(tokens, end, first, key=start_of), weight))
+    return spread(result, num_tokens)
 
 
 def _encode_pieces(item: Rendered, tokenizer: Tokenizer) -> tuple[Ids, Weights]:

@@ -108,7 +108,7 @@ def _placed(request: ScoreRequest, group: int, row_tile: int) -> list[Placed]:
         Placed(
             member.sample,
             slot,
-            objective=data.judge,
+            objective=data.likelihood_objective,
             head=data.head,
             distillation=data.distillation,
             reference=None if reference is None else reference.rows(member.own, slot, row_tile),

@@ -60,7 +60,7 @@ def place_segment(
         dropout_key=mix(seed, step, segment.index),
         step_key=mix(seed, step),
         is_apart=job.spec.gradient_sum == "any_order",
-        objective=batches.data.judge,
+        objective=batches.data.likelihood_objective,
         head=batches.data.head,
         reference=None if reference is None else reference.rows(member.own, slot, row_tile),
         distillation=batches.data.distillation,

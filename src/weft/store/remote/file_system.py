@@ -58,8 +58,8 @@ class RemoteDirectory:
     def names(self) -> list[str]:
         """All files, sorted; none where there is nothing."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
-            found = sorted(self._relative(place) for place in self._fs.find(self._root))
-            return [name for name in found if not name.rpartition("/")[2].startswith(TEMP_PREFIX)]
+            result = sorted(self._relative(place) for place in self._fs.find(self._root))
+            return [name for name in result if not name.rpartition("/")[2].startswith(TEMP_PREFIX)]
         return []
 
     def top_names(self) -> list[str]:
@@ -91,10 +91,10 @@ class RemoteDirectory:
                 self._fs.pipe_file(self._place(name), data, mode="create")
         except StorageError as error:
             failure = error
-        found = self.read(name)
-        if found is None:
+        result = self.read(name)
+        if result is None:
             raise failure or StorageError("does not keep what is written there.", where=self.url)
-        return found == data
+        return result == data
 
     def upload(self, path: Path, name: str) -> None:
         """The file holds what a local one does."""

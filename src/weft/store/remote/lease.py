@@ -96,8 +96,8 @@ class Lease:
     def check(self) -> None:
         """StorageError once another process owns the run, or if the store is away."""
         newest = max(_terms(self._remote), default=0)
-        found = self._remote.read(f".owner-{newest}") if newest else None
-        successor = None if found is None else Owner.parse(found, newest)
+        result = self._remote.read(f".owner-{newest}") if newest else None
+        successor = None if result is None else Owner.parse(result, newest)
         if successor is None or successor.token != self.owner.token:
             by = "" if successor is None else f" by {successor}"
             raise LeaseLostError(f"was taken over{by}; this process writes nothing more there.", where=self._remote.url)
@@ -163,10 +163,10 @@ def _local(record: bytes) -> object:
 
 
 def _in_use(remote: RemoteDirectory, term: int) -> StorageError:
-    found = remote.read(f".owner-{term}")
-    owner = "another process" if found is None else str(Owner.parse(found, term))
+    result = remote.read(f".owner-{term}")
+    owner = "another process" if result is None else str(Owner.parse(result, term))
     return StorageError(f"is in use by {owner}.", where=remote.url, hint="Wait for its end, or name another URL.")
 
 
 def _terms(remote: RemoteDirectory) -> list[int]:
-    return [int(found[1]) for name in remote.top_names() if (found := _NAME.fullmatch(name))]
+    return [int(match[1]) for name in remote.top_names() if (match := _NAME.fullmatch(name))]

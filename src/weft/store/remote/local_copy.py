@@ -66,8 +66,8 @@ class LocalCopy:
                 lock_file(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(self._lock)
-                found = "is in use by another process of this machine"
-                raise StorageError(f"{found}.", where=url, hint="Wait for its end, or name another URL.") from None
+                problem = "is in use by another process of this machine"
+                raise StorageError(f"{problem}.", where=url, hint="Wait for its end, or name another URL.") from None
         self._read()
 
     @property
