@@ -20,7 +20,7 @@ from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
 from weft.data.load import load_job_data
 from weft.data.prepared.key import tokenizer_identity
 from weft.data.sample import Sample
-from weft.data.tokens.new_tokens import new_token_ids, with_new_tokens
+from weft.data.tokens.tokenise import new_token_ids, with_new_tokens
 from weft.engine.engine import Engine
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.engine.inference.generate import Decoding, Request, generate

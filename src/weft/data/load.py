@@ -13,15 +13,15 @@ import numpy.typing as npt
 
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import Dataset, JobData
-from weft.data.labels import find_labels
 from weft.data.order import Mixture, permutation
-from weft.data.prepared.prepared_data import prepared_data
-from weft.data.prepared.settings import DataSettings
+from weft.data.prepared.convert import DataSettings
+from weft.data.prepared.prepare import prepared_data
+from weft.data.rows.columns import ColumnMap
 from weft.data.rows.find import find_source
 from weft.data.rows.sources import Source
-from weft.data.tokens.new_tokens import with_new_tokens
+from weft.data.tokens.tokenise import with_new_tokens
 from weft.errors import ConfigError, DataError
-from weft.objectives.heads.classes import Classification
+from weft.objectives.heads.classes import Classification, label_name
 from weft.objectives.registry import OBJECTIVES
 from weft.objectives.teacher_columns import LOGPROBS
 from weft.settings.fields import refuse_foreign_objective
@@ -216,3 +216,31 @@ def _rows_counted(data: Dataset) -> npt.NDArray[np.int64]:
     if data.rows is None:
         return np.arange(data.num_groups)
     return np.cumsum(np.diff(data.rows, prepend=data.rows[:1]) != 0)
+
+
+MOST_LABELS = 10_000
+"""More labels than these are a mistake: a column of other numbers or of texts."""
+
+
+def find_labels(
+    sources: Sequence[SourceSpec], objective: Classification, data_columns: Mapping[str, str | int], base_dir: Path
+) -> tuple[str, ...]:
+    """The names of all labels: numbers from 0 to the largest where all are numbers, else in alphabetical order."""
+    named, labels = ColumnMap(data_columns), set[str]()
+    for source in sources:
+        rows = find_source(source.path, base_dir, has_header=not named.by_number, max_rows=source.rows).rows()
+        for row in map(named.apply, rows):
+            labels |= {label_name(given, "label", row.where) for given in objective.given_labels(row.values, row.where)}
+            if len(labels) > MOST_LABELS:
+                raise DataError(f"there are more than {MOST_LABELS:,} labels up to here.", where=row.where)
+    names = sorted(labels)
+    if all(name.isdecimal() for name in names):
+        largest = max((int(name) for name in names), default=-1)
+        if largest >= MOST_LABELS:
+            where = sources[0].path
+            raise DataError(f"the largest label is {largest:,}; expected one below {MOST_LABELS:,}.", where=where)
+        names = [str(number) for number in range(largest + 1)]
+    if len(names) < 2:
+        problem = f"has only the label {names[0]!r}" if names else "has no labels"
+        raise DataError(f"{problem}; objective {objective.name} needs two or more.", where=sources[0].path)
+    return tuple(names)

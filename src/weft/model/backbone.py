@@ -21,7 +21,7 @@ from weft.adapters.routing import Routing
 from weft.adapters.row_place import RowPlace
 from weft.adapters.targets import choose_modules, refuse_experts
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, InputTokenRows, TokenRows
-from weft.data.tokens.new_tokens import with_new_tokens
+from weft.data.tokens.tokenise import with_new_tokens
 from weft.errors import ConfigError, ModelError
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.device_event import DeviceEvent

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, RowsShape
-from weft.data.tokens.new_tokens import new_token_ids, with_new_tokens
+from weft.data.tokens.tokenise import new_token_ids, with_new_tokens
 from weft.errors import ConfigError
 from weft.methods.lora.own_rows import OwnRows
 from weft.model.model_part import TIED, ModelPart

@@ -16,7 +16,7 @@ from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data, of_job
 from weft.data.order import BatchSchedule
-from weft.data.tokens.new_tokens import with_new_tokens
+from weft.data.tokens.tokenise import with_new_tokens
 from weft.errors import ConfigError, WeftError
 from weft.spec import JobSpec
 from weft.spec.load_sweep import trial_job

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from weft.data.chat.answers import MAX_RENDERED_ALL, train_answers
 from weft.data.chat.chat_template import ChatTemplate
-from weft.data.chat.rendered import Rendered
-from weft.data.conversation import ChatTurn, Conversation
+from weft.data.conversation import ChatTurn, Conversation, Rendered
 from weft.errors import DataError
 
 PLACE = "train.jsonl line 17"

@@ -5,9 +5,8 @@ from tiny_tokenizer import CHATML, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
-from weft.data.chat.rendered import Rendered
 from weft.data.chat.renderer import Renderer
-from weft.data.conversation import ChatTurn, Conversation, Text
+from weft.data.conversation import ChatTurn, Conversation, Rendered, Text
 from weft.errors import ConfigError, DataError
 
 PLACE = "train.jsonl line 17"

@@ -15,8 +15,7 @@ from tiny_tokenizer import make_tokenizer
 
 from weft.data.load import load_dataset
 from weft.data.prepared import prepare
-from weft.data.prepared.convert import Converter
-from weft.data.prepared.settings import DataSettings
+from weft.data.prepared.convert import Converter, DataSettings
 from weft.data.prepared.workers import Workers
 from weft.data.rows import chunks as chunks_module
 from weft.data.rows.chunks import chunks_of

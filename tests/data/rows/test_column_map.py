@@ -10,7 +10,7 @@ import pytest
 
 from weft.data.conversation import Conversation
 from weft.data.formats import convert_rows
-from weft.data.rows.column_map import ColumnMap
+from weft.data.rows.columns import ColumnMap
 from weft.data.rows.find import read_rows
 from weft.data.rows.row import Row
 from weft.errors import ConfigError, DataError

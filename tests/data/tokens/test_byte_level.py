@@ -12,7 +12,7 @@ from tiny_tokenizer import make_tokenizer
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.chat.rendered import Rendered
+from weft.data.conversation import Rendered
 from weft.data.tokens.byte_level import ByteLevel
 from weft.data.tokens.tokenise import _encode_asking, tokenise
 

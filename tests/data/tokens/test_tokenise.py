@@ -13,9 +13,8 @@ from tiny_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from weft.data.chat.chat_template import ChatTemplate
-from weft.data.chat.rendered import Rendered
 from weft.data.chat.renderer import Renderer
-from weft.data.conversation import ChatTurn, Conversation, Tokens
+from weft.data.conversation import ChatTurn, Conversation, Rendered, Tokens
 from weft.data.sample import Sample
 from weft.data.tokens.tokenise import _weights, leading_bos, sample_of_tokens, tokenise, tokenise_prompt
 from weft.errors import DataError

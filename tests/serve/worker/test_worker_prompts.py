@@ -14,7 +14,7 @@ import pytest
 from tiny_models import random_backbone
 from worker_bench import PATIENCE_S, Bench
 
-from weft.data.chat.rendered import Rendered
+from weft.data.conversation import Rendered
 from weft.data.prompts import prompt_of_chat
 from weft.data.tokens.tokenise import tokenise_prompt
 from weft.engine.inference.attach import StoredAdapter, attach_adapter

@@ -1,4 +1,7 @@
-"""A chat template as a function from turns to text, and the tokenizer interface that applies it."""
+"""A chat template as a function from turns to text, its fixed clock, and the tokenizer interface that applies it.
+
+Plain conversations are rendered by the compiled template itself, in half of transformers' time.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jinja2
+from jinja2.runtime import Context
 
-from weft.data.chat.clock import freeze_clock
-from weft.data.chat.quick_template import QuickTemplate
 from weft.data.conversation import ChatTurn, Conversation
 from weft.errors import ConfigError, DataError
 
@@ -185,3 +187,53 @@ def template_digest(tokenizer: Tokenizer) -> str:
 
 def _tools(form: Conversation) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in form.tools] or None
+
+
+FUNCTION = "strftime_now"
+DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
+_PERCENT = "\ue0b2"
+"""Replaces a literal per cent sign while directives are replaced."""
+
+
+def freeze_clock(template: str, at: datetime.datetime) -> str:
+    """The template with the fixed time `at`; a template that does not read the time is returned unchanged."""
+    if FUNCTION not in template:
+        return template
+    replaced = [("%%", _PERCENT)]
+    replaced += [(f"%{flag}{letter}", at.strftime(f"%{flag}{letter}")) for letter in DIRECTIVES for flag in ("", "-")]
+    replaced += [(_PERCENT, "%")]
+    filters = "".join(f" | replace({json.dumps(result)}, {json.dumps(text)})" for result, text in replaced)
+    # A macro of the function's name goes before the function. The newline, which Jinja leaves out after a block, keeps
+    # the template at the start of a line.
+    return f"{{% macro {FUNCTION}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
+
+
+Messages = list[dict[str, Any]]
+
+
+class QuickTemplate:
+    """A compiled template with the special tokens of its tokenizer."""
+
+    def __init__(self, compiled: Any, special_tokens: Mapping[str, Any]) -> None:
+        self._compiled = compiled
+        self._names = {**compiled.globals, "tools": None, "documents": None, **special_tokens}
+        """Variables of the template; the library would copy them name by name for every conversation."""
+        self.is_proven: bool | None = None
+        """True if it renders the same as transformers; None before the first comparison."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, template: str) -> QuickTemplate | None:
+        """The template of a tokenizer that leaves rendering to transformers; None for another tokenizer."""
+        try:
+            from transformers import PreTrainedTokenizerBase
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+        except ImportError:
+            return None
+        is_usual = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
+        return cls(_compile_jinja_template(template), tokenizer.special_tokens_map) if is_usual else None
+
+    def render(self, messages: Messages, *, generation: bool) -> str:
+        names = {**self._names, "messages": messages, "add_generation_prompt": generation}
+        template = self._compiled
+        context = Context(template.environment, names, template.name, template.blocks)
+        return "".join(template.root_render_func(context))

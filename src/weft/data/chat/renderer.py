@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from weft.data.chat.answers import train_answers
 from weft.data.chat.chat_template import ChatTemplate, Tokenizer
-from weft.data.chat.rendered import Rendered
-from weft.data.conversation import ChatTurn, Conversation, Text
+from weft.data.conversation import ChatTurn, Conversation, Rendered, Text
 from weft.errors import DataError
 
 

@@ -5,10 +5,11 @@ The result depends only on the chunk and a few facts about its file, so chunks c
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,14 +20,12 @@ from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.renderer import Renderer
 from weft.data.conversation import Conversation, Form, Passage, Tokens, Words
 from weft.data.formats import convert_rows, refuse_media
-from weft.data.prepared.settings import DataSettings
 from weft.data.prepared.sieve import Account, Sieve
-from weft.data.rows.column_map import ColumnMap
+from weft.data.rows.columns import ColumnMap
 from weft.data.rows.row import Row
 from weft.data.sample import Sample
 from weft.data.samples import Samples
-from weft.data.tokens.labelled import sample_of_passage, sample_of_words
-from weft.data.tokens.tokenise import sample_of_tokens, tokenise
+from weft.data.tokens.tokenise import sample_of_passage, sample_of_tokens, sample_of_words, tokenise
 from weft.errors import ConfigError, DataError
 from weft.objectives.distillation import Distillation
 from weft.objectives.heads.classes import Classification
@@ -34,6 +33,27 @@ from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import Objective, Part
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 from weft.objectives.teacher_columns import IDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Settings for reading, rendering, masking and cutting rows; the fields are those of a job."""
+
+    objective: str
+    data_format: str
+    data_columns: Mapping[str, str | int]
+    max_length: int
+    long_samples: str
+    train_on_inputs: bool
+    mask_history: bool
+    chat_template: str | None
+    """Template used instead of the tokenizer's."""
+    group_texts: bool = False
+    """True if texts are joined and cut in blocks of max_length."""
+    labels: tuple[str, ...] = ()
+    """Names of classes, for objectives with classes."""
+    clock: datetime.datetime | None
+    """Time for chat templates that read it; None for the current time."""
 
 
 @dataclass(frozen=True)

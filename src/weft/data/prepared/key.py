@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from weft.data.chat.chat_template import ChatTemplate, Tokenizer
-from weft.data.chat.clock import FUNCTION
+from weft.data.chat.chat_template import FUNCTION, ChatTemplate, Tokenizer
+from weft.data.prepared.convert import DataSettings
 from weft.data.prepared.digests import FileDigests
-from weft.data.prepared.settings import DataSettings
 from weft.data.rows.chunks import line_chunks
 from weft.data.rows.sources import Source
 

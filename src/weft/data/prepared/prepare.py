@@ -7,22 +7,30 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from weft.data.chat.chat_template import Tokenizer
 from weft.data.dataset import Dataset, DataSummary, measures
 from weft.data.prepared.arrays import SampleColumns
-from weft.data.prepared.blocks import BlockCutter
-from weft.data.prepared.convert import ConvertedChunk, Converter, is_before
+from weft.data.prepared.cache import default_cache
+from weft.data.prepared.convert import ConvertedChunk, Converter, DataSettings, is_before
+from weft.data.prepared.digests import FileDigests
+from weft.data.prepared.key import prepared_key
 from weft.data.prepared.progress import PreparingBar
-from weft.data.prepared.sieve import Account
+from weft.data.prepared.sieve import Account, BlockCutter
 from weft.data.prepared.workers import Workers
 from weft.data.rows.chunks import Chunk, chunks_of
+from weft.data.rows.columns import ColumnMap
+from weft.data.rows.find import find_source
 from weft.data.rows.sources import Source
 from weft.data.samples import Samples
+from weft.errors import DataError
 from weft.objectives.objective import Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED
+from weft.spec.job import SourceSpec
 
 PARALLEL_BYTES = 16 * 2**20
 """A file of this size takes longer to convert than processes take to start."""
@@ -201,3 +209,39 @@ def _classes(samples: Samples, names: Sequence[str]) -> Iterator[str]:
     met = "" if num_met == len(names) else f", of which the rows have {num_met:,}"
     shown = names if len(names) <= SHOWN_CLASSES else [*names[: SHOWN_CLASSES - 2], "…", names[-1]]
     yield f"{len(names):,} classes{met}: {', '.join(shown)}"
+
+
+def prepared_data(
+    wanted: Sequence[SourceSpec], tokenizer: Tokenizer, settings: DataSettings, base_dir: Path
+) -> Dataset:
+    """The samples of files or Hub data sets; any problem is a DataError naming the row."""
+    converter = Converter(tokenizer, settings)
+    converter.renderer.template  # noqa: B018  # a template that is none is refused before any file is opened
+    has_header = not ColumnMap(settings.data_columns).by_number
+    sources = [find_source(each.path, base_dir, has_header=has_header, max_rows=each.rows) for each in wanted]
+    cache = default_cache()
+    before = _stamps(sources)
+    key = None if cache is None else _key(sources, tokenizer, settings, cache.digests)
+    if cache is None or key is None:
+        return prepare(sources, converter)
+    result = cache.get(
+        key, lambda folder: prepare(sources, converter, folder), is_current=lambda: _stamps(sources) == before
+    )
+    # It may have been prepared from files of other names.
+    return replace(result, summary=replace(result.summary, sources=tuple(each.path for each in wanted)))
+
+
+def _key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings, digests: FileDigests) -> str | None:
+    try:
+        key = prepared_key(sources, tokenizer, settings, digests)
+        digests.save()
+        return key
+    except OSError as error:
+        name = next(file.name for source in sources for file in source.files if str(file.path) == str(error.filename))
+        raise DataError(f"cannot be read ({error.strerror or error}).", where=name) from None
+
+
+def _stamps(sources: Sequence[Source]) -> list[tuple[int, int, int]]:
+    """File attributes that change with a file."""
+    result = [os.stat(file.path) for source in sources for file in source.files]
+    return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in result]

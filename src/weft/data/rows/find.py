@@ -18,9 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from weft.data.rows.compression import OPENERS, is_compressed, kind_of
-from weft.data.rows.hub import HUB_NAME
 from weft.data.rows.row import Row
-from weft.data.rows.sources import BINARY, READERS, TABLES, DataFile, Source
+from weft.data.rows.sources import BINARY, HUB_NAME, READERS, TABLES, DataFile, Source
 from weft.errors import DataError, closest
 
 SAVED_STATE, SAVED_SPLITS = "state.json", "dataset_dict.json"

@@ -1,5 +1,7 @@
 """Reads rows from files of the kinds in `READERS`, or from a data set of the Hugging Face Hub.
 
+Names of the Hub are `owner/name`, `owner/name:split` or `owner/name:config:split`.
+
 Every row has its location (`train.jsonl line 17`), so that later errors can name it.
 """
 
@@ -7,18 +9,59 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.data.rows.arrow_rows import read_arrow, read_parquet
 from weft.data.rows.compression import is_compressed, kind_of
-from weft.data.rows.hub import read_hub
 from weft.data.rows.json_rows import read_json, read_jsonl
 from weft.data.rows.row import Row
-from weft.data.rows.table_rows import read_table, read_txt
-from weft.errors import DataError
+from weft.data.rows.table_rows import read_arrow, read_parquet, read_table, read_txt
+from weft.errors import DataError, MissingExtraError, first_line, install_command
+
+HUB_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"((:(?P<config>[\w.+-]+))?:(?P<split>([\w.+-]|\[[\w:%+-]*\])+))?"
+)
+NO_CONFIG = "Config name is missing"
+"""Message of `datasets` for a data set with several configurations."""
+
+
+def read_hub(source: str, max_rows: int | None = None) -> Iterator[Row]:
+    """The rows of a data set; if only the first are needed, they are streamed and the rest is not downloaded."""
+    match = HUB_NAME.fullmatch(source)
+    assert match is not None
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError(
+            "there is no such file, and reading a Hugging Face data set needs datasets.",
+            where=source,
+            hint=f"Install it: {install_command('hub')}.",
+        ) from None
+    name, split = match["name"], match["split"] or "train"
+    try:
+        result = datasets.load_dataset(name, match["config"], split=split, streaming=max_rows is not None)
+        for number, row in enumerate(result, 1):
+            yield Row(row, f"{source} row {number}")
+    except (OSError, ValueError, RuntimeError, LookupError, datasets.exceptions.DatasetsError) as error:
+        if NO_CONFIG in str(error):
+            raise _no_config(source, name, split, str(error)) from None
+        raise DataError(
+            f"is neither a file nor a Hub data set that can be read now ({first_line(error)}); check the name, the "
+            "split and the connection.",
+            where=source,
+        ) from None
+
+
+def _no_config(source: str, name: str, split: str, message: str) -> DataError:
+    listed = re.search(r"\[([^\]]*)\]", message)
+    configs = re.findall(r"'([^']*)'", listed[1]) if listed else []
+    which = f" ({', '.join(configs)})" if configs else ""
+    example = f"{name}:{configs[0] if configs else 'CONFIG'}:{split}"
+    return DataError(f"has several configurations{which}; name one before the split, such as {example}.", where=source)
 
 
 @dataclass(frozen=True)

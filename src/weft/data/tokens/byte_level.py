@@ -10,17 +10,48 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
 import unicodedata
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.data.chat.rendered import Rendered
-from weft.data.tokens.encoded import Encoded, packed, spread
+from weft.data.conversation import Rendered
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+Weights: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """The tokens of a text as a whole."""
+
+    tokens: Ids
+    weights: Weights | None
+    """Weight of each; None if a token reaches from outside into a trained span."""
+
+    def is_same(self, other: Encoded) -> bool:
+        one, two = self.weights, other.weights
+        is_weighted_alike = one is two if one is None or two is None else np.array_equal(one, two)
+        return is_weighted_alike and np.array_equal(self.tokens, other.tokens)
+
+
+def packed(ids: list[int]) -> Ids:
+    """A list of numbers as an array, several times as fast as numpy makes one."""
+    return np.frombuffer(struct.pack(f"={len(ids)}i", *ids), np.int32)
+
+
+def spread(spans: Iterable[tuple[int, int, float]], num_tokens: int) -> Weights:
+    """Weights of tokens from spans [first, end) with a weight each; other tokens have weight 0."""
+    weights = np.zeros(num_tokens)
+    for first, end, weight in spans:
+        weights[first:end] = weight
+    return weights
+
 
 Integers = npt.NDArray[np.int64]
 NORMAL_FORM: Literal["NFC"] = "NFC"

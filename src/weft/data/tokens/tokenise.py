@@ -1,4 +1,4 @@
-"""Makes token ids and their weights in the loss from rendered text.
+"""Makes token ids and their weights in the loss from rendered text, and samples of labelled texts and words.
 
 Each text is tokenised whole, so that the ids are those that the model will read; a token is supervised if its first
 character is trained. Only where one token would reach from the prompt into a trained span is the text tokenised in
@@ -8,6 +8,8 @@ pieces: in generation the prompt is tokenised alone and no token can reach past 
 from __future__ import annotations
 
 import bisect
+import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data.chat.chat_template import Tokenizer
-from weft.data.chat.rendered import Rendered
-from weft.data.conversation import Tokens
+from weft.data.conversation import Passage, Rendered, Tokens, Words
 from weft.data.sample import Sample
-from weft.data.tokens.byte_level import ByteLevel
-from weft.data.tokens.encoded import Encoded, Ids, Weights, packed, spread
-from weft.errors import DataError
+from weft.data.tokens.byte_level import ByteLevel, Encoded, Ids, Weights, packed, spread
+from weft.errors import ConfigError, DataError
 
 TEXTS_PER_CALL = 1024
 """A fast tokenizer spreads the texts of one call over all cores; more at a time only takes memory."""
@@ -156,3 +156,46 @@ def _encode_pieces(item: Rendered, tokenizer: Tokenizer) -> tuple[Ids, Weights]:
             weights += [counted] * len(tokens)
         done = end
     return packed(ids), np.array(weights)
+
+
+def sample_of_passage(passage: Passage, tokenizer: Tokenizer) -> Sample:
+    """The text with the special tokens that the tokenizer adds around one; its last token has the label."""
+    ids = tokenizer.encode(passage.text, add_special_tokens=True, verbose=False)
+    tokens = np.array(ids, dtype=np.int32)
+    return Sample(tokens, np.zeros(len(tokens), np.bool_)).labelled_end(passage.label)
+
+
+def sample_of_words(words: Words, tokenizer: Tokenizer, where: str) -> Sample:
+    """The words one after the other; the first token of each has its label."""
+    if not tokenizer.is_fast:
+        raise ConfigError("this tokenizer does not map tokens to words.", where="objective")
+    encoded: Any = tokenizer(list(words.words), is_split_into_words=True, verbose=False)
+    labels = np.full(len(encoded["input_ids"]), np.nan, dtype=np.float32)
+    before = None
+    for index, word in enumerate(encoded.word_ids()):
+        if word is not None and word != before and words.labels[word] is not None:
+            labels[index] = words.labels[word]
+        before = word
+    return Sample(np.array(encoded["input_ids"], dtype=np.int32), ~np.isnan(labels), None, labels)
+
+
+_EXTENDED: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def with_new_tokens(tokenizer: Any, tokens: Sequence[str]) -> Any:
+    """The tokenizer with additional tokens; the same object for the same tokens."""
+    if not tokens:
+        return tokenizer
+    made = _EXTENDED.setdefault(tokenizer, {})
+    if tuple(tokens) not in made:
+        extended = copy.deepcopy(tokenizer)
+        extended.add_tokens(list(tokens))
+        made[tuple(tokens)] = extended
+    return made[tuple(tokens)]
+
+
+def new_token_ids(tokenizer: Any, tokens: Sequence[str]) -> tuple[int, ...]:
+    """Their ids; a token that the tokenizer has already keeps its id."""
+    if not tokens:
+        return ()
+    return tuple(with_new_tokens(tokenizer, tokens).convert_tokens_to_ids(list(tokens)))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from weft.adapters.token_rows import OUTPUT_ROWS
-from weft.data.tokens.new_tokens import with_new_tokens
+from weft.data.tokens.tokenise import with_new_tokens
 from weft.errors import AdapterFileError, ConfigError
 from weft.model.embeddings import Embeddings
 from weft.store.row_files import ROWS

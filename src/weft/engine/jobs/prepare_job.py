@@ -14,7 +14,7 @@ import numpy as np
 from weft.data.dataset import Dataset, JobData
 from weft.data.load import check_teacher, load_job_data
 from weft.data.samples import Samples
-from weft.data.tokens.new_tokens import new_token_ids
+from weft.data.tokens.tokenise import new_token_ids
 from weft.engine.execute.protocol import Executor, NewJob, ReplicaFacts
 from weft.engine.execute.references import adapter_digest
 from weft.engine.inference.attach import BASE, StoredAdapter, adapter_dir, read_stored

@@ -16,7 +16,7 @@ import torch
 
 from weft.adapters.method import ModuleTensors
 from weft.data.chat.chat_template import Tokenizer
-from weft.data.tokens.new_tokens import with_new_tokens
+from weft.data.tokens.tokenise import with_new_tokens
 from weft.engine.execute.protocol import (
     AdapterWork,
     AddedJob,

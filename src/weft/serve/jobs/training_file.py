@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import IO
 
 from weft.data.formats import convert_rows
-from weft.data.rows.column_map import ColumnMap
+from weft.data.rows.columns import ColumnMap
 from weft.data.rows.json_rows import parse_json
 from weft.data.rows.row import BOM, Row, decode
 from weft.errors import DataError

@@ -19,7 +19,7 @@ import numpy as np
 from weft.data.chat.chat_template import Tokenizer
 from weft.data.prompts import Prompt
 from weft.data.sample import Sample
-from weft.data.tokens.new_tokens import with_new_tokens
+from weft.data.tokens.tokenise import with_new_tokens
 from weft.engine.inference.answers import Answer
 from weft.engine.inference.generate import Decoding
 from weft.errors import ConfigError, DataError, JobError

@@ -31,7 +31,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 
 from weft.data.chat.chat_template import Tokenizer
-from weft.data.chat.rendered import Rendered
+from weft.data.conversation import Rendered
 from weft.data.prompts import prompt_of_chat
 from weft.data.tokens.tokenise import tokenise_prompt
 from weft.engine.inference.attach import StoredAdapter
