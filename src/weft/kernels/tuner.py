@@ -172,27 +172,27 @@ def compile_some(kind: str, turn: int, num: int, shape: Shape, dtype: torch.dtyp
     runs = runs_of(kind, shape, FEW_ROWS, dtype, device)
     tried = [(run, f"{name}/{kind}", choice) for name, run in runs.items() for choice in candidates(f"{name}/{kind}")]
     for run, key, choice in tried[turn::num]:
-        # What cannot be launched is found again, and left out, when it is measured.
+        # A candidate that cannot be launched is left out when it is measured.
         with trying_quietly(key, choice), suppress(Exception):
             run()
 
 
 def tune(
-    shape: Shape, num_rows: int, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]
+    shape: Shape, num_rows: int, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
 ) -> dict[str, Choice]:
     """The fastest choice for every key, where it is not the one in use."""
-    in_use, found = table_of(device)[0], dict[str, Choice]()
+    in_use, fastest = table_of(device)[0], dict[str, Choice]()
     for kind in RANKS:
         for operation, run in runs_of(kind, shape, num_rows, dtype, device).items():
             key = f"{operation}/{kind}"
-            best = _fastest(key, run, in_use, device, say)
+            best = _fastest(key, run, in_use, device, report)
             if best is not None:
-                found[key] = best
-    return found
+                fastest[key] = best
+    return fastest
 
 
 def _fastest(
-    key: str, run: Callable[[], Outputs], in_use: Table, device: torch.device, say: Callable[[str], None]
+    key: str, run: Callable[[], Outputs], in_use: Table, device: torch.device, report: Callable[[str], None]
 ) -> Choice | None:
     expected = run()
     usual_s = _seconds(run, device)
@@ -206,13 +206,13 @@ def _fastest(
                     wrong += 1
                     continue
                 seconds = _seconds(run, device)
-            except Exception:  # whatever the compiler or the launch finds, this candidate is not to be had
+            except Exception:  # this candidate does not compile or launch
                 continue
         if seconds < best_s:
             best, best_s = choice, seconds
-    told = f"{best_s / usual_s:.0%} of the time with {dict(best)}" if best else "as it is"
+    result = f"{best_s / usual_s:.0%} of the time with {dict(best)}" if best else "as it is"
     differ = f"; {wrong} candidates gave other bits" if wrong else ""
-    say(f"{key}: {usual_s * 1e6:,.0f} us, {told}{differ}")
+    report(f"{key}: {usual_s * 1e6:,.0f} us, {result}{differ}")
     return best
 
 
