@@ -95,10 +95,10 @@ def test_tensorboard_then_the_event_files_of_each_job_hold_its_metrics(tmp_path:
 
     trackers = open_trackers(["tensorboard"], tmp_path, "evening")
     for step in (1, 2, 3):
-        trackers.hear(step_done("a", step, loss=4.0 / step))
-        trackers.hear(step_done("b", step, loss=9.0))
-    trackers.hear(eval_done("a", 3, 1.25))
-    trackers.hear(JobSucceeded("a", 3, None))
+        trackers.record(step_done("a", step, loss=4.0 / step))
+        trackers.record(step_done("b", step, loss=9.0))
+    trackers.record(eval_done("a", 3, 1.25))
+    trackers.record(JobSucceeded("a", 3, None))
     trackers.close()
     read = EventAccumulator(str(tmp_path / "tensorboard" / "a")).Reload()
     assert {"eval/loss", "train/learning_rate", "train/loss"} <= set(read.Tags()["scalars"])
@@ -110,11 +110,11 @@ def test_tensorboard_then_the_event_files_of_each_job_hold_its_metrics(tmp_path:
 
 def test_wandb_then_one_run_per_job_side_by_side_in_one_group(wandb: FakeWandb, tmp_path: Path) -> None:
     trackers = open_trackers(["wandb"], tmp_path, "evening")
-    trackers.hear(step_done("a", 1, loss=1.0))
-    trackers.hear(step_done("b", 1, loss=3.0))
-    trackers.hear(eval_done("a", 1, 2.0))
-    trackers.hear(JobSucceeded("a", 1, None))
-    trackers.hear(JobFailed("b", 1, Reason(ReasonCode.DIVERGED, "diverged")))
+    trackers.record(step_done("a", 1, loss=1.0))
+    trackers.record(step_done("b", 1, loss=3.0))
+    trackers.record(eval_done("a", 1, 2.0))
+    trackers.record(JobSucceeded("a", 1, None))
+    trackers.record(JobFailed("b", 1, Reason(ReasonCode.DIVERGED, "diverged")))
     trackers.close()
     a, b = wandb.runs
     expected = {"name": "a", "group": "evening", "dir": str(tmp_path), "reinit": "create_new"}
@@ -138,11 +138,11 @@ def test_wandb_then_one_run_per_job_side_by_side_in_one_group(wandb: FakeWandb, 
 
 def test_mlflow_then_jobs_are_runs_inside_one_parent(mlflow_runs: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     trackers = open_trackers(["mlflow"], tmp_path, "evening")
-    trackers.hear(step_done("a", 1, loss=1.0))
-    trackers.hear(step_done("b", 1))
-    trackers.hear(step_done("c", 1))
-    trackers.hear(JobSucceeded("a", 1, None))
-    trackers.hear(JobCancelled("b", 1))
+    trackers.record(step_done("a", 1, loss=1.0))
+    trackers.record(step_done("b", 1))
+    trackers.record(step_done("c", 1))
+    trackers.record(JobSucceeded("a", 1, None))
+    trackers.record(JobCancelled("b", 1))
     trackers.close()
     parent, a, b, c = mlflow_runs.values()
     assert (parent["name"], parent["tags"], parent["status"]) == ("evening", {}, "FINISHED")
@@ -196,9 +196,9 @@ def test_trackers_when_one_breaks_then_it_is_dropped_with_one_warning_and_the_ot
     said: list[str] = []
     broken, fine = Broken(), Recording()
     trackers = Trackers({"wandb": broken, "tensorboard": fine}, said.append)
-    trackers.hear(step_done("a", 1))
-    trackers.hear(step_done("a", 2))
-    trackers.hear(JobSucceeded("a", 2, None))
+    trackers.record(step_done("a", 1))
+    trackers.record(step_done("a", 2))
+    trackers.record(JobSucceeded("a", 2, None))
     trackers.close()
     trackers.close()
     assert said == ["wandb stopped working and gets no more metrics: ConnectionError: no route to host"]
@@ -209,7 +209,7 @@ def test_trackers_when_an_event_tells_no_metrics_then_they_hear_nothing_of_it() 
     recording = Recording()
     trackers = Trackers({"wandb": recording}, lambda text: None)
     for event in (CheckpointSaved("a", 1), MicrobatchDone(("a",), 90, 100, 0.1), JobWarning((), "beware")):
-        trackers.hear(event)
+        trackers.record(event)
     assert recording.calls == 0
 
 

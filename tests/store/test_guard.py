@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import StorageError
-from weft.store.atomic import add_guard, ask_guards
+from weft.store.guard import add_guard, check_guards
 
 
 def test_guard_when_it_objects_then_nothing_below_its_directory_is_changed(tmp_path):
@@ -14,10 +14,10 @@ def test_guard_when_it_objects_then_nothing_below_its_directory_is_changed(tmp_p
 
     remove = add_guard(tmp_path / "run", object_to_it)
     with pytest.raises(StorageError, match="is somebody else's"):
-        ask_guards(tmp_path / "run" / "job" / "status.json")
-    ask_guards(tmp_path / "runs")
+        check_guards(tmp_path / "run" / "job" / "status.json")
+    check_guards(tmp_path / "runs")
     remove()
-    ask_guards(tmp_path / "run" / "job" / "status.json")
+    check_guards(tmp_path / "run" / "job" / "status.json")
 
 
 def test_guard_when_it_is_taken_away_while_it_is_asked_then_its_objection_does_not_count(tmp_path):
@@ -28,4 +28,4 @@ def test_guard_when_it_is_taken_away_while_it_is_asked_then_its_objection_does_n
         raise StorageError("the run goes on without this rank.", where=str(tmp_path))
 
     remove = add_guard(tmp_path, leave)
-    ask_guards(tmp_path / "status.json")
+    check_guards(tmp_path / "status.json")

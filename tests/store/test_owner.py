@@ -47,7 +47,7 @@ def test_open_when_a_process_of_another_machine_was_heard_of_then_it_is_refused_
     """The lock is free here, as on a file system whose locks hold on one machine only."""
     own_elsewhere(tmp_path / "x")
     before = files(tmp_path)
-    said = r"x: is in use by process 123 on far, last heard of \d+ s ago\. Wait for its end, or until it has been"
+    said = r"x: is in use by process 123 on far, last seen \d+ s ago\. Wait for its end, or until it has been"
     for take in (RunDirectory.open, RunDirectory.check):
         with pytest.raises(StorageError, match=said):
             take(tmp_path / "x", resume=True)
@@ -83,7 +83,7 @@ def test_open_when_the_file_system_has_no_locks_then_the_record_decides(tmp_path
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with RunDirectory.open(tmp_path / "x", resume=False) as first:
         first.write_run(RunRecord())
-        with pytest.raises(StorageError, match=f"in use by process {os.getpid()}, last heard of"):
+        with pytest.raises(StorageError, match=f"in use by process {os.getpid()}, last seen"):
             RunDirectory.open(tmp_path / "x", resume=True)
         RankDirectory(first.path, 0, first.owner, grant_permit(first.path)).close()
     RunDirectory.open(tmp_path / "x", resume=True).close()
@@ -154,7 +154,7 @@ def test_files_when_the_run_is_taken_over_right_before_they_are_put_in_place_the
         successors.append(Ownership.claim(run.path))
         remove_leftovers(run.path)
 
-    monkeypatch.setattr(atomic, "ask_guards", take_over)
+    monkeypatch.setattr(atomic, "check_guards", take_over)
     with pytest.raises(StorageError, match="no such"):
         _replace(run.path / "late")
     assert not (run.path / "late").exists()

@@ -256,7 +256,7 @@ def _sweep(order: Order, console: Console) -> int:
         _line(console, f"note      {text}")
 
     place, resume = order.out, order.resume
-    with looked_at(place) if order.dry_run else trained_in(place, resume=resume, tell=tell) as folder:
+    with looked_at(place) if order.dry_run else trained_in(place, resume=resume, notify=tell) as folder:
         clocks = [wall]
 
         def attempt(is_later: bool) -> int | None:

@@ -160,7 +160,7 @@ def _forecaster(spec: RunSpec, asked: LayoutOptions, model: ResolvedModel, machi
 def train_order(order: Order, place: Path | RunUrl, *, resume: bool) -> NoReturn:
     """Trains what was ordered, to the exit of the command."""
     console = output_console()
-    with trained_in(place, resume=resume, tell=lambda text: _note(console, text)) as directory:
+    with trained_in(place, resume=resume, notify=lambda text: _note(console, text)) as directory:
         wall = WallClock(process_start_s())
         is_staged = order.places is None and order.layout.stages is not None
         train_all = _train_through if is_staged else _train

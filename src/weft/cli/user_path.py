@@ -36,13 +36,13 @@ def run_place(text: str) -> Path | RunUrl:
 
 
 def trained_in(
-    place: Path | RunUrl, *, resume: bool, tell: Callable[[str], None]
+    place: Path | RunUrl, *, resume: bool, notify: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[Path]:
     """The local directory of a run that is trained; what is behind a URL is owned and kept up to date meanwhile."""
     if isinstance(place, Path):
         return contextlib.nullcontext(place)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return place.trained(Path(home) / "weft" / "runs", resume=resume, tell=tell)
+    return place.trained(Path(home) / "weft" / "runs", resume=resume, notify=notify)
 
 
 def looked_at(place: Path | RunUrl) -> contextlib.AbstractContextManager[Path]:

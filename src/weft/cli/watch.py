@@ -95,7 +95,7 @@ def follow(
     with LiveTable(console, jobs) as table, stop_signals(stop):
 
         def on_event(event: Event) -> None:
-            trackers.hear(event)
+            trackers.record(event)
             if isinstance(event, JobSucceeded) and event.adapter_dir is not None and place is not None:
                 event = replace(event, adapter_dir=event.adapter_dir.replace(str(directory.path), str(place)))
             table.update(event)

@@ -36,7 +36,7 @@ class GlobalBatch:
     def divisor(self) -> float:
         """Divisor of its loss."""
         samples = self.data.samples
-        weights = [samples.total_weight(i) for group in self.groups for i in self.data.places(group)]
+        weights = [samples.total_weight(i) for group in self.groups for i in self.data.sample_indices(group)]
         return self.data.objective.divisor(weights)
 
     @functools.cached_property

@@ -1,1 +1,1 @@
-"""What a person looks at: the live table, report.html, and experiment trackers."""
+"""The live table, report.html, and experiment trackers."""

@@ -1,4 +1,4 @@
-"""Draws the curves of every job over its steps, and gathers all figures of a run.
+"""Draws the curves of every job over its steps, and collects all figures of a run.
 
 The number of points is capped, so a week of training makes a page as light as a minute of it.
 """
@@ -21,15 +21,15 @@ CROWDED_FROM = 8
 """With more jobs than this the faint lines get fainter."""
 FEW_STEPS = 8
 SMOOTHED_FROM = 20
-"""Shorter curves are drawn as they are."""
+"""Shorter curves are not smoothed."""
 
 
 def own_metrics(run: RunData) -> dict[str, str]:
-    """The names of what only some objectives measure, by the ids of their charts, in the order they were met."""
+    """Names of the metrics that only some objectives have, by the ids of their charts, in order of appearance."""
     result = [point.further for job in run.jobs for point in job.train]
     result += [point.further for job in run.jobs for point in job.evals]
     names = dict.fromkeys(name for further in result for name in further)
-    return {f"own_{place}": name for place, name in enumerate(names)}
+    return {f"own_{index}": name for index, name in enumerate(names)}
 
 
 def draw_charts(run: RunData) -> dict[str, PlotlyFigure]:
@@ -83,7 +83,7 @@ def _own_metric(run: RunData, name: str) -> PlotlyFigure | None:
 def _lines_and_dots(
     run: RunData, trained: list[Points], evaluated: list[Points], *, is_percent: bool
 ) -> PlotlyFigure | None:
-    """Of every job: in training as smoothed lines, in evaluations as dots."""
+    """For every job: training as smoothed lines, evaluations as dots."""
     hover = "%{y:.1%}" if is_percent else "%{y:.4f}"
     drawable = [(i, points) for i, points in enumerate(trained) if any(y is not None for _, y in points)]
     traces = [_line(run, i, _clear(points), width=1.8, hovertemplate=hover) for i, points in drawable]
@@ -124,7 +124,7 @@ def _over_steps(run: RunData, traces: list[Any]) -> PlotlyFigure | None:
 
 
 def _noisy(run: RunData, curves: list[Points], *, hover: str, width: float) -> list[Any]:
-    """Every logged point faintly and, above all of those, one smoothed line per job."""
+    """Every logged point faintly and, on top, one smoothed line per job."""
     alpha = 0.25 if len(run.jobs) <= CROWDED_FROM else 0.12
     drawable = [(i, points) for i, points in enumerate(curves) if any(y is not None for _, y in points)]
     smoothed = [(i, _clear(points)) for i, points in drawable]
@@ -136,7 +136,7 @@ def _noisy(run: RunData, curves: list[Points], *, hover: str, width: float) -> l
 
 
 def _clear(points: Points) -> Points:
-    """The points smoothed, or as they are when there are few."""
+    """The points smoothed, or unchanged if there are few."""
     num_known = sum(1 for _, y in points if y is not None)
     return smooth(points, min(max(num_known // 16, 5), 100)) if num_known >= SMOOTHED_FROM else points
 

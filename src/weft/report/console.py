@@ -1,4 +1,4 @@
-"""Where the command line prints to: a terminal of some width, or a pipe, which has none."""
+"""The output console: a terminal with a width, or a pipe without one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from rich.console import Console
 
 PIPE_COLUMNS = 10_000
-"""Wider than any line: what reads a pipe wants every line and every cell whole."""
+"""Wider than any line: a reader of a pipe needs every line and every cell whole."""
 
 
 def output_console(*, markup: bool = True) -> Console:
-    """The console on stdout; into a pipe or a file it neither wraps nor cuts, unless COLUMNS says how wide that is.
+    """The console on stdout; into a pipe or a file it neither wraps nor cuts, unless COLUMNS sets a width.
 
     Without `markup`, brackets in a text are brackets.
     """

@@ -27,11 +27,11 @@ def check_plot(path: Path) -> None:
         raise MissingExtraError(f"matplotlib is not installed; {install_command('bench')}.", where="--plot")
 
 
-def draw_deployment(path: Path, found: DeployForecast, title: str) -> None:
-    """Draws the replicas of a plan and what the first drawn batch keeps them busy with."""
+def draw_deployment(path: Path, forecast: DeployForecast, title: str) -> None:
+    """Draws the replicas of a plan with their work for the first drawn batch."""
     from matplotlib.figure import Figure
 
-    plan, shared = found.deployment, found.shared
+    plan, shared = forecast.deployment, forecast.shared
     kinds = list(dict.fromkeys(plan.replicas))
     picture = Figure(figsize=(8, 4.5), layout="constrained")
     axes = picture.subplots()
@@ -42,8 +42,8 @@ def draw_deployment(path: Path, found: DeployForecast, title: str) -> None:
         axes.barh(middle, shared.step_s, height=height, color=IDLE)
         axes.barh(middle, seconds, height=height, color=colour)
         below += kind.num_gpus
-    for place, kind in enumerate(kinds):
-        axes.barh([0], [0], color=CALM[place % len(CALM)], label=f"{kind.layout} × {plan.replicas.count(kind)}")
+    for index, kind in enumerate(kinds):
+        axes.barh([0], [0], color=CALM[index % len(CALM)], label=f"{kind.layout} × {plan.replicas.count(kind)}")
     axes.barh([0], [0], color=IDLE, label="idle")
     axes.set_xlabel("seconds of a step")
     axes.set_ylabel("GPUs")

@@ -1,4 +1,4 @@
-"""What every page of a report is made with: its templates, their files, and data that no text can break out of."""
+"""Common parts of report pages: templates, their files, and data that no text can break out of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Cell = tuple[str, str, float | None]
 
 
 def templates() -> jinja2.Environment:
-    """The templates of pages; everything that is put into them is escaped."""
+    """The templates of pages; all values in them are escaped."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("weft.report", "template"),
         autoescape=True,
@@ -37,7 +37,7 @@ def json_for_script(charts: Mapping[str, PlotlyFigure]) -> Markup:
 
 
 def template_file(environment: jinja2.Environment, name: str) -> Markup:
-    """A style sheet or a script as it is."""
+    """A style sheet or a script, not escaped."""
     assert environment.loader is not None
     return Markup(environment.loader.get_source(environment, name)[0])
 

@@ -1,8 +1,8 @@
-"""What every figure of the report starts from: plotly itself, a bare layout, safe labels, and the colours of jobs.
+"""Common parts of the report's figures: plotly itself, a bare layout, safe labels, and the colours of jobs.
 
 A figure carries data and shape; the page gives it the colours of its background. Every trace that belongs to one job
-says so in `meta.job` (the job's place in the run), so that the page can show and hide a job everywhere at once.
-A job keeps one colour in all charts, readable on white and on near-black.
+has the job's index in the run as `meta.job`, so that the page can show and hide a job everywhere at once. A job keeps
+one colour in all charts, readable on white and on near-black.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.errors import MissingExtraError
 from weft.report.run_data import RunData
 
 UNIFIED_HOVER_JOBS = 8
-"""Up to here one box can name the values of all jobs."""
+"""With up to so many jobs one box can name the values of all."""
 
 CALM = (
     "#4a7fb5",  # blue
@@ -30,7 +30,7 @@ CALM = (
     "#97765f",  # brown
 )
 GOLDEN_ANGLE = 0.618034
-"""Turning the hue by this much never comes close to an earlier hue soon."""
+"""Turning the hue by this much does not soon come close to an earlier hue."""
 
 PlotlyFigure = Any
 """A plotly.graph_objects.Figure; plotly is imported only when a figure is drawn."""
@@ -46,7 +46,7 @@ def graph_objects() -> Any:
 
 
 def bare_figure(run: RunData, traces: list[Any], *, x_title: str) -> PlotlyFigure:
-    """A figure without legend, title or colours of its own; the page adds those."""
+    """A figure without legend, title or colours; the page adds those."""
     go = graph_objects()
     unified = len(run.jobs) <= UNIFIED_HOVER_JOBS
     figure = go.Figure(traces)
@@ -71,12 +71,12 @@ def bare_figure(run: RunData, traces: list[Any], *, x_title: str) -> PlotlyFigur
 
 
 def label(name: str) -> str:
-    """A name as plotly must get it, since it reads tags such as <b> in labels."""
+    """A name with escaped tags such as <b>, which plotly would interpret."""
     return html.escape(name, quote=False)
 
 
 def job_colours(num_jobs: int) -> list[str]:
-    """One `#rrggbb` per job: ten picked ones, then hues far from their forerunners."""
+    """One `#rrggbb` per job: ten picked ones, then hues far from those before."""
     return [CALM[i] if i < len(CALM) else _further(i) for i in range(num_jobs)]
 
 

@@ -1,6 +1,6 @@
 """Shows a run in the terminal while it trains, and its results at the end.
 
-On a terminal the table is redrawn in place; in a pipe or a CI log the same events become a few plain lines per job.
+On a terminal the table is redrawn in where; in a pipe or a CI log the same events become a few plain lines per job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STATE_STYLES: Mapping[str, str] = {
     JobState.SUCCEEDED: "green",
     JobState.CANCELLED: "yellow",
 }
-"""Ordered by who is shown first when the terminal is too low for all jobs."""
+"""States in the order of priority when the terminal is too low for all jobs."""
 WIDE_COLUMNS = 100
 """Narrower terminals get no bars and no learning rates."""
 FRAME_LINES = 6
@@ -62,20 +62,18 @@ class Screen:
         is_screen = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
         self._live = Live(console=console, get_renderable=render, refresh_per_second=4, transient=True)
         self.is_redrawn = is_screen
-        """Otherwise only what is said is seen."""
+        """False: only printed lines are visible."""
 
     def start(self) -> None:
-        """Draws it for the first time."""
         if self.is_redrawn:
             self._live.start(refresh=True)
 
     def stop(self) -> None:
-        """Takes it away again."""
         if self.is_redrawn:
             self._live.stop()
 
-    def say(self, line: str, style: str = "") -> None:
-        """Prints one line, whatever is in it: a log may take ASCII only, and a name must not end a run."""
+    def print_line(self, line: str, style: str = "") -> None:
+        """Prints one line with any characters: a log may take ASCII only, and a name must not end a run."""
         encoding = self._console.encoding
         shown = readable.one_line(line).encode(encoding, "backslashreplace").decode(encoding)
         self._console.print(Text(shown, style=style), soft_wrap=not self.is_redrawn)
@@ -108,25 +106,24 @@ class LiveTable:
         self._screen.stop()
 
     def update(self, event: Event) -> None:
-        """Takes one event into the table; on a terminal, only what the table cannot say is printed."""
+        """Applies one event to the table; on a terminal, only what the table does not show is printed."""
         with self._lock:
             job = self._progress.apply(event)
         if isinstance(event, JobWarning):
             who = f"{', '.join(event.jobs)}: " if event.jobs else ""
-            self._screen.say(f"warning: {who}{event.message}", "yellow")
+            self._screen.print_line(f"warning: {who}{event.message}", "yellow")
         elif isinstance(event, JobsGrouped):
-            self._screen.say(f"groups: {event.text}")
+            self._screen.print_line(f"groups: {event.text}")
         elif isinstance(event, MicrobatchesPaired):
-            self._screen.say(f"pairs: {event.text}")
+            self._screen.print_line(f"pairs: {event.text}")
         elif isinstance(event, LayoutDecided):
-            self._screen.say(f"layout: {event.text}")
+            self._screen.print_line(f"layout: {event.text}")
         elif isinstance(event, JobFailed):
-            self._screen.say(f"{event.job}: failed: {event.reason}", "red")
+            self._screen.print_line(f"{event.job}: failed: {event.reason}", "red")
         elif not self._screen.is_redrawn and job is not None:
-            self._say_progress(event, job)
+            self._print_progress(event, job)
 
     def render(self) -> RenderableType:
-        """The table as it stands."""
         with self._lock:
             table = self._table(self._shown())
             hidden = len(self._progress.jobs) - table.row_count
@@ -134,7 +131,7 @@ class LiveTable:
             return Group(table, *more, Text(), self._totals())
 
     def _shown(self) -> list[ReportedProgress]:
-        """The jobs there is room for: those at work first, all in their own order."""
+        """The jobs there is room for: active ones first, all in their original order."""
         jobs = list(self._progress.jobs.values())
         room = max(self._console.height - FRAME_LINES, 1)
         if len(jobs) <= room:
@@ -146,7 +143,7 @@ class LiveTable:
     def _table(self, jobs: Sequence[ReportedProgress]) -> Table:
         is_wide = self._console.width >= WIDE_COLUMNS
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        # The only column that may shrink: half a name still tells which job it is, half a number tells nothing.
+        # The only column that may shrink: half a name still identifies the job, half a number is worthless.
         table.add_column("job")
         table.add_column("state", no_wrap=True)
         if is_wide:
@@ -184,31 +181,33 @@ class LiveTable:
         parts += [f"{run.count(state)} {state}" for state in STATE_STYLES if run.count(state)]
         return Text(" · ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
 
-    def _say_progress(self, event: Event, job: ReportedProgress) -> None:
-        """Prints the few lines that a log gets: the start, every tenth of the steps, and changes of state."""
+    def _print_progress(self, event: Event, job: ReportedProgress) -> None:
+        """Prints the few lines of a log: the start, every tenth of the steps, and changes of state."""
         if isinstance(event, JobStarted):
-            place = f" at step {job.step}" if job.step else ""
-            self._screen.say(f"{job.name}: started{place}, {counted(job.num_steps, 'step')}")
+            where = f" at step {job.step}" if job.step else ""
+            self._screen.print_line(f"{job.name}: started{where}, {counted(job.num_steps, 'step')}")
         elif isinstance(event, JobPaused | JobWaiting | JobPreempted | JobResumed | JobCancelled):
             reason = None if isinstance(event, JobResumed | JobCancelled) else event.reason
             why = "" if reason is None else f" ({reason})"
-            self._screen.say(f"{job.name}: {event.kind} at step {job.step}{why}")
+            self._screen.print_line(f"{job.name}: {event.kind} at step {job.step}{why}")
         elif isinstance(event, JobSucceeded):
             early = " (stopped early)" if event.early_stopped else ""
             adapter = f", adapter in {event.adapter_dir}" if event.adapter_dir else ""
-            self._screen.say(f"{job.name}: succeeded after {counted(job.step, 'step')}{early}, {_losses(job)}{adapter}")
+            self._screen.print_line(
+                f"{job.name}: succeeded after {counted(job.step, 'step')}{early}, {_losses(job)}{adapter}"
+            )
         elif isinstance(event, StepDone) and job.step < job.num_steps:
             tenth = 10 * job.step // job.num_steps
             if tenth > self._tenths.get(job.name, 0):
                 self._tenths[job.name] = tenth
                 pace = f", {readable.rate(job.tokens.per_s)} tokens/s" if job.tokens.per_s is not None else ""
                 left = f", {readable.clock(job.eta_s)} left" if job.eta_s is not None else ""
-                place = f"step {job.step}/{job.num_steps} ({100 * job.step // job.num_steps} %)"
-                self._screen.say(f"{job.name}: {place}, {_losses(job)}{pace}{left}")
+                where = f"step {job.step}/{job.num_steps} ({100 * job.step // job.num_steps} %)"
+                self._screen.print_line(f"{job.name}: {where}, {_losses(job)}{pace}{left}")
 
 
 def summary_table(rows: Sequence[JobReport]) -> Table:
-    """The results of a run, one row per job, as `read_run(...).jobs` gives them."""
+    """The results of a run, one row per job; `rows` are `read_run(...).jobs`."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("job")
     table.add_column("state", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What run.json tells of what a run or a sweep was made with, in words."""
+"""The set-up of a run or a sweep, read from run.json, in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONE_DEVICE = str(Layout())
 
 
 def layouts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those it was trained in, in their order; nothing where it was one device throughout."""
+    """Layouts it was trained in, in order; empty if it was one device throughout."""
     listed = info.get("layouts")
     result = tuple(str(layout) for layout in listed) if isinstance(listed, list) else ()
     return () if set(result) <= {ONE_DEVICE} else result
@@ -24,7 +24,7 @@ def layout_of(info: Mapping[str, Any]) -> str | None:
 
 
 def made_with(info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """All of it as label and value; what is not known is left out."""
+    """Labels and values; unknown ones are left out."""
     known = [(key, info.get(key)) for key in ("base_model", "device", "dtype", "quantize", "kernels")]
     about = [(key.replace("base_model", "backbone"), str(value)) for key, value in known if value not in (None, "none")]
     layout = layout_of(info)

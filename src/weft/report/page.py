@@ -28,7 +28,7 @@ STATE_ORDER = ("running", "paused", "queued", "succeeded", "failed", "cancelled"
 
 @dataclass(frozen=True)
 class SkillGain:
-    """How well one adapter does its task without and with its training."""
+    """The score of one adapter on its task before and after its training."""
 
     name: str
     before: float
@@ -45,9 +45,9 @@ class ReportExtra:
     paragraph: str = ""
     skills: Sequence[SkillGain] = ()
     facts: Sequence[tuple[str, str]] = ()
-    """Label and value, in words, e.g. `("speed-up", "3.1x")`."""
+    """Labels and values, in words, e.g. `("speed-up", "3.1x")`."""
     speeds: Sequence[tuple[str, float]] = ()
-    """Label and number, drawn as bars to compare."""
+    """Labels and numbers, drawn as bars to compare."""
     speeds_unit: str = "tokens/s"
 
 
@@ -56,7 +56,7 @@ def write_report(
 ) -> Path:
     """Writes `report.html` into the run directory and returns its path.
 
-    `time`: asked last for what the run has taken, if that is not yet on record: drawing takes time as well.
+    `time`: called last for the run's times, if they are not yet recorded: drawing takes time as well.
     """
     run = read_run(Path(run_dir))
     page = render(run, extra, time)
@@ -94,7 +94,7 @@ def render(run: RunData, extra: ReportExtra | None = None, time: Callable[[], Ti
 
 
 def _tiles(run: RunData) -> list[tuple[str, str, str]]:
-    """The numbers a reader wants first: label, value, and a note."""
+    """The main numbers: label, value, and a note."""
     states = Counter(job.state for job in run.jobs)
     ordered = sorted(states, key=lambda s: STATE_ORDER.index(s) if s in STATE_ORDER else len(STATE_ORDER))
     rows = sum(span.rows for span in run.microbatches)
@@ -117,7 +117,7 @@ def _job_rows(run: RunData) -> list[dict[str, Any]]:
         row |= {
             "cells": [*_cells(job), *(_measured(job) if has_measures else [])],
             "adapter": job.adapter_path,
-            "settings": list(_flat(job.own_settings)),
+            "settings": list(_flat(job.method_settings)),
         }
         rows.append(row)
     return rows
@@ -138,7 +138,7 @@ def _cells(job: JobReport) -> list[Cell]:
 
 
 def _measured(job: JobReport) -> list[Cell]:
-    """What its objective measures, sorted by the first of it."""
+    """Metrics of its objective, sorted by the first of them."""
     return [("measured", readable.measures(job.measured), next(iter(job.measured.values()), None))]
 
 

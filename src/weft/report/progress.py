@@ -1,4 +1,4 @@
-"""Keeps count of a run while it trains: from events to what the terminal shows."""
+"""Counts the progress of a run from its events, for the terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rate:
         self._marks: deque[tuple[float, float]] = deque(maxlen=MAX_MARKS)
 
     def add(self, seconds: float, amount: float) -> None:
-        """Counts an amount that was complete at a time."""
+        """Adds an amount that was complete at a time."""
         self._marks.append((seconds, amount))
         while self._marks[0][0] < seconds - RATE_WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()
@@ -60,7 +60,7 @@ class Rate:
 
 @dataclass
 class ReportedProgress:
-    """Where one job stands."""
+    """Progress of one job."""
 
     name: str
     num_steps: int
@@ -72,10 +72,9 @@ class ReportedProgress:
     tokens: Rate = field(default_factory=Rate)
     steps: Rate = field(default_factory=Rate)
     _means: tuple[float, float] | None = None
-    """A quick and a slow running mean of the loss."""
+    """Quick and slow running means of the loss."""
 
     def step_done(self, event: StepDone) -> None:
-        """Counts one optimizer step."""
         self.steps.add(event.seconds, event.step - self.step)
         self.tokens.add(event.seconds, event.tokens)
         self.step, self.num_steps = event.step, event.num_steps
@@ -95,20 +94,20 @@ class ReportedProgress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the present pace; None when there is none."""
+        """Seconds to the last step at the present rate; None without a rate."""
         pace = self.steps.per_s
         return (self.num_steps - self.step) / pace if pace and self.state is JobState.RUNNING else None
 
 
 class RunProgress:
-    """Where the whole run stands."""
+    """Progress of the whole run."""
 
     def __init__(self, jobs: Sequence[tuple[str, int]]) -> None:
         self.jobs = {name: ReportedProgress(name, num_steps) for name, num_steps in jobs}
         self._filled = self._rows = 0.0
 
     def apply(self, event: Event) -> ReportedProgress | None:
-        """Counts one event and returns the job that it is about, if it is about one."""
+        """Counts one event and returns its job, if it has one."""
         if isinstance(event, MicrobatchDone):
             self._filled += event.tokens
             self._rows += event.rows
@@ -126,7 +125,7 @@ class RunProgress:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rates of the jobs that run, together; None before one has stepped twice."""
+        """Sum of the rates of the running jobs; None before one has taken two steps."""
         # Jobs step together: one count of all their tokens would take the first time they do for a rush.
         rates = [job.tokens.per_s for job in self.jobs.values() if job.state is JobState.RUNNING]
         known = [rate for rate in rates if rate is not None]
@@ -134,9 +133,9 @@ class RunProgress:
 
     @property
     def fill(self) -> float | None:
-        """The part of all microbatch rows that held tokens, 0 to 1."""
+        """Fraction of all microbatch rows that held tokens, 0 to 1."""
         return self._filled / self._rows if self._rows else None
 
     def count(self, state: str) -> int:
-        """Jobs in a state."""
+        """Number of jobs in a state."""
         return sum(1 for job in self.jobs.values() if job.state == state)

@@ -1,6 +1,6 @@
-"""Reads a run directory; what is missing, torn or odd is left out, never an error.
+"""Reads a run directory; missing, torn or odd values are left out and are never an error.
 
-A report is most wanted after a crash, so every file may be absent and every last line half-written. Only a directory
+A report is most needed after a crash, so every file may be absent and every last line half-written. Only a directory
 that holds no run at all is refused.
 """
 
@@ -20,11 +20,11 @@ from weft.wall_clock import TimeSplit
 
 JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
 Pair = tuple[Any, Any, set[float | None]]
-"""The name of a pass, where it ran, and two microbatches."""
+"""The name of a pass, its device, and two microbatches."""
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Everything a run directory tells; a StorageError if it is not one."""
+    """All data of a run directory; a StorageError if it is not one."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise StorageError("there is no such run directory.", where=str(run_dir))
@@ -41,7 +41,7 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def read_info(run_dir: Path) -> Mapping[str, Any]:
-    """What run.json tells of a run; nothing where it cannot be read."""
+    """The contents of run.json; empty if it cannot be read."""
     return _read_mapping(run_dir / "run.json")
 
 
@@ -106,7 +106,7 @@ def _further(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _replace_from(points: list[TrainPoint] | list[EvalPoint], step: int) -> None:
-    """Drops points at or after `step`: a resumed job repeats steps, and its last word counts."""
+    """Drops points at or after `step`: a resumed job repeats steps, and the last repetition counts."""
     while points and points[-1].step >= step:
         points.pop()
 
@@ -129,7 +129,7 @@ def _read_spans(run_dir: Path) -> tuple[ReportSpan, ...]:
 
 
 def _pair(event: Mapping[str, Any]) -> Pair | None:
-    """What tells a microbatch that ran beside another, and that other, from all else; None for one that ran alone."""
+    """The key of two microbatches that ran side by side; None for one that ran alone."""
     args = event.get("args")
     if not isinstance(args, Mapping) or number(args.get("beside")) is None:
         return None

@@ -1,4 +1,4 @@
-"""Writes numbers and texts the way people read them: durations, token counts, rates, losses, learning rates."""
+"""Formats numbers and texts for people: durations, token counts, rates, losses, learning rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.objectives.metrics import is_share
 from weft.wall_clock import Activity, TimeSplit
 
 NOTHING = "–"
-"""What stands where there is no number."""
+"""Shown where there is no number."""
 UNIT_SIGNS = {"seconds": "s", "minutes": "min", "hours": "h"}
 NARROWEST = 8
 """Characters of a name in a table, however narrow the terminal."""
@@ -87,17 +87,17 @@ def percent(fraction: float | None) -> str:
 
 
 def measure(name: str, value: float) -> str:
-    """What an objective measures, by its name: a share as `93.8 %`, anything else as a loss is written."""
+    """A metric of an objective, by its name: a share as `93.8 %`, anything else like a loss."""
     return f"{100 * value:.1f} %" if is_share(name) else loss(value)
 
 
-def measures(found: Mapping[str, float]) -> str:
+def measures(values: Mapping[str, float]) -> str:
     """`accuracies 93.8 %, margins 1.2041` of rewards/accuracies and rewards/margins."""
-    return ", ".join(f"{name.split('/')[-1]} {measure(name, value)}" for name, value in found.items()) or NOTHING
+    return ", ".join(f"{name.split('/')[-1]} {measure(name, value)}" for name, value in values.items()) or NOTHING
 
 
 def one_line(text: str) -> str:
-    """Text that cannot move the cursor or colour the screen, whatever a data file or an error put in it."""
+    """Text that cannot move the cursor or colour the screen, whatever a data file or an error contains."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
@@ -126,11 +126,11 @@ class NameCell:
 
 
 def time_split(split: TimeSplit) -> str:
-    """`28.7 s: 11.2 computing, 6.0 evaluating, 9.0 loading, 2.5 idle`: what amounts to nothing is left out."""
+    """`28.7 s: 11.2 computing, 6.0 evaluating, 9.0 loading, 2.5 idle`: negligible parts are left out."""
     unit, unit_s = time_unit(split.wall_s)
     parts = [(split.seconds(activity) / unit_s, activity) for activity in Activity]
-    told = ", ".join(f"{amount:,.1f} {activity}" for amount, activity in parts if amount >= 0.05)
-    return f"{split.wall_s / unit_s:,.1f} {UNIT_SIGNS[unit]}: {told or Activity.IDLE}"
+    text = ", ".join(f"{amount:,.1f} {activity}" for amount, activity in parts if amount >= 0.05)
+    return f"{split.wall_s / unit_s:,.1f} {UNIT_SIGNS[unit]}: {text or Activity.IDLE}"
 
 
 def time_unit(end_s: float) -> tuple[str, float]:

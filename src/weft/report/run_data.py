@@ -1,4 +1,4 @@
-"""What a run directory tells, as plain dataclasses; what is missing, torn or odd is left out."""
+"""The data of a run directory, as plain dataclasses; missing, torn or odd values are left out."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class TrainPoint:
     """Seconds since the run started."""
     loss: float | None
     accuracy: float | None
-    """Of the supervised tokens, 0 to 1; None in metrics from before it was measured."""
+    """Accuracy of the supervised tokens, 0 to 1; None in metrics from before it was measured."""
     grad_norm: float | None
     learning_rate: float | None
     num_tokens: float | None
     """Trained tokens of the job so far."""
     further: Mapping[str, float] = field(default_factory=dict)
-    """What else the job's objective measures, by name."""
+    """Other metrics of the job's objective, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class EvalPoint:
     eval_loss: float
     accuracy: float | None
     further: Mapping[str, float] = field(default_factory=dict)
-    """What else the job's objective measures, by the names it has in training."""
+    """Other metrics of the job's objective, by their names in training."""
 
 
 PASSES = ("forward_backward", "forward", "backward")
-"""The names of spans in which a microbatch runs: all at once, or a stage at a time."""
+"""Names of spans in which a microbatch runs: all at once, or a stage at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ReportSpan:
     jobs: Mapping[str, float]
     """Tokens of each job inside the span."""
     replica: int = 0
-    """Which copy of the backbone, or which stage of it, it ran on, from 0."""
+    """Number of the replica, or of its stage, from 0."""
 
     def together_with(self, other: ReportSpan) -> ReportSpan:
         """Two microbatches that ran side by side, as one: they have no job in common."""
@@ -84,7 +84,7 @@ class ReportSpan:
 
 @dataclass(frozen=True)
 class JobReport:
-    """What is known of one job."""
+    """The data of one job."""
 
     name: str
     settings: Mapping[str, Any]
@@ -92,16 +92,16 @@ class JobReport:
     train: tuple[TrainPoint, ...] = ()
     evals: tuple[EvalPoint, ...] = ()
     adapter_path: str | None = None
-    """Where its adapter lies, relative to the run directory; None before there is one."""
+    """Path of its adapter, relative to the run directory; None before there is one."""
 
     @property
     def state(self) -> str:
-        """queued, running, paused, succeeded, failed or cancelled; `unknown` when nothing says."""
+        """queued, running, paused, succeeded, failed or cancelled; `unknown` if it is not recorded."""
         return str(self.status.get("state") or "unknown")
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What its numbers do not say: why it is in this state, and what was not as planned."""
+        """The reason of its state, and deviations from the plan."""
         reason, skipped = str(self.status.get("reason") or ""), number(self.status.get("skipped_steps"))
         return (
             *([reason] if reason and reason != self.state else []),
@@ -111,12 +111,10 @@ class JobReport:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
         return int(number(self.status.get("step")) or (self.train[-1].step if self.train else 0))
 
     @property
     def num_steps(self) -> int | None:
-        """Optimizer steps planned."""
         planned = number(self.status.get("num_steps"))
         return int(planned) if planned is not None else None
 
@@ -132,13 +130,12 @@ class JobReport:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Of what its objective measures, what a short account shows: in its last evaluation, else its last step."""
+        """Metrics of its objective for a short summary: of its last evaluation, else its last step."""
         last = self.evals[-1].further if self.evals else self.train[-1].further if self.train else {}
         return {name: last[name] for name in HEADLINES if name in last}
 
     @property
     def trained_tokens(self) -> float:
-        """Tokens trained on so far."""
         known = number(self.status.get("trained_tokens"))
         if known is not None:
             return known
@@ -146,13 +143,13 @@ class JobReport:
 
     @property
     def start_s(self) -> float:
-        """When its first step began, in seconds of the run; the first is taken to be as long as the second."""
+        """Start of its first step, in seconds of the run; the first is assumed to be as long as the second."""
         times = [p.time for p in self.train[:2] if p.time is not None]
         return max(0.0, 2 * times[0] - times[1]) if len(times) == 2 else 0.0
 
     @property
     def end_s(self) -> float | None:
-        """When it was last heard of, in seconds of the run."""
+        """Time of its last record, in seconds of the run."""
         known = number(self.status.get("seconds"))
         return known if known is not None else next((p.time for p in reversed(self.train) if p.time is not None), None)
 
@@ -168,14 +165,13 @@ class JobReport:
         return number(self.settings.get("learning_rate"))
 
     @property
-    def own_settings(self) -> dict[str, Any]:
-        """Its settings, less those that only adapters of other methods have."""
+    def method_settings(self) -> dict[str, Any]:
+        """Its settings, without those for adapters of other methods."""
         own = without_foreign(AdapterSpec, self._adapter, self.method)
         return {**self.settings, "adapter": own} if own else dict(self.settings)
 
     @property
     def method(self) -> str:
-        """The PEFT method of its adapter."""
         return str(self._adapter.get("method", "lora"))
 
     @property
@@ -194,16 +190,16 @@ class JobReport:
 
 @dataclass(frozen=True)
 class RunData:
-    """What is known of one run."""
+    """The data of one run."""
 
     path: Path
     info: Mapping[str, Any]
-    """run.json, or nothing."""
+    """Contents of run.json."""
     jobs: tuple[JobReport, ...]
     spans: tuple[ReportSpan, ...] = field(default=())
     """The timeline in order of time."""
     time: TimeSplit | None = None
-    """Where the wall clock went, over all sessions of the run; None until one has ended."""
+    """Wall-clock time by activity, over all sessions of the run; None until one has ended."""
 
     @property
     def name(self) -> str:
@@ -212,7 +208,7 @@ class RunData:
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """Those it was trained in, in their order; nothing where it was one device throughout."""
+        """Layouts it was trained in, in order; empty if it was one device throughout."""
         return layouts_of(self.info)
 
     @property
@@ -222,7 +218,7 @@ class RunData:
 
     @property
     def seconds(self) -> float | None:
-        """From the start of the run to the last thing that happened in it."""
+        """Seconds from the start of the run to its last event."""
         ends = [job.end_s for job in self.jobs if job.end_s]
         ends += [p.time for job in self.jobs for p in job.train[-1:] if p.time]
         ends += [p.time for job in self.jobs for p in job.evals[-1:] if p.time]
@@ -231,7 +227,6 @@ class RunData:
 
     @property
     def trained_tokens(self) -> float:
-        """Tokens trained on by all jobs."""
         return sum(job.trained_tokens for job in self.jobs)
 
     @property
@@ -246,15 +241,15 @@ class RunData:
 
     @property
     def is_staged(self) -> bool:
-        """Whether microbatches ran stage by stage."""
+        """True if microbatches ran stage by stage."""
         return any(span.name == PASSES[1] for span in self.spans)
 
-    def band_name(self, place: int) -> str:
-        """What a band of its timeline is called, as its layout has it; where there were several, a stage."""
+    def band_name(self, index: int) -> str:
+        """Name of a band of its timeline, by its layout; if there were several, by stage."""
         if len(self.layouts) == 1:
             with suppress(ConfigError, IndexError):
-                return parse_layout(self.layouts[0]).stage_names[place]
-        return f"stage {place}" if self.is_staged else f"replica {place}"
+                return parse_layout(self.layouts[0]).stage_names[index]
+        return f"stage {index}" if self.is_staged else f"replica {index}"
 
 
 def number(value: Any) -> float | None:

@@ -18,7 +18,7 @@ MAX_MICROBATCHES = 160
 MAX_BARS = 3_000
 """Bars of all microbatches together: with more of them a phone hesitates."""
 MAX_REPLICAS = 8
-"""Replicas that have a band of their own in the timeline: with more, bands are too flat to read."""
+"""Replicas with separate bands in the timeline: with more, bands are too flat to read."""
 SIDE_LANES = ("step", "eval", "checkpoint", "plan")
 LANE_HEIGHT = 0.075
 GREY = "#8a93a3"
@@ -43,7 +43,7 @@ def throughput(run: RunData) -> PlotlyFigure | None:
 
 
 def fill(run: RunData) -> PlotlyFigure | None:
-    """How many of the microbatches' rows held tokens, over time."""
+    """Fraction of the microbatches' rows that held tokens, over time."""
     spans = [span for span in run.microbatches if span.rows]
     if not spans:
         return None
@@ -65,7 +65,7 @@ def fill(run: RunData) -> PlotlyFigure | None:
 def timeline(run: RunData) -> PlotlyFigure | None:
     """The first microbatches as columns, coloured by the share of each job, and the other work below them.
 
-    Each replica has a band of its own, or each stage of one.
+    Each replica, or each stage of one, has a band.
     """
     shown = drawn_microbatches(run)
     if not shown:
@@ -78,14 +78,14 @@ def timeline(run: RunData) -> PlotlyFigure | None:
     ]
     start_s, end_s = shown[0].start_s, _end(shown[-1])
     if len(shown) == len(run.microbatches):
-        # The last evaluations come behind the last microbatch.
+        # The last evaluations come after the last microbatch.
         end_s = max([end_s, *(_end(span) for span in run.spans if span.name in SIDE_LANES)])
     lanes = [lane for name in SIDE_LANES if (lane := _lane(run, name, start_s, end_s)) is not None]
     figure = bare_figure(run, [c for c in columns if c is not None] + lanes, x_title="seconds")
     figure.update_layout(barmode="stack", bargap=0, hovermode="closest")
     figure.update_xaxes(range=rounded([start_s, end_s], 6))
     top = LANE_HEIGHT * len(lanes)
-    figure.update_layout(_bands([run.band_name(place) for place in replicas], top + 0.05 if lanes else 0.0))
+    figure.update_layout(_bands([run.band_name(index) for index in replicas], top + 0.05 if lanes else 0.0))
     if not lanes:
         return figure
     order = {"categoryorder": "array", "categoryarray": [lane.name for lane in reversed(lanes)]}
@@ -102,7 +102,7 @@ def drawn_replicas(spans: Iterable[ReportSpan]) -> list[int]:
 
 
 def _bands(names: list[str], bottom: float) -> dict[str, Any]:
-    """The vertical axes of all replicas, or whatever they are called, one below the other."""
+    """The vertical axes of all bands, one below the other."""
     height = (1 - bottom) / len(names)
     axes: dict[str, Any] = {}
     for band, name in enumerate(names):
@@ -119,12 +119,11 @@ def _bands(names: list[str], bottom: float) -> dict[str, Any]:
 
 
 def _axis_number(band: int) -> str:
-    """What Plotly calls the axis of a band; the second one is that of the side lanes."""
+    """Plotly's number of the axis of a band; the second one is that of the side lanes."""
     return str(band + 2) if band else ""
 
 
 def drawn_microbatches(run: RunData) -> tuple[ReportSpan, ...]:
-    """The first microbatches, as many as the timeline shows one by one."""
     num_bars = 0
     shown: list[ReportSpan] = []
     for span in run.microbatches[:MAX_MICROBATCHES]:

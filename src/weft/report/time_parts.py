@@ -1,4 +1,4 @@
-"""Shows where the wall clock went: the parts of one bar, as pages draw them."""
+"""Shows wall-clock time by activity: the parts of one bar, as pages draw them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOURS = {
 
 
 def time_parts(split: TimeSplit | None) -> list[PagePart]:
-    """What the time went on, without what took none; nothing where no time was recorded."""
+    """Parts of the time, without empty ones; nothing if no time was recorded."""
     if split is None or not split.wall_s:
         return []
     spent = [(activity, split.seconds(activity)) for activity in Activity]

@@ -1,8 +1,7 @@
 """Sends every metric to experiment trackers as well: TensorBoard, Weights & Biases, MLflow; one tracker run per job.
 
-A tracker is a guest: it may be offline, misconfigured or full, and none of that may cost a training step. The first
-error of a tracker is reported once, and that tracker gets nothing more. Only a missing package stops a run, before it
-starts.
+A tracker may be offline, misconfigured or full, and none of that may cost a training step. The first error of a tracker
+is reported once, and that tracker gets nothing more. Only a missing package stops a run, before it starts.
 """
 
 from __future__ import annotations
@@ -27,20 +26,19 @@ TRACKED = (
     "eval_loss",
     "eval_mean_token_accuracy",
 )
-"""What trackers get of steps and evaluations."""
+"""Metrics of steps and evaluations that trackers get."""
 
 
 class Tracker(Protocol):
-    """Where metrics go. A tracker hears of a job with its first metric."""
+    """A destination of metrics. A tracker learns of a job with its first metric."""
 
-    def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Records metrics of one job at one of its steps."""
+    def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def finish(self, job: str, state: str) -> None:
         """Ends the tracker's run of a job; `state` is the job's."""
 
     def close(self) -> None:
-        """Ends whatever is still open and writes it out."""
+        """Ends open runs and writes them out."""
 
 
 class TensorBoardTracker:
@@ -54,20 +52,17 @@ class TensorBoardTracker:
         self._writers: dict[str, Any] = {}
 
     def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one scalar per metric."""
         if job not in self._writers:
             self._writers[job] = self._open_writer(str(self._root / job), flush_secs=10)
         for name, value in metrics.items():
             self._writers[job].add_scalar(_panel(name), value, global_step=step)
 
     def finish(self, job: str, state: str) -> None:
-        """Closes the job's event file."""
         writer = self._writers.pop(job, None)
         if writer is not None:
             writer.close()
 
     def close(self) -> None:
-        """Closes all event files."""
         for job in list(self._writers):
             self.finish(job, "")
 
@@ -86,7 +81,6 @@ class WandbTracker:
         self._runs: dict[str, Any] = {}
 
     def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics as one row."""
         if job not in self._runs:
             # create_new: by default wandb would end the first job's run when the second one starts.
             options = {"name": job, "group": self._group, "dir": str(self._run_dir), "reinit": "create_new"}
@@ -94,13 +88,12 @@ class WandbTracker:
         self._runs[job].log({_panel(name): value for name, value in metrics.items()}, step=step)
 
     def finish(self, job: str, state: str) -> None:
-        """Ends the job's run; one that failed is marked so."""
         run = self._runs.pop(job, None)
         if run is not None:
             run.finish(exit_code=1 if state == "failed" else 0)
 
     def close(self) -> None:
-        """Ends runs whose jobs never came to an end as failed."""
+        """Ends runs of jobs that never ended as failed."""
         for job in list(self._runs):
             self.finish(job, "failed")
 
@@ -123,7 +116,6 @@ class MlflowTracker:
         self._runs: dict[str, str] = {}
 
     def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics in one request."""
         if self._client is None:
             self._start()
         if job not in self._runs:
@@ -132,20 +124,19 @@ class MlflowTracker:
         self._client.log_batch(self._runs[job], [self._make_metric(k, v, now, step) for k, v in metrics.items()])
 
     def finish(self, job: str, state: str) -> None:
-        """Ends the job's run."""
         run = self._runs.pop(job, None)
         if run is not None:
             self._client.set_terminated(run, self.STATUSES.get(state, "FAILED"))
 
     def close(self) -> None:
-        """Ends what is still open as failed, then the parent run."""
+        """Ends open runs as failed, then the parent run."""
         for job in list(self._runs):
             self.finish(job, "failed")
         if self._client is not None:
             self._client.set_terminated(self._parent, "FINISHED")
 
     def _start(self) -> None:
-        """Talks to the server for the first time; not at construction, where an error would end the whole run."""
+        """Connects to the server; not at construction, where an error would end the whole run."""
         client = self._make_client()
         known = client.get_experiment_by_name(self.EXPERIMENT)
         self._experiment = known.experiment_id if known else client.create_experiment(self.EXPERIMENT)
@@ -171,8 +162,8 @@ class Trackers:
         self._trackers = dict(trackers)
         self._warn = warn
 
-    def hear(self, event: Event, name: str | None = None) -> None:
-        """Passes on the metrics of a step or an evaluation, and how a job ended; trackers need no other events.
+    def record(self, event: Event, name: str | None = None) -> None:
+        """Records the metrics of a step or an evaluation, and the end of a job; trackers need no other events.
 
         Trackers know the job by `name`; by default that is the job's own.
         """
@@ -229,5 +220,5 @@ def open_trackers(
 
 
 def _panel(name: str) -> str:
-    """`eval/loss` for eval_loss and `train/loss` for loss: the panels people know from Hugging Face's trainer."""
+    """`eval/loss` for eval_loss and `train/loss` for loss: the panel names of Hugging Face's trainer."""
     return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"

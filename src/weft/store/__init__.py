@@ -1,1 +1,1 @@
-"""What must survive kill -9: checkpoints, PEFT adapter files and run directories."""
+"""Durable files: checkpoints, PEFT adapter files and run directories, which survive kill -9."""

@@ -1,9 +1,9 @@
-"""Files and directories appear whole or not at all, whatever happens in between.
+"""Files and directories appear whole or not at all, even if the process is killed.
 
-A file is written beside its place under a temporary name, synced, renamed, and the directory synced. A directory is
-filled the same way. Replacing a directory sets the old one aside first; if the process dies between the two renames,
-`remove_leftovers` puts the old one back. Every durable operation has a fault point before and after it. The guards of
-a directory are asked last, right before something is put in its place.
+A file is written beside its final path under a temporary name, synced, renamed, and the directory synced. A directory
+is filled the same way. Replacing a directory sets the old one aside first; if the process dies between the two renames,
+`remove_leftovers` puts the old one back. Every durable operation has a fault point before and after it. The guards of a
+directory are called last, right before the rename.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 from weft import faults
 from weft.errors import StorageError
-from weft.store.atomic import ask_guards
+from weft.store.guard import check_guards
 
 TEMP_PREFIX = ".tmp-weft-"
-"""How the name of everything unfinished starts."""
+"""Prefix of the names of unfinished files."""
 _ASIDE_PREFIX = TEMP_PREFIX + "aside-"
 
 _REASONS = {
@@ -41,7 +41,7 @@ _REASONS = {
 
 
 def storage_error(error: OSError, where: Path) -> StorageError:
-    """What an operating system error means to the person who owns the directory."""
+    """The meaning of an operating system error for the owner of the directory."""
     reason = _REASONS.get(error.errno or 0, f"cannot be written ({error.strerror or error}).")
     return StorageError(reason, where=str(where))
 
@@ -56,14 +56,14 @@ def storage_errors(where: Path) -> Iterator[None]:
 
 
 def append_line(path: Path, line: bytes, point: str, *, sync: bool = False) -> None:
-    """Adds a whole line or nothing; it survives the death of the process, and with `sync` that of the machine."""
+    """Appends a whole line or nothing; it survives the death of the process, and with `sync` that of the machine."""
     with storage_errors(path), open(path, "ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
         try:
-            ask_guards(path)
+            check_guards(path)
             faults.point(point)
             if file.write(line) != len(line):
-                # The disk filled up inside the line; the rest would fail, so say so now.
+                # The disk filled up inside the line; the rest would fail, so fail now.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             faults.point(point)
             if sync:
@@ -76,10 +76,10 @@ def append_line(path: Path, line: bytes, point: str, *, sync: bool = False) -> N
 
 
 def write_file(path: Path, data: bytes | str, *, durable: bool = True) -> None:
-    """The file holds `data` for good once this returns; if it fails, it is the old file or the new one, never a mix.
+    """The file holds `data` durably once this returns; if it fails, it is the old file or the new one, never a mix.
 
-    Without `durable` nobody waits for the disk: it survives the death of the process, but that of the machine may leave
-    the old file or an empty one.
+    Without `durable` it does not wait for the disk: the file survives the death of the process, but that of the machine
+    may leave the old file or an empty one.
     """
     temp = _temporary(path)
     with storage_errors(path):
@@ -87,7 +87,7 @@ def write_file(path: Path, data: bytes | str, *, durable: bool = True) -> None:
             write_unsynced(temp, data)
             if durable:
                 _durable("file.fsync", sync, temp)
-            ask_guards(path)
+            check_guards(path)
             _durable("file.rename", os.replace, temp, path)
         except BaseException:
             _remove_quietly(temp)
@@ -97,7 +97,7 @@ def write_file(path: Path, data: bytes | str, *, durable: bool = True) -> None:
 
 
 def write_unsynced(path: Path, *data: bytes | str | memoryview) -> None:
-    """Writes a new file, piece by piece, that something else will sync, such as the end of `staged_directory`."""
+    """Writes a new file, piece by piece, to be synced later, such as by the end of `staged_directory`."""
     pieces = [memoryview(piece.encode() if isinstance(piece, str) else piece) for piece in data]
     half, written = sum(len(piece) for piece in pieces) // 2, 0
     faults.point("file.write")
@@ -116,7 +116,7 @@ def write_unsynced(path: Path, *data: bytes | str | memoryview) -> None:
 def staged_directory(final: Path) -> Iterator[Path]:
     """Yields an empty directory that becomes `final`, whole and synced, when the block ends without an error.
 
-    An existing `final` is replaced. After an error it is what it was or already the new one, and nothing else is left.
+    An existing `final` is replaced. After an error it is the old or the new one, and nothing else is left.
     """
     temp = _temporary(final)
     with storage_errors(final):
@@ -126,8 +126,8 @@ def staged_directory(final: Path) -> Iterator[Path]:
             for file in sorted(temp.rglob("*")):
                 _durable("file.fsync", sync, file)
             _durable("dir.fsync", sync, temp)
-            ask_guards(final)
-            aside = _move_into_place(temp, final)
+            check_guards(final)
+            aside = _rename_over(temp, final)
         except BaseException:
             _remove_quietly(temp)
             raise
@@ -142,10 +142,10 @@ def staged_directory(final: Path) -> Iterator[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """The directory is gone at once: a crash leaves a temporary name behind, never half of the directory."""
+    """Removes the directory at once: a crash leaves a temporary name, never half of the directory."""
     temp = _temporary(path)
     with storage_errors(path):
-        ask_guards(path)
+        check_guards(path)
         try:
             _durable("dir.rename", os.rename, path, temp)
             _durable("dir.remove", _remove, temp)
@@ -156,7 +156,7 @@ def remove_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """The directory exists for good; its parent must."""
+    """Creates the directory durably; its parent must exist."""
     with storage_errors(path):
         if not path.is_dir():
             _durable("dir.make", path.mkdir)
@@ -164,16 +164,16 @@ def make_directory(path: Path) -> None:
 
 
 def make_directories(path: Path, undo: contextlib.ExitStack) -> None:
-    """The directory and all above it exist; `undo` takes back those that are made now, if they are empty by then."""
+    """Creates the directory and its parents; `undo` removes those that are made now, if they are empty by then."""
     with storage_errors(path):
-        missing = [place for place in (path, *path.parents) if not place.exists()]
-    for place in reversed(missing):
-        undo.callback(forget, place.rmdir)
-        make_directory(place)
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        undo.callback(forget, folder.rmdir)
+        make_directory(folder)
 
 
 def forget(remove: Callable[[], object]) -> None:
-    """Takes back something that was made, as far as that is possible."""
+    """Removes a path that was made, ignoring errors."""
     with contextlib.suppress(OSError):
         remove()
 
@@ -201,8 +201,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _move_into_place(temp: Path, final: Path) -> Path | None:
-    """Renames temp to final; returns where an older final now is."""
+def _rename_over(temp: Path, final: Path) -> Path | None:
+    """Renames temp to final; returns the new path of an older final."""
     if not final.exists():
         _durable("dir.rename", os.rename, temp, final)
         return None
@@ -242,7 +242,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_quietly(path: Path) -> None:
-    """For cleaning up after an error that is already on its way up."""
+    """For cleaning up after an error that is being raised."""
     with contextlib.suppress(OSError):
         _remove(path)
 

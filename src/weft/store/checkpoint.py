@@ -1,4 +1,4 @@
-"""Checkpoints: everything a job needs to go on, verified before it is trusted.
+"""Checkpoints: the whole state of a job at a step, verified when it is loaded.
 
 A checkpoint is a directory `step-00000040/` with
 
@@ -6,8 +6,8 @@ A checkpoint is a directory `step-00000040/` with
     state.json            {"format": 1, "sha256": ..., "content": {"step": 40, "state": ..., "environment": ...,
                            "tensors": {"bytes": ..., "sha256": ...}}}
 
-The outer sha256 is that of `content`, the inner one that of the tensors file, so a flipped bit in either is noticed.
-The directory appears in one rename after all its bytes are on the disk. Older checkpoints go only after that.
+The outer sha256 is that of `content`, the inner one that of the tensors file, so a flipped bit in either is detected.
+The directory appears in one rename after all its bytes are on the disk. Older checkpoints are removed only after that.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """All that a job needs to go on from one of its steps."""
+    """The state of a job at one of its steps."""
 
     step: int
     """Optimizer steps done."""
     tensors: dict[str, torch.Tensor]
-    """Parameters, optimizer moments, random states, all on the CPU; they come back bit for bit, sorted by name."""
+    """Parameters, optimizer moments, random states, all on the CPU; they are restored bit for bit, sorted by name."""
     state: dict[str, Any]
-    """Everything else about the job, as plain JSON data with finite numbers."""
+    """All other state of the job, as plain JSON data with finite numbers."""
     environment: dict[str, Any]
-    """What the bits depend on: library versions, device, plan; also plain JSON data."""
+    """Library versions, device and plan, which the bits depend on; also plain JSON data."""
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
@@ -73,7 +73,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, *, keep: int) -> Pa
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a directory, or a CheckpointError that names what is wrong with it."""
+    """The checkpoint in a directory, or a CheckpointError that names its problem."""
     content = _read_content(path)
     data = _read(path, TENSORS_FILE)
     size, checksum = content["tensors"].get("bytes"), content["tensors"].get("sha256")
@@ -125,7 +125,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def _read_content(path: Path) -> dict[str, Any]:
-    """What state.json says, once its own checksum is verified."""
+    """Contents of state.json, once its own checksum is verified."""
     try:
         outer = json_text.parse(_read(path, STATE_FILE))
     except ValueError as error:
@@ -167,8 +167,8 @@ def _steps(directory: Path) -> list[tuple[int, Path]]:
 def _prune(directory: Path, newest: int, keep: int) -> None:
     """Removes sound checkpoints below the `keep` newest.
 
-    The one just written counts first. Newer ones are there only because they were rejected at a resume, and damaged
-    ones are not ours to judge; neither counts and neither is touched, so they never push a sound one out.
+    The one just written counts first. Newer ones exist only because they were rejected at a resume, and damaged ones
+    may still be of use to the user; neither counts and neither is touched, so they never push a sound one out.
     """
     kept = 1
     for step, path in reversed(_steps(directory)):

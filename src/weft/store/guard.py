@@ -1,7 +1,8 @@
-"""Guards over directories: each is asked before anything below its directory is put in place, added to or taken away.
+"""Guards over directories: each is called before anything below its directory is renamed into place, appended to or
+removed.
 
-Whoever works in a directory that another process may take over sets one; it raises once that has happened. So what a
-process that was cut off still has in hand never reaches the files of its successor.
+A process sets one for a directory that another process may take over; it raises once that has happened. So pending
+writes of a process that was cut off never reach the files of its successor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _guards: list[tuple[Path, Callable[[], None]]] = []
 
 
 def add_guard(root: Path, check: Callable[[], None]) -> Callable[[], None]:
-    """Asks `check` from now on before a change below `root`; returns what ends that."""
+    """Calls `check` from now on before a change below `root`; returns a function that removes the guard."""
     entry = (root.absolute(), check)
     with _lock:
         _guards.append(entry)
@@ -30,16 +31,16 @@ def add_guard(root: Path, check: Callable[[], None]) -> Callable[[], None]:
     return remove
 
 
-def ask_guards(path: Path) -> None:
-    """Raises what a guard of a directory above `path` raises."""
+def check_guards(path: Path) -> None:
+    """Raises the error of a guard of a directory above `path`."""
     if not _guards:
         return
     with _lock:
         known = list(_guards)
-    place = path.absolute()
+    absolute = path.absolute()
     for entry in known:
         root, check = entry
-        if not place.is_relative_to(root):
+        if not absolute.is_relative_to(root):
             continue
         try:
             check()
@@ -47,4 +48,4 @@ def ask_guards(path: Path) -> None:
             with _lock:
                 if entry in _guards:
                     raise
-            # Whoever set it left while it was asked, and what it said is not about whoever writes here.
+            # The guard was removed while it was called, so its error does not concern this write.

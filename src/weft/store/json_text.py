@@ -1,4 +1,4 @@
-"""JSON without its traps: only finite numbers, no repeated keys, no surprises from deep nesting."""
+"""Strict JSON: only finite numbers, no repeated keys, errors for deep nesting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def parse(data: bytes) -> Any:
-    """The value of a UTF-8 JSON text; a ValueError says what is wrong with it."""
+    """The value of a UTF-8 JSON text; a ValueError names the problem."""
     try:
         return json.loads(
             data.decode("utf-8"),
@@ -30,7 +30,7 @@ def dump(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The value with every NaN and infinity replaced by null, as JSON has no word for them."""
+    """The value with every NaN and infinity replaced by null, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

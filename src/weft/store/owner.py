@@ -1,9 +1,9 @@
-"""Who owns a run directory, said so that other machines know it too.
+"""The owner of a run directory, recorded so that other machines can read it.
 
 A lock on a network file system may hold on one machine only. So an owner also creates `.owner-<term>`, a small record
-of itself, where terms count owners: of two that try to be the next, one creates the file. While it works it touches
-the file, and the file system's own clock tells others how long ago that was. A successor removes the record of its
-predecessor, so whoever finds the record it works under gone knows that the run is somebody else's now.
+of itself, where terms count owners: of two that try to be the next, one creates the file. While it works it touches the
+file, and the file system's own clock gives others its age. A successor removes the record of its predecessor, so a
+process whose record is gone knows that the run has another owner.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from weft.store import json_text
 from weft.store.atomic import add_guard, storage_errors
 
 BEAT_S = 5.0
-"""Seconds between two signs of life of an owner."""
+"""Seconds between two heartbeats of an owner."""
 GONE_S = 30.0
-"""An owner on another machine that has given none for so long is taken for dead."""
+"""An owner on another machine without a heartbeat for so long is taken for dead."""
 _NAME = re.compile(r"\.owner-(\d{1,18})")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -38,15 +38,15 @@ class Owner:
     """A process that owns a run, or did."""
 
     term: int
-    """Counts the owners of the run, from 1."""
+    """Number of the owner of the run, from 1."""
     host: str
     pid: int
     boot: str
-    """Of its machine since that was started: processes with the same one see each other's locks."""
+    """Id of its machine's boot: processes with the same id see each other's locks."""
     token: str
     """Random, so that no other run has the same."""
     is_released: bool = False
-    """It has let go of the run."""
+    """True if it has released the run."""
 
     @classmethod
     def here(cls, term: int) -> Owner:
@@ -55,7 +55,7 @@ class Owner:
 
     @classmethod
     def parse(cls, data: bytes, term: int) -> Owner:
-        """The owner of a term as it was recorded; what is not there, because it is being written, is unknown."""
+        """The owner of a term as it was recorded; fields that are missing, because it is being written, are unknown."""
         with contextlib.suppress(ValueError, TypeError, AttributeError):
             known: dict[str, Any] = json_text.parse(data)
             names = {field.name for field in dataclasses.fields(cls)} & known.keys()
@@ -63,12 +63,11 @@ class Owner:
         return cls(term=term, host="another machine", pid=0, boot="", token="")
 
     def encode(self) -> bytes:
-        """What is recorded."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @property
     def is_of_this_machine(self) -> bool:
-        """Whether it is, or was, a process of this machine since that was started."""
+        """True if it is, or was, a process of this machine since its boot."""
         return self.boot == boot_id()
 
     def __str__(self) -> str:
@@ -78,28 +77,28 @@ class Owner:
 
 
 def boot_id() -> str:
-    """What all processes of this machine have in common until it is started anew."""
+    """Id that all processes of this machine share until it is booted again."""
     with contextlib.suppress(OSError):
         return _BOOT.read_text().strip()
     return platform.node()
 
 
 class Ownership:
-    """That a process works in a directory under an owner: the owner itself, or one of its ranks."""
+    """The right of a process to work in a directory, as its owner or as one of its ranks."""
 
     def __init__(self, root: Path, owner: Owner) -> None:
         self.owner = owner
         self._root = root
         self._path = root / f".owner-{owner.term}"
         self._stop = threading.Event()
-        self._unguard = add_guard(root, self.check)
+        self._remove_guard = add_guard(root, self.check)
 
     @classmethod
     def claim(cls, root: Path) -> Ownership:
-        """Becomes the next owner of a directory, and gives signs of life until that ends.
+        """Becomes the next owner of a directory, with heartbeats until that ends.
 
-        StorageError if another process is quicker. What the owner before left unfinished cannot be put in place by it
-        any more, once it is removed.
+        StorageError if another process is quicker. Once the record of the owner before is removed, it cannot rename
+        unfinished files into place any more.
         """
         terms = _terms(root)
         owner = Owner.here(max(terms, default=0) + 1)
@@ -119,7 +118,7 @@ class Ownership:
         for term in terms:
             (root / f".owner-{term}").unlink(missing_ok=True)
         own = cls(root, owner)
-        threading.Thread(target=own._give_signs, name="weft-owner", daemon=True).start()
+        threading.Thread(target=own._send_heartbeats, name="weft-owner", daemon=True).start()
         return own
 
     @classmethod
@@ -137,7 +136,7 @@ class Ownership:
     def check(self) -> None:
         """StorageError once another process owns the directory."""
         with contextlib.suppress(FileNotFoundError):
-            # Opened, because only then a network file system asks its server.
+            # Opened, because only then does a network file system query its server.
             if self.owner.token.encode() in self._path.read_bytes():
                 return
         successor = newest_owner(self._root)
@@ -145,34 +144,33 @@ class Ownership:
         raise StorageError(f"was taken over{by}; this process writes nothing more there.", where=str(self._root))
 
     def release(self) -> None:
-        """Lets go of the directory as its owner; the next need not wait."""
+        """Releases the directory as its owner; the next owner need not wait."""
         self.leave()
         with contextlib.suppress(OSError), open(self._path, "r+b", buffering=0) as file:
             file.write(dataclasses.replace(self.owner, is_released=True).encode())
             file.truncate()
 
     def withdraw(self) -> None:
-        """Lets go of the directory and leaves it as it was found, but for terms: they count on once they have begun."""
+        """Releases the directory and restores its former contents, except terms: they keep counting."""
         self.release()
         if self.owner.term == 1:
             self._path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Works there no more."""
         self._stop.set()
-        self._unguard()
+        self._remove_guard()
 
-    def _give_signs(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._stop.wait(BEAT_S):
-            # One that cannot be given is of no harm: the next may be, and `check` tells the rest.
+            # A failed heartbeat does no harm: the next may succeed, and `check` detects a takeover.
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
 
 def refuse_owned(root: Path, lock: Path, *, is_locked: bool) -> None:
-    """StorageError if a process that is not known to be dead owns the directory; `is_locked`: its lock is ours.
+    """StorageError if a process that may be alive owns the directory; `is_locked`: this process has its lock.
 
-    A lock that is ours proves that no process of this machine works there.
+    That lock proves that no other process of this machine works there.
     """
     owner = newest_owner(root)
     if owner is None or owner.is_released or (is_locked and owner.is_of_this_machine):
@@ -183,7 +181,7 @@ def refuse_owned(root: Path, lock: Path, *, is_locked: bool) -> None:
 
 
 def newest_owner(root: Path) -> Owner | None:
-    """The last process that became the owner of a directory, if there ever was one."""
+    """The last owner of a directory, if there ever was one."""
     term = max(_terms(root), default=0)
     with storage_errors(root), contextlib.suppress(FileNotFoundError):
         return Owner.parse((root / f".owner-{term}").read_bytes(), term)
@@ -191,13 +189,13 @@ def newest_owner(root: Path) -> Owner | None:
 
 
 def in_use(root: Path, age_s: float | None = None) -> StorageError:
-    """What whoever comes second is told; `age_s`: how long ago the owner gave its last sign of life."""
-    owner, heard = newest_owner(root), ""
+    """The error for a second process; `age_s`: the age of the owner's last heartbeat."""
+    owner, last_seen = newest_owner(root), ""
     hint = "Wait for its end, or name another directory."
     if age_s is not None:
-        heard = f", last heard of {max(0.0, age_s):.0f} s ago"
+        last_seen = f", last seen {max(0.0, age_s):.0f} s ago"
         hint = f"Wait for its end, or until it has been silent for {GONE_S:g} s, or name another directory."
-    return StorageError(f"is in use by {owner or 'another process'}{heard}.", where=str(root), hint=hint)
+    return StorageError(f"is in use by {owner or 'another process'}{last_seen}.", where=str(root), hint=hint)
 
 
 def _terms(root: Path) -> list[int]:

@@ -1,8 +1,7 @@
 """Converts between PEFT's adapter_config.json and our AdapterSpec.
 
-What all methods have is here; the keys of a method are written and read by its own `PeftFormat`. A key that changes
-what the weights mean and that we do not implement is refused by name, so an adapter is never quietly read as something
-it is not.
+The keys that all methods share are here; the keys of a method are written and read by its own `PeftFormat`. A key that
+changes the meaning of the weights and is not supported is refused by name, so an adapter is never misread silently.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.spec import AdapterSpec
 
 TASKS = ("SEQ_CLS", "TOKEN_CLS")
 HEADS = (HEAD, "classifier")
-"""What PEFT saves of a model for classification; a decoder's has only the first."""
+"""Parts that PEFT saves of a model for classification; a decoder has only the first."""
 
 
 def config_of(
@@ -42,7 +41,7 @@ def config_of(
 
 
 def method_named(config: Mapping[str, Any], where: str) -> str:
-    """The method of a PEFT config, by our name; AdapterFileError if we have none such."""
+    """The method of a PEFT config, by our name; AdapterFileError if it is not supported."""
     kind = config.get("peft_type")
     known = {name: method.files for name, method in METHODS.items()}
     of_kind = {name: files for name, files in known.items() if files.peft_type == kind}
@@ -56,7 +55,8 @@ def method_named(config: Mapping[str, Any], where: str) -> str:
 def spec_of(
     config: Mapping[str, Any], module_paths: Collection[str], *, where: str, has_head: bool = False
 ) -> AdapterSpec:
-    """The adapter that a PEFT config and the paths of its weights describe; AdapterFileError if we cannot train it."""
+    """The adapter that a PEFT config and the paths of its weights describe; AdapterFileError if it cannot be
+    trained."""
     method = method_named(config, where)
     files = METHODS[method].files
     if has_head:
@@ -68,7 +68,7 @@ def spec_of(
     if not targets and "target_modules" in files.defaults:
         raise AdapterFileError("target_modules is missing; name the adapted modules.", where=where)
     if config.get("layers_pattern"):
-        # Our spec has no layers_pattern; the weights say which modules it meant.
+        # Our spec has no layers_pattern; the weights show which modules it meant.
         targets, layers = list(module_paths), None
     values = {
         "method": method,
@@ -88,7 +88,7 @@ def spec_of(
 
 
 def _without_head(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config less what only says that there is a head, whose weights are in the file."""
+    """The config without its statements that there is a head, whose weights are in the file."""
     whole = {key: value for key, value in config.items() if key not in ("task_type", "modules_to_save")}
     saved = [name for name in config.get("modules_to_save") or [] if name not in HEADS]
     task = config.get("task_type")

@@ -1,13 +1,13 @@
-"""PEFT adapter directories: what Weft writes loads in PEFT and servers, what PEFT wrote can be trained on here.
+"""PEFT adapter directories: those of Weft load in PEFT and servers, those of PEFT can be trained here.
 
     adapter_config.json         PEFT's config of the method, see peft_config
-    adapter_model.safetensors   base_model.model.<module path>.lora_A.weight (r, in) and the like, as the method says
+    adapter_model.safetensors   base_model.model.<module path>.lora_A.weight (r, in) and the like, by method
     chat_template.jinja         the job's own chat template, if it had one
     tokenizer.json, …           the tokenizer of an adapter with new tokens
     labels.json                 the objective and the labels of an adapter with a head
     README.md                   a short model card
 
-Reading trusts nothing: safetensors only, a bounded header, exact names, shapes that fit the config, finite numbers.
+Files are not trusted: safetensors only, a bounded header, exact names, shapes that fit the config, finite numbers.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ TENSORS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 CARD_FILE = "README.md"
 TEMPLATE_FILE = "chat_template.jinja"
-"""The name transformers knows; a tokenizer loaded from the directory takes it as its own."""
+"""The name in transformers; a tokenizer loaded from the directory uses it as its own."""
 MAX_HEADER_BYTES = 1 << 20
-"""Longest safetensors header, config and template that is read. A LoRA on all linears of 80 layers takes 150 KB."""
+"""Maximum size of a safetensors header, config and template. A LoRA on all linears of 80 layers takes 150 KB."""
 
 LABELS_FILE = "labels.json"
-"""Beside an adapter with a head: what its logits are."""
+"""Labels of the logits of an adapter with a head."""
 
 PARTS = (HEAD, *ROWS)
-"""What an adapter has besides the tensors of its method, by the names they have among these."""
+"""Names of an adapter's tensors besides those of its method."""
 _PREFIX = "base_model.model."
 _SHARED_PREFIX = "base_model."
 TASKS = {
     "SEQ_CLS": ("text-classification", "AutoModelForSequenceClassification"),
     "TOKEN_CLS": ("token-classification", "AutoModelForTokenClassification"),
 }
-"""By PEFT's names of tasks: the Hub's name of it, and transformers' class."""
+"""The Hub's name of a task and transformers' class, by PEFT's name of the task."""
 _DTYPES = ("F32", "BF16", "F16", "F64")
 _WHOLE_DTYPES = ("I32", "I64")
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterFiles:
-    """The two files that make an adapter, as plain values."""
+    """The two files of an adapter, as plain values."""
 
     config: dict[str, Any]
     """adapter_config.json."""
@@ -96,13 +96,13 @@ def write_adapter(
     row_modules: Mapping[str, str] | None = None,
     tokenizer: Any = None,
 ) -> None:
-    """The directory holds the whole adapter once this returns; an adapter that was there before is replaced.
+    """Writes the whole adapter into the directory; an existing adapter is replaced.
 
     `tensors` are those of every module, by path. `target_names` becomes target_modules: full paths, or leaf names where
-    these mean no other module of the backbone. `chat_template` is what the adapter was trained with instead of the
-    base's. `shared` are the frozen tensors of all modules together, if the method has any. `head` is the objective of
-    an adapter that has a head among its tensors, `row_modules` the paths of the modules that it has rows of,
-    and `tokenizer` what it reads with if it has new tokens.
+    these mean no other module of the backbone. `chat_template` is the one that the adapter was trained with instead of
+    the base's. `shared` are the frozen tensors of all modules together, if the method has any. `head` is the objective
+    of an adapter that has a head among its tensors, `row_modules` the paths of the modules that it has rows of, and
+    `tokenizer` that of an adapter with new tokens.
     """
     parts = {path: own for path, own in tensors.items() if path in PARTS}
     spec, modules = method_of(spec).exported(spec, {path: tensors[path] for path in tensors if path not in parts})
@@ -130,7 +130,7 @@ def write_adapter(
 
 
 def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors], dict[str, Any]]:
-    """The adapter's spec, its tensors by module path, and its config; AdapterFileError says why it cannot be read."""
+    """The adapter's spec, its tensors by module path, and its config; an AdapterFileError names the problem."""
     read = _read_files(directory)
     where = str(directory / TENSORS_FILE)
     files = METHODS[method_named(read.config, str(directory / CONFIG_FILE))].files
@@ -159,9 +159,9 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
 
 
 def read_head(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, ModuleTensors]) -> HeadObjective | None:
-    """What the head of an adapter was trained for, with its labels; None for an adapter without a head.
+    """The objective of an adapter's head, with its labels; None for an adapter without a head.
 
-    An adapter that PEFT wrote says only its task, so its labels are numbers.
+    An adapter of PEFT has only its task, so its labels are numbers.
     """
     if HEAD not in tensors:
         return None
@@ -174,16 +174,16 @@ def read_head(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def _stated_labels(path: Path) -> tuple[str, ...]:
-    """The names that labels.json has; none where there is no such file or it is odd."""
+    """The names in labels.json; none if the file is missing or odd."""
     try:
-        told = json_text.parse(path.read_bytes()[:MAX_HEADER_BYTES])
-        return tuple(str(name) for name in told["id2label"].values())
+        labels = json_text.parse(path.read_bytes()[:MAX_HEADER_BYTES])
+        return tuple(str(name) for name in labels["id2label"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ()
 
 
 def _labels(head: HeadObjective) -> dict[str, Any]:
-    """What the logits of a head are, as transformers names it in a model's config."""
+    """The labels of a head, in the form of transformers' model configs."""
     names = dict(enumerate(head.labels))
     return {
         "objective": head.name,
@@ -194,19 +194,19 @@ def _labels(head: HeadObjective) -> dict[str, Any]:
 
 
 def _head_names(files: PeftFormat) -> tuple[str, str]:
-    """What PEFT calls the weight and the bias of a head; virtual tokens wrap the model once less."""
+    """PEFT's names of the weight and the bias of a head; virtual tokens wrap the model once less."""
     prefix = "base_model." if isinstance(files, JoinedFormat) else _PREFIX
     return f"{prefix}{HEAD}.weight", f"{prefix}{HEAD}.bias"
 
 
-def _head(found: Sequence[torch.Tensor], where: str) -> ModuleTensors:
-    """The weight and, where there is one, the bias of a head; AdapterFileError if they are not that."""
-    shapes = [tuple(tensor.shape) for tensor in found]
+def _head(tensors: Sequence[torch.Tensor], where: str) -> ModuleTensors:
+    """The weight and, if any, the bias of a head; AdapterFileError for anything else."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(shapes[0]) != 2 or any(shape != shapes[0][:1] for shape in shapes[1:]):
         raise AdapterFileError(f"{HEAD} has tensors {shapes}; expected (labels, width) and (labels,).", where=where)
-    if not all(tensor.isfinite().all() for tensor in found):
+    if not all(tensor.isfinite().all() for tensor in tensors):
         raise AdapterFileError(f"{HEAD} holds a NaN or an infinity.", where=where)
-    return tuple(found)
+    return tuple(tensors)
 
 
 def read_chat_template(directory: Path) -> str | None:
@@ -335,7 +335,7 @@ def _load_tensors(data: bytes, where: str) -> dict[str, torch.Tensor]:
 
 
 def _shared(read: AdapterFiles, files: PeftFormat, where: str) -> set[str]:
-    """The names of tensors that are of no module; none that the config speaks of may be missing."""
+    """The names of tensors of no module; none that the config refers to may be missing."""
     names = {f"{_SHARED_PREFIX}{name}" for name in files.shared_names(read.config)}
     for name in sorted(names - read.tensors.keys()):
         raise AdapterFileError(f"{name} is missing.", where=where)

@@ -1,4 +1,4 @@
-"""A run directory as one of its ranks sees it: it writes the files of its jobs there, and its owner all others."""
+"""A run directory as one of its ranks sees it: the rank writes the files of its jobs, the owner all others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RankDirectory(RunDirectory):
         self._unguard = add_guard(path, self._check_permit)
 
     def close(self) -> None:
-        """Works there no more; the run stays its owner's."""
+        """Leaves the directory; the run stays its owner's."""
         self._ownership.leave()
         self._unguard()
         if self._lock is not None:
@@ -48,7 +48,7 @@ class RankDirectory(RunDirectory):
 
     def _check_permit(self) -> None:
         try:
-            # Opened, because only then a network file system asks its server.
+            # Opened, because only then does a network file system query its server.
             self._permit.open("rb").close()
         except FileNotFoundError:
             gone = "the run goes on without this rank, which writes nothing more there"
@@ -56,19 +56,17 @@ class RankDirectory(RunDirectory):
 
     @property
     def timeline_path(self) -> Path:
-        """Each rank has its own; the owner makes one of them."""
+        """A separate file per rank; the owner merges them."""
         return rank_timeline(self.path, self._rank)
 
-    def write_time(self, split: TimeSplit) -> None:
-        """The owner counts the run's time."""
+    def write_time(self, split: TimeSplit) -> None: ...
 
     def read_time(self) -> TimeSplit | None:
-        """The owner counts the run's time."""
         return None
 
 
 def grant_permit(path: Path) -> Path:
-    """Lets one more rank write into a run directory; the file stands for that."""
+    """Lets one more rank write into a run directory; the file represents that."""
     permit = path / f"{PERMIT}{secrets.token_hex(8)}"
     with storage_errors(path):
         permit.touch()
@@ -76,14 +74,14 @@ def grant_permit(path: Path) -> Path:
 
 
 def revoke_permit(permit: Path | None) -> None:
-    """Lets a rank write no more, wherever it is."""
+    """Ends a rank's right to write, wherever it is."""
     if permit is not None:
         with contextlib.suppress(OSError):
             permit.unlink()
 
 
 def rank_timeline(path: Path, rank: int) -> Path:
-    """Where a rank writes what ran there when."""
+    """Timeline file of a rank."""
     return path / f".timeline-{rank}.json"
 
 

@@ -1,4 +1,4 @@
-"""An adapter's own rows of the embedding and of the output head in PEFT's files.
+"""An adapter's trained rows of the embedding and of the output head in PEFT's files.
 
     base_model.model.<path>.token_adapter.trainable_tokens_delta   (K, width): the rows of trainable_token_indices
     base_model.model.<path>.weight                                 (vocabulary, width): a module of modules_to_save
@@ -24,7 +24,7 @@ _ALL = ".weight"
 
 
 def names_in_file(spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], paths: Mapping[str, str]) -> dict[str, str]:
-    """What the file calls each kind of rows among an adapter's tensors, less its prefix.
+    """PEFT's name of each kind of rows among an adapter's tensors, less its prefix.
 
     `paths` are those of the backbone's two modules.
     """
@@ -34,7 +34,7 @@ def names_in_file(spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], paths
 
 
 def rows_in_file(names: Collection[str]) -> dict[str, str]:
-    """The kind of rows that a tensor of a file is, for those of its names that are rows."""
+    """The kind of rows of each tensor of a file that holds rows."""
     result = {}
     for name in names:
         path, leaf = name.removesuffix(_SOME).removesuffix(_ALL), name.rpartition(".")[2]
@@ -45,16 +45,17 @@ def rows_in_file(names: Collection[str]) -> dict[str, str]:
 
 
 def check_rows(spec: AdapterSpec, rows: Mapping[str, torch.Tensor], where: str) -> None:
-    """AdapterFileError if rows are not those of the spec; how many rows a whole module has, only the backbone knows."""
+    """AdapterFileError if rows are not those of the spec; the number of rows of a whole module is checked by the
+    backbone."""
     own = spec.own_rows
-    asked = {INPUT_ROWS: (own.inputs, own.all_inputs), OUTPUT_ROWS: (own.outputs, own.all_outputs)}
-    for name, (ids, is_whole) in asked.items():
+    requested = {INPUT_ROWS: (own.inputs, own.all_inputs), OUTPUT_ROWS: (own.outputs, own.all_outputs)}
+    for name, (ids, is_whole) in requested.items():
         # A head that is tied to the embedding has its rows there.
         is_tied = name == OUTPUT_ROWS and ids is not None and ids == own.inputs
         if name not in rows and (is_whole or (ids is not None and not is_tied)):
             raise AdapterFileError(f"{_words(name)} are missing, which the config names.", where=where)
     for name, tensor in rows.items():
-        ids, is_whole = asked[name]
+        ids, is_whole = requested[name]
         if ids is None and not is_whole:
             raise AdapterFileError(f"holds {_words(name)}, which the config does not name.", where=where)
         if tensor.dim() != 2 or not tensor.numel() or (ids is not None and len(tensor) != len(ids)):

@@ -5,7 +5,7 @@ runs/x/
   .owner-<n>            the run's n-th owner, for processes of other machines; see owner
   run.json              the resolved run and the library versions; its presence means the directory holds a run
   timeline.json         what ran when
-  time.json             where the wall clock went, over all sessions
+  time.json             time by activity, over all sessions
   report.html
   <job>/job.json        the resolved job
   <job>/status.json     {"state": ..., "reason": ..., "reason_code": ..., ...}
@@ -45,28 +45,27 @@ from weft.wall_clock import TimeSplit
 
 _RUN, _TIMELINE, _TIME, _REPORT = "run.json", "timeline.json", "time.json", "report.html"
 PERMIT = ".permit-"
-"""How the names of files start that let ranks write."""
+"""Prefix of the files that let ranks write."""
 _JOB, _STATUS, _METRICS = "job.json", "status.json", "metrics.jsonl"
 
 
 class RunDirectory:
     """An open run directory, locked against other processes until it is closed.
 
-    One that is closed before `write_run` is as it was found: what was made for the run is gone.
+    If it is closed before `write_run`, its former contents are restored.
     """
 
     def __init__(self, path: Path, lock: int, ownership: Ownership, undo: contextlib.ExitStack) -> None:
         self.path = path
-        """The directory itself."""
         self._ownership = ownership
         self._lock: int | None = lock
         self._undo = undo
-        """What to take back, the lock last, while the directory holds no run."""
+        """Removes what was made, the lock last, while the directory holds no run."""
         self._holds_run = (path / _RUN).exists()
 
     @classmethod
     def open(cls, path: str | Path, *, resume: bool) -> RunDirectory:
-        """Takes a directory for a new run, or for the run it holds; leaves no trace if that is not possible."""
+        """Opens a directory for a new run, or for the run it holds; leaves no trace if that is not possible."""
         root = Path(path)
         with storage_errors(root), contextlib.ExitStack() as undo:
             # An existing lock is tried first: "in use" is the better answer while another process works there.
@@ -85,14 +84,13 @@ class RunDirectory:
 
     @staticmethod
     def holds_run(path: str | Path) -> bool:
-        """Whether a run was begun there."""
         return (Path(path) / _RUN).exists()
 
     @staticmethod
     def check(path: str | Path, *, resume: bool, content: str = "run") -> None:
-        """Raises what `open` would raise for a directory in the wrong state, and changes nothing.
+        """Raises the errors of `open` for a directory in the wrong state, and changes nothing.
 
-        `content` is what its owner calls the run in it.
+        `content` is the command's word for the run in it.
         """
         root = Path(path)
         with storage_errors(root), contextlib.ExitStack() as release:
@@ -101,7 +99,7 @@ class RunDirectory:
             _refuse(root, resume, content)
 
     def close(self) -> None:
-        """Lets other processes have the directory."""
+        """Releases the directory for other processes."""
         if self._lock is not None and self._holds_run:
             self._ownership.release()
             os.close(self._lock)
@@ -119,7 +117,6 @@ class RunDirectory:
 
     @property
     def owner(self) -> Owner:
-        """The process that owns the run."""
         return self._ownership.owner
 
     def check_owned(self) -> None:
@@ -128,11 +125,10 @@ class RunDirectory:
 
     @property
     def timeline_path(self) -> Path:
-        """Where the timeline goes."""
         return self.path / _TIMELINE
 
     def job_dir(self, name: str) -> Path:
-        """The directory of one job, made when it is first asked for."""
+        """The directory of one job, made when it is first used."""
         path = self._job_path(name)
         if not self._holds_run and not path.exists():
             self._undo.callback(forget, path.rmdir)
@@ -140,11 +136,9 @@ class RunDirectory:
         return path
 
     def checkpoints_dir(self, name: str) -> Path:
-        """Where the checkpoints of one job are."""
         return self._job_path(name) / "checkpoints"
 
     def adapter_dir(self, name: str) -> Path:
-        """Where the finished adapter of one job is."""
         return self._job_path(name) / "adapter"
 
     def write_run(self, run: RunRecord) -> None:
@@ -153,51 +147,48 @@ class RunDirectory:
         self._holds_run = True
 
     def read_run(self) -> RunRecord:
-        """What `write_run` recorded."""
         return self.record_of(self.path)
 
     @staticmethod
     def record_of(path: Path) -> RunRecord:
-        """What `write_run` recorded in a directory that need not be open."""
+        """The run record of a directory that need not be open."""
         result = _read_json(path / _RUN)
         if result is None:
             raise StorageError("is missing.", where=str(path / _RUN))
         return RunRecord.from_json(result)
 
     def write_time(self, split: TimeSplit) -> None:
-        """Records where the wall clock of the run went so far."""
+        """Records the run's wall-clock time by activity so far."""
         _write_json(self.path / _TIME, split.to_json())
 
     def read_time(self) -> TimeSplit | None:
-        """What `write_time` recorded; None if that cannot be read, for no run ends because of it."""
+        """The recorded times; None if they cannot be read, since no run ends because of that."""
         try:
             return TimeSplit.from_json(_read_json(self.path / _TIME))
         except StorageError:
             return None
 
     def write_job(self, name: str, job: Mapping[str, Any]) -> None:
-        """Records one resolved job."""
         self._write_new(self.job_dir(name) / _JOB, dict(job))
 
     def read_job(self, name: str) -> dict[str, Any] | None:
-        """What `write_job` recorded, or None."""
         return _read_json(self._job_path(name) / _JOB)
 
     def write_status(self, name: str, state: JobState, *, reason: Reason | None = None, **fields: Any) -> None:
-        """Replaces what is known about one job. While that trains its checkpoints count, and nobody waits for this."""
+        """Replaces the status of one job. While the job trains its checkpoints count, and this does not wait for the
+        disk."""
         text, code = (None, None) if reason is None else (reason.text, reason.code.value)
         known = {"state": state.value, "reason": text, "reason_code": code, **fields}
         _write_json(self.job_dir(name) / _STATUS, known, durable=state is not JobState.RUNNING)
 
     def read_status(self, name: str) -> dict[str, Any] | None:
-        """What is known about one job; None before the first `write_status`, or where a machine died during it."""
+        """The status of one job; None before the first `write_status`, or where a machine died during it."""
         path = self._job_path(name) / _STATUS
         with storage_errors(path):
             is_empty = path.exists() and path.stat().st_size == 0
         return None if is_empty else _read_json(path)
 
     def metrics_path(self, name: str) -> Path:
-        """Where the metrics of one job are."""
         return self._job_path(name) / _METRICS
 
     def append_metrics(self, name: str, record: Mapping[str, Any]) -> None:
@@ -207,7 +198,7 @@ class RunDirectory:
         append_line(path, line, "metrics.append")
 
     def truncate_metrics(self, name: str, step: int) -> None:
-        """Drops the lines of later steps and what a crash left of a line, so that a resumed job repeats none."""
+        """Drops the lines of later steps and an incomplete line, so that a resumed job repeats none."""
         path = self.metrics_path(name)
         with storage_errors(path):
             old = path.read_bytes() if path.exists() else b""
@@ -216,7 +207,7 @@ class RunDirectory:
             write_file(path, new)
 
     def _write_new(self, path: Path, value: dict[str, Any]) -> None:
-        """Writes a file that goes again if the run never comes to be."""
+        """Writes a file that is removed if the run is never recorded."""
         if not self._holds_run and not path.exists():
             self._undo.callback(forget, path.unlink)
         _write_json(path, value)
@@ -228,7 +219,7 @@ class RunDirectory:
 
 
 def _refuse(root: Path, resume: bool, content: str = "run") -> None:
-    """Raises if the directory cannot be taken as asked; changes nothing."""
+    """Raises if the directory cannot be opened as requested; changes nothing."""
     if root.exists() and not root.is_dir():
         raise StorageError("is a file; name a directory.", where=str(root))
     holds_run = RunDirectory.holds_run(root)
@@ -240,7 +231,7 @@ def _refuse(root: Path, resume: bool, content: str = "run") -> None:
         raise StorageError(
             f"already holds a {content}.", where=str(root), hint="Use --resume to go on with it, or another --out."
         )
-    existing = next(place for place in (root, *root.absolute().parents) if place.exists())
+    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise StorageError(f"{existing} is a file; a directory is needed there.", where=str(root))
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -248,14 +239,14 @@ def _refuse(root: Path, resume: bool, content: str = "run") -> None:
 
 
 def _heal(root: Path) -> None:
-    """Finishes or undoes what a killed process left unfinished."""
+    """Finishes or undoes unfinished changes of a killed process."""
     for permit in root.glob(f"{PERMIT}*"):
         permit.unlink(missing_ok=True)
-    for place in _places(root):
-        remove_leftovers(place)
+    for directory in _directories(root):
+        remove_leftovers(directory)
 
 
-def _places(root: Path) -> Iterator[Path]:
+def _directories(root: Path) -> Iterator[Path]:
     yield root
     for job in sorted(root.iterdir()):
         if job.is_dir() and not job.is_symlink():
@@ -265,7 +256,7 @@ def _places(root: Path) -> Iterator[Path]:
 
 
 def _belongs(line: bytes, step: int) -> bool:
-    """Whether a line of metrics is whole and not of a later step."""
+    """True if a line of metrics is whole and not of a later step."""
     if not line.endswith(b"\n"):
         return False
     try:

@@ -16,15 +16,15 @@ from weft.store.owner import in_use, refuse_owned
 LOCK = ".lock"
 """Held while a process works in the directory."""
 RANKS_LOCK = ".ranks"
-"""Every rank of a run holds a share of it while it works in the directory; there is none without ranks."""
+"""Every rank of a run holds a share of it while it works in the directory; it does not exist without ranks."""
 RANKS_GONE_S = 5.0
-"""Seconds that ranks have to notice that their controller is gone."""
+"""Seconds that ranks have to detect that their controller is gone."""
 
 
 def take_lock(root: Path, undo: contextlib.ExitStack) -> int:
     """Locks the directory against other processes; the lock ends with this process, however it ends.
 
-    What processes of other machines may not see of a lock, the record of the owner tells.
+    For processes of machines that do not see the lock there is the record of the owner.
     """
     path = root / LOCK
     is_new = not path.exists()
@@ -35,7 +35,7 @@ def take_lock(root: Path, undo: contextlib.ExitStack) -> int:
     except BlockingIOError:
         raise in_use(root) from None
     if not path.exists() or not os.path.samestat(os.fstat(lock), os.stat(path)):
-        # Its maker gave up and removed it between our open and our lock: we hold a lock nobody else would see.
+        # It was removed between our open and our lock: no other process would see this lock.
         raise StorageError("is in use by another process.", where=str(root))
     refuse_owned(root, path, is_locked=is_locked)
     if is_new:
@@ -55,7 +55,7 @@ def lock_file(descriptor: int, kind: int) -> bool:
 
 
 def wait_for_ranks(root: Path) -> None:
-    """Until no rank of an earlier owner works in the directory: they end when they notice that it is gone."""
+    """Waits until no rank of an earlier owner works in the directory: they end when they detect that it is gone."""
     if not (root / RANKS_LOCK).exists():
         return
     with open(root / RANKS_LOCK, "ab") as lock:

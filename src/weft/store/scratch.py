@@ -1,6 +1,6 @@
-"""Folders for as long as a process lives; what one that was killed has left, the next of the same user removes.
+"""Temporary folders that are removed with their process; those of a killed process are removed by the user's next one.
 
-A lock tells whether the owner lives, since it ends with its process however that ends.
+A lock shows whether the owner lives, since it ends with its process in any case.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ LOCK = "owner.lock"
 
 
 class ScratchFolder:
-    """A new folder in the system's place for such; it goes with `close`, or with this object."""
+    """A new folder among the system's temporary ones; it is removed by `close`, or with this object."""
 
     def __init__(self, kind: str) -> None:
-        """`kind`: what it is for, as part of its name."""
+        """`kind`: its purpose, as part of its name."""
         prefix = f"weft-{kind}-"
         _remove_left(Path(tempfile.gettempdir()), prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
         lock = (self.path / f"{LOCK}.new").open("wb")
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Under its name only now: nobody ever finds it there and free while its owner lives.
+        # It gets its name only now, so it is never visible and unlocked while its owner lives.
         (self.path / f"{LOCK}.new").rename(self.path / LOCK)
         self._remove = weakref.finalize(self, _remove, self.path, lock)
 
     def close(self) -> None:
-        """Removes it with all that is in it."""
         self._remove()
 
 
@@ -41,9 +40,10 @@ def _remove(path: Path, lock: IO[bytes]) -> None:
     lock.close()
 
 
-def _remove_left(place: Path, prefix: str) -> None:
-    """Removes folders of this user whose owners are gone; one without a lock is just being made, or is not ours."""
-    for path in place.glob(f"{prefix}*"):
+def _remove_left(folder: Path, prefix: str) -> None:
+    """Removes folders of this user whose owners are gone; one without a lock is just being made, or of another
+    program."""
+    for path in folder.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), (path / LOCK).open("r+b") as lock:
             if path.stat().st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""Whether an inference server will take an adapter, and what to tell it when starting.
+"""Checks whether an inference server loads an adapter, and which options it needs.
 
-The rules are those of vLLM 0.32 and SGLang 0.5.23. PEFT itself loads whatever Weft writes of a method that PEFT has.
+The rules are those of vLLM 0.32 and SGLang 0.5.23. PEFT itself loads every adapter of a method that PEFT has.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from weft.spec import AdapterSpec
 
 SERVERS = ("vllm", "sglang", "peft")
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's --max-lora-rank accepts."""
+"""Values that vLLM's --max-lora-rank accepts."""
 VLLM_DEFAULT_RANK = 16
 
 _TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 _MODULES = _ATTENTION | _MLP | {"lm_head"}
-"""Linear modules that both servers know how to adapt."""
+"""Linear modules that both servers can adapt."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,15 @@ class ServingRemark:
     """One sentence about serving an adapter."""
 
     text: str
-    """The sentence."""
     refused: bool
-    """True: the server refuses the adapter or would serve it wrongly. False: it works if you do what the text says."""
+    """True: the server refuses the adapter or would serve it wrongly. False: it works with the options in the text."""
 
     def __str__(self) -> str:
         return self.text
 
 
 def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str) -> list[ServingRemark]:
-    """Why a server would refuse the adapter and what it must be started with; empty when it just works."""
+    """Reasons for which a server would refuse the adapter, and the options it needs; empty if there are none."""
     if server not in SERVERS:
         raise ConfigError(f"{server!r} is not a known server; accepted are {', '.join(SERVERS)}.")
     method = method_of(spec)

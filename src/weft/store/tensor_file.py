@@ -1,7 +1,7 @@
 """Safetensors files written straight from the tensors' own memory.
 
-The bytes are those that `safetensors.torch.save` would make, which holds two more copies of everything and lets no
-other Python thread run meanwhile. Hashing and writing here do: training goes on beside them.
+The bytes are those of `safetensors.torch.save`, which makes two more copies of everything and blocks all other Python
+threads meanwhile. Hashing and writing here do not: training goes on in parallel.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls each type, in the order in which it lays them out."""
+"""The format's name of each type, in the order in which it stores them."""
 
 
 def file_pieces(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> list[bytes | memoryview]:
-    """The whole file, piece by piece; the tensors must be on the CPU and stay as they are until it is written."""
-    order = {dtype: place for place, dtype in enumerate(_NAMES)}
+    """The whole file, piece by piece; the tensors must be on the CPU and must not change until it is written."""
+    order = {dtype: index for index, dtype in enumerate(_NAMES)}
     named = sorted(tensors.items(), key=lambda item: (order[item[1].dtype], item[0]))
     pieces = [_memory(tensor) for _, tensor in named]
     return [_header(named, pieces, metadata), *pieces]
 
 
 def sha256(pieces: Sequence[bytes | memoryview]) -> str:
-    """Of the file that the pieces make."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -58,7 +57,7 @@ def _header(
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """A tensor's numbers as they lie in memory."""
+    """A tensor's numbers in memory."""
     assert tensor.device.type == "cpu", "files are written from the CPU's memory"
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -1,6 +1,6 @@
-"""The tokenizer of an adapter with new tokens, beside it as transformers writes it.
+"""The tokenizer of an adapter with new tokens, stored in its directory as transformers writes it.
 
-Only what tokens the adapter has of its own is read back, out of tokenizer.json: the backbone brings the rest.
+Only the adapter's new tokens are read back, from tokenizer.json: the backbone has the rest.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from weft.store.atomic import write_unsynced
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json")
-"""What transformers may write of a tokenizer; a chat template is another file."""
+"""Files that transformers may write for a tokenizer; a chat template is another file."""
 MOST_BYTES = 1 << 26
-"""Longest tokenizer.json that is read. That of Llama 3 has 17 MB."""
+"""Maximum size of tokenizer.json. That of Llama 3 has 17 MB."""
 
 
 def write_tokenizer(directory: Path, tokenizer: Any) -> None:
-    """Writes the tokenizer's files into a directory that is not in its place yet."""
+    """Writes the tokenizer's files into a directory that is not at its final path yet."""
     with tempfile.TemporaryDirectory() as made:
         tokenizer.save_pretrained(made)
         for name in TOKENIZER_FILES:
@@ -31,7 +31,7 @@ def write_tokenizer(directory: Path, tokenizer: Any) -> None:
 
 
 def resizing(model: str, directory: str) -> tuple[str, ...]:
-    """Lines of Python that give a model rows for the tokens of an adapter, which PEFT puts in their place."""
+    """Lines of Python that give a model rows for the tokens of an adapter, which PEFT then fills."""
     return (
         f"tokenizer = AutoTokenizer.from_pretrained({directory})",
         f"{model}.resize_token_embeddings(max(len(tokenizer), {model}.get_input_embeddings().num_embeddings))",
@@ -39,7 +39,7 @@ def resizing(model: str, directory: str) -> tuple[str, ...]:
 
 
 def read_new_tokens(directory: Path, ids: Collection[int]) -> tuple[str, ...]:
-    """The tokens with these ids that were added to the vocabulary of a tokenizer beside an adapter, by their ids."""
+    """The tokens with these ids that were added to the vocabulary of an adapter's tokenizer, by their ids."""
     path = directory / TOKENIZER_FILE
     if not path.is_file():
         return ()

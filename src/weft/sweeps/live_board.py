@@ -45,9 +45,9 @@ class LiveBoard:
         """Takes news of the sweep; on a terminal only what the table cannot say is printed."""
         who = f"{trial.name}: " if trial else ""
         if kind == "warning":
-            self._screen.say(f"warning: {who}{text}", "yellow")
+            self._screen.print_line(f"warning: {who}{text}", "yellow")
         elif kind == "failed":
-            self._screen.say(f"{who}failed: {text}", "red")
+            self._screen.print_line(f"{who}failed: {text}", "red")
         elif not self._screen.is_redrawn and trial is not None:
             self._say_plainly(kind, trial, text)
 
@@ -67,15 +67,15 @@ class LiveBoard:
         value = f"{metric} {readable.loss(trial.value)}"
         if kind == "started":
             place = f" at step {trial.steps}" if trial.steps else ""
-            self._screen.say(f"{trial.name}: started{place} ({params_text(trial)})")
+            self._screen.print_line(f"{trial.name}: started{place} ({params_text(trial)})")
         elif kind == "point":
-            self._screen.say(f"{trial.name}: step {trial.steps}/{trial.total_steps}, {value}")
+            self._screen.print_line(f"{trial.name}: step {trial.steps}/{trial.total_steps}, {value}")
         elif kind == "done":
-            self._screen.say(f"{trial.name}: done, {value}{f' ({text})' if text else ''}")
+            self._screen.print_line(f"{trial.name}: done, {value}{f' ({text})' if text else ''}")
         elif kind == "stopped":
-            self._screen.say(f"{trial.name}: stopped: {text}")
+            self._screen.print_line(f"{trial.name}: stopped: {text}")
         elif kind == "held":
-            self._screen.say(f"{trial.name}: waits at step {trial.steps} for the others")
+            self._screen.print_line(f"{trial.name}: waits at step {trial.steps} for the others")
 
 
 def params_text(trial: Trial) -> str:

@@ -127,7 +127,7 @@ class SweepRun:
     def _hear(self, event: Event) -> None:
         """Takes note of what the engine did, and does what follows from it."""
         self.trial_time.catch_up(self.ledger.by_name)
-        self.context.trackers.hear(event)
+        self.context.trackers.record(event)
         if isinstance(event, JobWarning):
             self._hear_warning(event)
             return

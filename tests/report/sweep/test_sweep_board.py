@@ -108,14 +108,14 @@ def test_axis_when_values_are_numbers_then_choices_are_in_their_order_and_others
 def test_place_then_ends_are_0_and_1_choices_have_equal_room_and_missing_is_none() -> None:
     log = axis_of(*(10.0**-i for i in range(9)))
     assert log.kind == "log"
-    assert [log.place({"p": x}) for x in (1e-8, 1e-4, 1.0)] == pytest.approx([0.0, 0.5, 1.0])
+    assert [log.position({"p": x}) for x in (1e-8, 1e-4, 1.0)] == pytest.approx([0.0, 0.5, 1.0])
     assert log.value_at(0.5) == pytest.approx(1e-4)
-    assert log.place({}) is None
+    assert log.position({}) is None
     linear = axis_of(*range(10))
-    assert (linear.kind, linear.place({"p": 4.5}), linear.place({"p": "x"})) == ("linear", 0.5, None)
+    assert (linear.kind, linear.position({"p": 4.5}), linear.position({"p": "x"})) == ("linear", 0.5, None)
     choice = axis_of(["q", "v"], ["q"])
-    assert choice.place({"p": ["q", "v"]}) == 0.75
-    assert choice.place({"p": "other"}) is None
+    assert choice.position({"p": ["q", "v"]}) == 0.75
+    assert choice.position({"p": "other"}) is None
 
 
 @pytest.mark.parametrize(

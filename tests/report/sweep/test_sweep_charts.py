@@ -8,7 +8,7 @@ from synthetic_sweep import sweep_board
 from weft.report.sweep.board import read_board
 from weft.report.sweep.charts import MAX_POINTS, draw_sweep_charts, trial_spans
 from weft.report.sweep.figure import BEST_COLOUR, STATE_COLOURS, STRENGTHS, fence, in_groups, looks
-from weft.report.sweep.space_charts import FAILED_PLACE
+from weft.report.sweep.space_charts import FAILED_POSITION
 
 
 def own(figure: Any, trial: int) -> list[tuple[float, float]]:
@@ -113,9 +113,9 @@ def test_parallel_when_trials_failed_then_they_end_below_the_axis_and_a_label_sa
     figure = draw_sweep_charts(board)["parallel"]
     failed = [i for i, trial in enumerate(board.trials) if trial.state == "failed"]
     assert failed
-    assert {own(figure, i)[-1][1] for i in failed} == {FAILED_PLACE}
-    assert [a.text for a in figure.layout.annotations if a.y == FAILED_PLACE] == ["failed"]
-    assert figure.layout.yaxis.range[0] < FAILED_PLACE
+    assert {own(figure, i)[-1][1] for i in failed} == {FAILED_POSITION}
+    assert [a.text for a in figure.layout.annotations if a.y == FAILED_POSITION] == ["failed"]
+    assert figure.layout.yaxis.range[0] < FAILED_POSITION
 
 
 def test_parallel_when_all_objectives_are_equal_then_it_still_draws() -> None:

@@ -17,7 +17,7 @@ def claimed(url=URL, local="one", told=None, on_sleep=lambda: None):
         on_sleep()
 
     remote = RemoteDirectory(url, "--out")
-    lease = Lease.claim(remote, local, tell=(told if told is not None else []).append, sleep=sleep)
+    lease = Lease.claim(remote, local, notify=(told if told is not None else []).append, sleep=sleep)
     return lease, sum(slept)
 
 

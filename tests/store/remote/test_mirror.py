@@ -18,7 +18,7 @@ def open_mirror(tmp_path):
     remote = RemoteDirectory(URL, "--out")
     copy = LocalCopy(tmp_path, URL, "run.json")
     lease = Lease.claim(remote, copy.path, tell=lambda text: None)
-    copy.own(lease.owner.term)
+    copy.take_ownership(lease.owner.term)
     return Mirror(copy, remote, lease), copy, lease
 
 

@@ -1,6 +1,6 @@
-"""Reads a sweep's leaderboard into plain dataclasses; what is missing or odd is left out, never an error.
+"""Reads a sweep's leaderboard into plain dataclasses; missing or odd values are left out and are never an error.
 
-A leaderboard is looked at most while a sweep still runs or after it died, so any value may be absent or not finite.
+A leaderboard is read most often while a sweep still runs or after a crash, so any value may be absent or not finite.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 from weft.wall_clock import TimeSplit
 
 STATES = ("done", "training", "waiting", "stopped", "failed")
-"""As a reader wants them listed."""
+"""States in the order of display."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoardPoint:
-    """The objective of one trial as seen once; always finite."""
+    """The objective of one trial at one evaluation; always finite."""
 
     step: float
     tokens: float | None
     value: float
     at_s: float | None
-    """Since the sweep began."""
+    """Seconds since the sweep began."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ class BoardTrial:
     points: tuple[BoardPoint, ...]
     losses: tuple[tuple[float, float], ...]
     started_s: float | None = None
-    """When it began to train, since the sweep began."""
+    """Start of its training, in seconds since the sweep began."""
     ended_s: float | None = None
-    """When it came to its end."""
+    """Its end, in seconds since the sweep began."""
     origin: str = ""
     """The earlier sweep that trained it; empty if this one did."""
 
     @property
     def left_out(self) -> float:
-        """The share of what it has trained that was still to come when it stopped: 3.0 after a quarter."""
+        """Remaining training of a stopped trial over what it has trained: 3.0 after a quarter."""
         is_known = self.state == "stopped" and 0 < self.steps < self.total_steps
         return (self.total_steps - self.steps) / self.steps if is_known else 0.0
 
 
 @dataclass(frozen=True)
 class Board:
-    """A sweep as it stands; trials in order of rank, the best first."""
+    """The state of a sweep; trials in order of rank, the best first."""
 
     metric: str
     mode: str
@@ -70,9 +70,9 @@ class Board:
     tokens: float
     one_by_one_seconds: float | None
     scales: Mapping[str, str]
-    """`log` or `linear` of every parameter that the sweep searches over a range."""
+    """`log` or `linear` for every parameter that the sweep searches over a range."""
     time: TimeSplit | None = None
-    """Where the wall clock went."""
+    """Wall-clock time by activity."""
 
     @property
     def best(self) -> BoardTrial | None:
@@ -81,7 +81,7 @@ class Board:
 
     @property
     def speed_up(self) -> float | None:
-        """How many times longer the same trials take one by one."""
+        """Time of the same trials one by one over that of the sweep."""
         if not self.seconds or self.one_by_one_seconds is None:
             return None
         return self.one_by_one_seconds / self.seconds
@@ -91,21 +91,21 @@ class Board:
         return [trial for trial in self.trials if trial.state == state]
 
     @property
-    def own_trials(self) -> list[BoardTrial]:
-        """Those that this sweep has trained, and not an earlier one."""
+    def new_trials(self) -> list[BoardTrial]:
+        """Trials that this sweep has trained, and not an earlier one."""
         return [trial for trial in self.trials if not trial.origin]
 
     def counts(self) -> dict[str, int]:
-        """How many trials are in each state that any is in."""
+        """Number of trials in each state that occurs."""
         others = sorted({trial.state for trial in self.trials} - set(STATES))
         counted = {state: len(self.in_state(state)) for state in (*STATES, *others)}
         return {state: num for state, num in counted.items() if num}
 
 
 def read_board(board: Mapping[str, Any]) -> Board:
-    """The leaderboard as the sweep hands it over or as leaderboard.json holds it."""
+    """The leaderboard as the sweep passes it or as leaderboard.json holds it."""
     rows = [row for row in board.get("trials") or () if isinstance(row, Mapping)]
-    numbered = [(_rank(row), _trial(row, place)) for place, row in enumerate(rows)]
+    numbered = [(_rank(row), _trial(row, index)) for index, row in enumerate(rows)]
     numbered.sort(key=lambda pair: (pair[0], pair[1].number))
     trials = tuple(trial for _, trial in numbered)
     tokens, scales = finite(board.get("tokens")), board.get("scales")
@@ -123,7 +123,7 @@ def read_board(board: Mapping[str, Any]) -> Board:
 
 
 def finite(value: Any) -> float | None:
-    """The value as a number, or None where it is none."""
+    """The value as a number, or None if it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -138,8 +138,8 @@ def _rank(row: Mapping[str, Any]) -> float:
     return math.inf if rank is None else rank
 
 
-def _trial(row: Mapping[str, Any], place: int) -> BoardTrial:
-    number = int(finite(row.get("number")) or 0) if "number" in row else place
+def _trial(row: Mapping[str, Any], index: int) -> BoardTrial:
+    number = int(finite(row.get("number")) or 0) if "number" in row else index
     params = row.get("params")
     return BoardTrial(
         number=number,

@@ -1,4 +1,4 @@
-"""Draws how the trials of a sweep went: the objective over steps and tokens, the training loss, and when each ran."""
+"""Draws the trials of a sweep: the objective over steps and tokens, the training loss, and when each ran."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_POINTS_PER_TRIAL = 16
 CROWDED_FROM = 40
 """With more trials than this lines and marks get smaller."""
 MOST_NAMED = 40
-"""Bars of that many trials leave room for their names beside them."""
+"""Bars of so many trials leave room for their names."""
 
 
 def draw_sweep_charts(board: Board) -> dict[str, PlotlyFigure]:
@@ -89,7 +89,7 @@ def _trial_times(board: Board) -> PlotlyFigure | None:
 
 
 def trial_spans(board: Board) -> list[tuple[int, float, float]]:
-    """(trial, start, end) in seconds since the sweep began; whoever still trains does so until now."""
+    """(trial, start, end) in seconds since the sweep began; a trial that still trains ends now."""
     spans = []
     for index, trial in enumerate(board.trials):
         end = trial.ended_s if trial.ended_s is not None else board.seconds

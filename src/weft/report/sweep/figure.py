@@ -1,9 +1,9 @@
-"""What every figure of a sweep starts from: a look for each trial, lines of many trials in one trace, and a fair view.
+"""Common parts of a sweep's figures: a look for each trial, lines of many trials in one trace, and a fair view.
 
-Colour says what became of a trial and strength how good it is, the same in the table and in every chart. Five hundred
-traces would make a browser crawl, so trials of the same look share one trace with gaps between them. Every point says
-whose it is in `customdata` (the trial's place on the board) and every trace which state it shows in `meta.job` (its
-place among `board.counts()`), so that the page can pick one trial, or hide a state, everywhere at once.
+Colour shows the state of a trial and strength its quality, the same in the table and in every chart. Five hundred
+traces would make a browser crawl, so trials of the same look share one trace with gaps between them. Every point has
+its trial's index on the board in `customdata` and every trace its state in `meta.job` (the index in `board.counts()`),
+so that the page can pick one trial, or hide a state, everywhere at once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from weft.report.time_charts import GREY
 BEST_COLOUR = "#d98a3d"
 STATE_COLOURS: Mapping[str, str] = {"done": "#4a7fb5", "training": "#3a9fae", "stopped": GREY, "failed": "#c65d5d"}
 STRENGTHS = (1.0, 0.72, 0.5, 0.34)
-"""Of the best quarter of the trials that are done, the second, and so on."""
+"""Strength of the best quarter of the finished trials, the second, and so on."""
 SYMBOLS: Mapping[str, str] = {"done": "circle", "training": "circle-open", "stopped": "square", "failed": "x"}
 FENCE = 3.0
 """A value this many times the middle half's width beyond it is not in view at first."""
 MIN_FENCED = 4
-"""Of fewer values none can be called astray."""
+"""With fewer values none counts as an outlier."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one trial is drawn."""
+    """The colour, strength and width of a trial."""
 
     state: str
     colour: str
@@ -42,7 +42,7 @@ class Look:
 
     @property
     def paint(self) -> str:
-        """The colour as CSS, as strong as the trial is good."""
+        """The colour as CSS, with the trial's strength."""
         return faint(self.colour, self.strength)
 
 
@@ -50,13 +50,13 @@ def looks(board: Board) -> list[Look]:
     """The look of every trial, in the board's order."""
     best = board.best
     done = [trial for trial in board.in_state("done") if trial.value is not None]
-    places = {id(trial): place for place, trial in enumerate(done)}
+    ranks = {id(trial): rank for rank, trial in enumerate(done)}
     drawn = []
     for trial in board.trials:
         if trial is best:
             drawn.append(Look(trial.state, BEST_COLOUR, 1.0, is_best=True))
             continue
-        quarter = 4 * places[id(trial)] // len(done) if id(trial) in places else 0
+        quarter = 4 * ranks[id(trial)] // len(done) if id(trial) in ranks else 0
         strength = 0.42 if trial.state == "stopped" else STRENGTHS[quarter]
         drawn.append(Look(trial.state, STATE_COLOURS.get(trial.state, GREY), strength))
     return drawn
@@ -95,7 +95,7 @@ def lines(board: Board, curves: Mapping[int, Points], *, hover: str, width: floa
 
 
 def marks(board: Board, points: Mapping[int, tuple[float, float]], *, size: float = 6) -> list[Any]:
-    """One trace per look with a mark per trial, a star for the best; hovering tells all about the trial."""
+    """One trace per look with a mark per trial, a star for the best; hovering shows all about the trial."""
     traces = []
     for look, members in in_groups(board, points):
         traces.append(
@@ -119,7 +119,7 @@ def marks(board: Board, points: Mapping[int, tuple[float, float]], *, size: floa
 
 
 def sweep_figure(board: Board, traces: Sequence[Any], *, x_title: str = "", y_title: str = "") -> PlotlyFigure:
-    """A figure of the traces and an empty one on top, in which the page draws the trial a reader picks."""
+    """A figure of the traces and an empty one on top, in which the page draws the trial that a reader picks."""
     go = graph_objects()
     picked = go.Scatter(x=[], y=[], mode="lines+markers", meta={"picked": True}, hoverinfo="skip", cliponaxis=False)
     figure = go.Figure([*traces, picked])
@@ -145,10 +145,10 @@ def described(board: Board, trial: BoardTrial) -> str:
 
 
 def in_view(figure: PlotlyFigure, curves: Sequence[Sequence[float]], mode: str) -> PlotlyFigure:
-    """The figure with an upright axis that shows the sweep although a few trials went astray.
+    """The figure with a vertical axis that shows the sweep even with a few outliers.
 
-    `curves` are the values of each trial. Only the bad side is ever cut; `layout.meta` says how many trials leave the
-    view, for the page to tell its reader.
+    `curves` are the values of each trial. Only the bad side is ever cut; `layout.meta` has the number of trials that
+    leave the view, which the page shows.
     """
     sign = -1.0 if mode == "max" else 1.0
     worst = [max(sign * value for value in values) for values in curves]

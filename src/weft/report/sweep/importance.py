@@ -1,14 +1,14 @@
-"""Says how much each parameter alone has to do with the objective, and how much of that may be chance.
+"""Computes how much of the objective each parameter alone explains, and how much of that may be chance.
 
-Trials are sorted by their objective and keep only their place, so that one diverged trial does not decide everything.
-A parameter cuts the n trials into k groups (its choices, or equal parts of its range); its importance is the share of
-the variance of the places that lies between the groups, corrected for the number of groups:
+Trials are sorted by their objective and only their ranks are used, so that one diverged trial does not decide
+everything. A parameter divides the n trials into k groups (its choices, or equal parts of its range); its importance is
+the share of the variance of the ranks between the groups, corrected for the number of groups:
 
-    eta2 = sum over groups of size * (mean of group - mean)^2  /  sum over trials of (place - mean)^2
+    eta2 = sum over groups of size * (mean of group - mean)^2  /  sum over trials of (rank - mean)^2
     importance = max(0, 1 - (1 - eta2) * (n - 1) / (n - k))
 
-The same number after shuffling the objectives says what chance alone reaches in one case of twenty. Failed trials have
-no objective and do not count; all others count with the last they had. Interactions of parameters are not seen.
+The same number after shuffling the objectives is what chance alone reaches in one case of twenty. Failed trials have no
+objective and do not count; all others count with their last one. Interactions of parameters are not detected.
 """
 
 from __future__ import annotations
@@ -38,21 +38,20 @@ class Importance:
 
     name: str
     share: float
-    """Of the variance of the trials' places, 0 to 1."""
+    """Share of the variance of the trials' ranks, 0 to 1."""
     chance: float
-    """The share that shuffled objectives stay below in 95 cases of 100."""
+    """Share that shuffled objectives stay below in 95 cases of 100."""
     num_trials: int
     best_group: str
-    """The values whose trials did best on average."""
+    """Values whose trials did best on average."""
 
     @property
     def is_clear(self) -> bool:
-        """More than chance."""
         return self.share > self.chance
 
 
 def importances(board: Board) -> list[Importance]:
-    """Every parameter that can be judged, the most important first; empty with too few trials."""
+    """Every parameter with enough trials, the most important first; empty with too few trials."""
     measured = [_importance(board, axis) for axis in varied_axes(board)]
     known = [importance for importance in measured if importance is not None]
     return sorted(known, key=lambda importance: -importance.share)
@@ -66,13 +65,13 @@ def num_measured(board: Board) -> int:
 def _importance(board: Board, axis: Axis) -> Importance | None:
     sign = -1.0 if board.mode == "max" else 1.0
     pairs = [
-        (place, sign * trial.value)
+        (position, sign * trial.value)
         for trial in board.trials
-        if trial.value is not None and trial.state != "failed" and (place := axis.place(trial.params)) is not None
+        if trial.value is not None and trial.state != "failed" and (position := axis.position(trial.params)) is not None
     ]
     if len(pairs) < MIN_TRIALS:
         return None
-    params = np.array([place for place, _ in pairs])
+    params = np.array([position for position, _ in pairs])
     order = _order(np.array([value for _, value in pairs]))
     groups, labels = _groups(axis, params)
     if not 1 < len(labels) < len(pairs) or np.ptp(order) == 0:
@@ -86,7 +85,7 @@ def _importance(board: Board, axis: Axis) -> Importance | None:
 
 
 def _explained(orders: FloatArray, groups: NDArray[np.int64], num_groups: int) -> FloatArray:
-    """The corrected share for every row of places."""
+    """The corrected share for every row of ranks."""
     n = orders.shape[1]
     membership = np.eye(num_groups)[groups]
     sizes = membership.sum(axis=0)
@@ -98,28 +97,30 @@ def _explained(orders: FloatArray, groups: NDArray[np.int64], num_groups: int) -
 
 
 def _groups(axis: Axis, params: FloatArray) -> tuple[NDArray[np.int64], list[str]]:
-    """The group of every trial, and what the groups are called."""
+    """The group of every trial, and the names of the groups."""
     if axis.kind == "choice":
         used, groups = np.unique(params, return_inverse=True)
-        labels = [shortened(label) for place, label in zip(_centres(axis), axis.choices, strict=True) if place in used]
+        labels = [
+            shortened(label) for position, label in zip(_centres(axis), axis.choices, strict=True) if position in used
+        ]
         return groups.astype(np.int64), labels
     values, groups = np.unique(params, return_inverse=True)
     if len(values) <= min(MAX_CHOICES, len(params) // 2):
-        return groups.astype(np.int64), [number_label(axis.value_at(place), digits=2) for place in values]
+        return groups.astype(np.int64), [number_label(axis.value_at(position), digits=2) for position in values]
     num_groups = min(max(len(params) // TRIALS_PER_GROUP, 2), MAX_GROUPS)
     edges = np.quantile(params, np.linspace(0, 1, num_groups + 1))
     used, groups = np.unique(np.searchsorted(edges[1:-1], params, side="right"), return_inverse=True)
     ranges = [(params[groups == group].min(), params[groups == group].max()) for group in range(len(used))]
-    labels = [" to ".join(number_label(axis.value_at(place), digits=2) for place in ends) for ends in ranges]
+    labels = [" to ".join(number_label(axis.value_at(position), digits=2) for position in ends) for ends in ranges]
     return groups.astype(np.int64), labels
 
 
 def _centres(axis: Axis) -> Sequence[float]:
-    return [place for place, _ in axis.ticks()]
+    return [position for position, _ in axis.ticks()]
 
 
 def _order(values: FloatArray) -> FloatArray:
-    """The place of every value, from 0 for the smallest; equal values share the mean of their places."""
+    """The rank of every value, from 0 for the smallest; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     means: FloatArray = last - (counts + 1) / 2

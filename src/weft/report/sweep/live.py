@@ -1,4 +1,4 @@
-"""Shows the leaderboard of a sweep in the terminal: the best trials, those at work, and one line of totals."""
+"""Shows the leaderboard of a sweep in the terminal: the best trials, active ones, and one line of totals."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def leaderboard_table(board: Mapping[str, Any], limit: int = 20) -> Table:
     table.add_column("state", no_wrap=True)
     table.add_column(Text(one_line(known.metric)), justify="right", no_wrap=True)
     table.add_column("steps", justify="right", no_wrap=True)
-    # This one and the name may shrink: half a name still tells which trial it is, half a number tells nothing.
+    # This one and the name may shrink: half a name still identifies the trial, half a number is worthless.
     table.add_column("parameters", overflow="ellipsis", min_width=10)
-    for place in shown:
-        table.add_row(*_row(known, place, axes))
+    for index in shown:
+        table.add_row(*_row(known, index, axes))
     hidden = len(known.trials) - len(shown)
     if hidden:
         table.caption = Text(f"… and {counted(hidden, 'more trial')}", style="dim")
@@ -44,7 +44,7 @@ def leaderboard_table(board: Mapping[str, Any], limit: int = 20) -> Table:
 
 
 def status_line(board: Mapping[str, Any], remaining_s: float | None = None) -> Text:
-    """The sweep in one line: the best so far, trials by state, tokens, time and what is left of it, speed-up."""
+    """The sweep in one line: the best so far, trials by state, tokens, time and the remaining budget, speed-up."""
     known = read_board(board)
     parts = []
     if known.best is not None:
@@ -62,19 +62,19 @@ def status_line(board: Mapping[str, Any], remaining_s: float | None = None) -> T
 
 
 def _shown(board: Board, limit: int) -> list[int]:
-    """Places on the board, in its order: the best, and trials at work that would not be among them."""
-    places = range(len(board.trials))
-    at_work = [place for place in places if board.trials[place].state == "training"][: limit // 2]
-    others = [place for place in places if place not in set(at_work)]
+    """Indices on the board, in its order: the best, and active trials that would not be among them."""
+    indices = range(len(board.trials))
+    at_work = [index for index in indices if board.trials[index].state == "training"][: limit // 2]
+    others = [index for index in indices if index not in set(at_work)]
     return sorted(at_work + others[: limit - len(at_work)])
 
 
-def _row(board: Board, place: int, axes: Sequence[Axis]) -> tuple[RenderableType, ...]:
-    trial = board.trials[place]
+def _row(board: Board, index: int, axes: Sequence[Axis]) -> tuple[RenderableType, ...]:
+    trial = board.trials[index]
     style = "bold" if trial is board.best else ""
     has_rank = trial.value is not None and trial.state != "failed"
     return (
-        str(place + 1) if has_rank else readable.NOTHING,
+        str(index + 1) if has_rank else readable.NOTHING,
         readable.NameCell(trial.name, style, widest=MAX_NAME),
         Text(one_line(trial.state), style=STATE_STYLES.get(trial.state, "")),
         Text(readable.loss(trial.value), style=style),

@@ -1,8 +1,7 @@
-"""Writes the report.html of a sweep: which configuration won, by how much, why, and what the search has cost.
+"""Writes the report.html of a sweep: which configuration won, by how much, why, and the cost of the search.
 
-One self-contained page in the manner of a run's (`weft.report.page`): it opens offline, in light and dark, on a phone
-too. All text of users goes through the template's autoescape or, inside the data of the charts, through
-`json_for_script`.
+One self-contained page like that of a run (`weft.report.page`): it opens offline, in light and dark, on a phone too.
+All text of users goes through the template's autoescape or, inside the data of the charts, through `json_for_script`.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ ADAPTIVE_NOTE = "The sampler chose later trials by earlier ones, so parameters m
 def write_sweep_report(
     path: Path, board: Mapping[str, Any], info: Mapping[str, Any], time: Callable[[], TimeSplit] | None = None
 ) -> None:
-    """Writes the page about a leaderboard to `path`, whole or not at all; `info`: what run.json tells of its trials.
+    """Writes the page of a leaderboard to `path`, whole or not at all; `info`: the run.json of its trials.
 
-    `time`: asked last for what the sweep has taken, if the leaderboard does not know it yet.
+    `time`: called last for the sweep's times, if the leaderboard does not have them yet.
     """
     path = Path(path)
     write_file(path, render_sweep(read_board(board), info, time, name=path.resolve().parent.name))
@@ -76,7 +75,7 @@ def render_sweep(
 
 
 def _about(board: Board, axes: Sequence[Axis]) -> list[tuple[str, str]]:
-    """What was searched and what all trials share, as label and value."""
+    """The search space and the shared settings, as label and value."""
     about = [("objective", f"{board.metric}, the {'higher' if board.mode == 'max' else 'lower'} the better")]
     if board.sampler:
         about.append(("sampler", board.sampler))
@@ -91,9 +90,9 @@ def _first(board: Board, name: str) -> Any:
 
 
 def _tiles(board: Board) -> list[tuple[str, str, str]]:
-    """The numbers a reader wants first: label, value, and a note."""
+    """The main numbers: label, value, and a note."""
     counts = board.counts()
-    saved = sum(trial.tokens * trial.left_out for trial in board.own_trials)
+    saved = sum(trial.tokens * trial.left_out for trial in board.new_trials)
     tiles = [
         ("trials", str(len(board.trials)), ", ".join(f"{num} {state}" for state, num in counts.items())),
         ("time", readable.duration(board.seconds), ""),
@@ -111,8 +110,8 @@ def _tiles(board: Board) -> list[tuple[str, str, str]]:
 def _rows(board: Board, axes: Sequence[Axis]) -> list[dict[str, Any]]:
     drawn = looks(board)
     rows = []
-    for place, (trial, look) in enumerate(zip(board.trials, drawn, strict=True), start=1):
-        rank = readable.NOTHING if trial.value is None or trial.state == "failed" else str(place)
+    for rank, (trial, look) in enumerate(zip(board.trials, drawn, strict=True), start=1):
+        rank = readable.NOTHING if trial.value is None or trial.state == "failed" else str(rank)
         row: dict[str, Any] = {"rank": rank, "name": trial.name, "state": trial.state, "reason": trial.reason}
         known = trial.state if trial.state in STATES else "unknown"
         row |= {"colour": look.paint, "is_best": look.is_best, "badge": known, "cells": _cells(board, trial, axes)}
@@ -123,7 +122,7 @@ def _rows(board: Board, axes: Sequence[Axis]) -> list[dict[str, Any]]:
 def _cells(board: Board, trial: BoardTrial, axes: Sequence[Axis]) -> list[Cell]:
     """Label, text and sort key of one trial's numbers."""
     steps = f"{trial.steps:,}" if trial.total_steps in (0, trial.steps) else f"{trial.steps:,} / {trial.total_steps:,}"
-    params = [(axis.label, _param(trial, axis.name), axis.place(trial.params)) for axis in axes]
+    params = [(axis.label, _param(trial, axis.name), axis.position(trial.params)) for axis in axes]
     return [
         (board.metric, readable.loss(trial.value), trial.value),
         *params,
@@ -138,21 +137,21 @@ def _param(trial: BoardTrial, name: str) -> str:
 
 
 def _importance_note(board: Board, axes: Sequence[Axis]) -> str:
-    """What the importances rest on, or why there are none."""
+    """The basis of the importances, or the reason why there are none."""
     num = num_measured(board)
     if not axes:
         return "All trials have the same parameters."
     if num < MIN_TRIALS:
-        return f"Too few trials: {num} with a value; from {MIN_TRIALS} on there is something to say."
+        return f"Too few trials: {num} with a value; importances need {MIN_TRIALS}."
     note = f"Rests on {num} trials; one that did not reach its end counts with its last value, a failed one not at all."
     return note if board.sampler in ("", "grid", "random") else f"{note} {ADAPTIVE_NOTE}"
 
 
 def _spent(board: Board) -> list[tuple[str, str, list[PagePart]]]:
-    """Tokens and time: title, total, and the parts by what became of the trials; what was saved comes last."""
+    """Tokens and time: title, total, and the parts by state of the trials; what was saved comes last."""
     spent = []
     for title, amount_of, words in (("tokens", "tokens", readable.count), ("time", "seconds", readable.duration)):
-        amounts = [(trial.state, float(getattr(trial, amount_of)), trial.left_out) for trial in board.own_trials]
+        amounts = [(trial.state, float(getattr(trial, amount_of)), trial.left_out) for trial in board.new_trials]
         by_state = {state: sum(amount for s, amount, _ in amounts if s == state) for state in board.counts()}
         saved = sum(amount * left for _, amount, left in amounts)
         total = sum(by_state.values()) + saved

@@ -1,4 +1,4 @@
-"""Places the values of a searched parameter on an axis: choices side by side, ranges linear or logarithmic.
+"""Positions the values of a searched parameter on an axis: choices side by side, ranges linear or logarithmic.
 
 One `Axis` serves the parallel coordinates, the scatter plots, the importance and the sorting of the table, so that a
 parameter looks the same everywhere.
@@ -18,9 +18,9 @@ from weft.report import readable
 from weft.report.sweep.board import Board, BoardTrial, finite
 
 MAX_CHOICES = 8
-"""Numbers with at most this many different values were a list of choices, as far as a reader can tell."""
+"""Numbers with at most this many different values are taken for a list of choices."""
 LOG_FROM = 10.0
-"""A range whose ends differ by less is taken to be linear where nobody says what it is."""
+"""A range whose ends differ by a smaller factor is taken to be linear if its scale is unknown."""
 MAX_LABEL = 22
 """Characters of one tick label."""
 
@@ -37,10 +37,10 @@ class Axis:
     low: float
     high: float
     label: str = ""
-    """The last part of the name where that is enough to tell it from the others: `r` for `adapter.r`."""
+    """The last part of the name if it is unique: `r` for `adapter.r`."""
 
-    def place(self, params: Mapping[str, Any]) -> float | None:
-        """Where the value lies between 0 and 1; None where the trial has none."""
+    def position(self, params: Mapping[str, Any]) -> float | None:
+        """Position of the value, from 0 to 1; None if the trial has none."""
         if self.name not in params:
             return None
         value = params[self.name]
@@ -52,14 +52,14 @@ class Axis:
             return None
         return (self._scaled(number) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
 
-    def value_at(self, place: float) -> float:
-        """The value at a place between 0 and 1 of a range."""
+    def value_at(self, position: float) -> float:
+        """The value at a position from 0 to 1 of a range."""
         low, high = self._scaled(self.low), self._scaled(self.high)
-        scaled = low + place * (high - low)
+        scaled = low + position * (high - low)
         return 10.0**scaled if self.kind == "log" else scaled
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Place and label of what an axis shows: every choice, or five values of a range."""
+        """Position and label of an axis' ticks: every choice, or five values of a range."""
         if self.kind == "choice":
             return [((i + 0.5) / len(self.choices), shortened(label)) for i, label in enumerate(self.choices)]
         return [(i / 4, number_label(self.value_at(i / 4), digits=2)) for i in range(5)]
@@ -78,13 +78,13 @@ def varied_axes(board: Board) -> list[Axis]:
 
 
 def param_names(trials: Sequence[BoardTrial]) -> list[str]:
-    """All parameters any trial has, in the order they are met by trial number."""
+    """All parameters of any trial, in the order of trial numbers."""
     by_number = sorted(trials, key=lambda trial: trial.number)
     return list(dict.fromkeys(name for trial in by_number for name in trial.params))
 
 
 def value_label(value: Any) -> str:
-    """A parameter's value as a person writes it: `2e-4`, `16`, `true`, `q_proj, v_proj`."""
+    """A parameter's value for people: `2e-4`, `16`, `true`, `q_proj, v_proj`."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -118,7 +118,7 @@ def _last_part(name: str) -> str:
 
 
 def _axis(name: str, board: Board) -> Axis | None:
-    """None when all trials that have the parameter agree; a guess where the board does not know what was searched."""
+    """None if all trials with the parameter agree; a guess if the board does not know the search space."""
     values = [trial.params[name] for trial in board.trials if name in trial.params]
     scale = board.scales.get(name)
     labels = dict.fromkeys(value_label(value) for value in values)
@@ -139,7 +139,7 @@ def _axis(name: str, board: Board) -> Axis | None:
 
 
 def _seems_log(numbers: Sequence[float]) -> bool:
-    """Whether the middle value lies nearer the middle of a logarithmic axis than that of a linear one."""
+    """True if the middle value is nearer the middle of a logarithmic axis than that of a linear one."""
     low, high, median = min(numbers), max(numbers), statistics.median(numbers)
     if high / low < LOG_FROM:
         return False

@@ -16,9 +16,9 @@ from weft.report.time_charts import GREY
 SPREAD = 0.3
 """Trials of the same choice are spread over this part of its room to either side."""
 GOLDEN = 0.618034
-"""Steps of this size fill a stretch evenly, and in no order that could be taken for a trend."""
-FAILED_PLACE = -0.12
-"""Below the objective's axis: failed trials have no value on it."""
+"""Steps of this size fill a stretch evenly, and in no order that looks like a trend."""
+FAILED_POSITION = -0.12
+"""Position of failed trials, which have no value, below the objective's axis."""
 LABEL_ROOM = 36
 """Characters side by side below a small chart."""
 MAX_LABEL_LINES = 3
@@ -35,17 +35,17 @@ def parallel(board: Board) -> PlotlyFigure | None:
         return None
     worst, best = _ends(board)
     columns = [_spread(board, axis, shown, in_order=True) for axis in axes]
-    columns.append({i: _objective_place(_value(board, i), worst, best) for i in shown})
+    columns.append({i: _objective_position(_value(board, i), worst, best) for i in shown})
     curves: dict[int, Points] = {i: [(float(x), column[i]) for x, column in enumerate(columns)] for i in shown}
-    ends = {i: (float(len(axes)), place) for i in shown if (place := columns[-1][i]) is not None}
+    ends = {i: (float(len(axes)), position) for i in shown if (position := columns[-1][i]) is not None}
     traces = lines(board, curves, hover="%{text}<extra></extra>", width=1.3)
     figure = sweep_figure(board, [*traces, *marks(board, ends, size=5)]).update_yaxes(range=[-0.05, 1.05])
     limit = 20 if len(axes) < CROWDED_FROM else 12
-    ticks = [[(place, shortened(text, limit)) for place, text in axis.ticks()] for axis in axes]
+    ticks = [[(position, shortened(text, limit)) for position, text in axis.ticks()] for axis in axes]
     ticks.append(_objective_ticks(worst, best))
     if len(valued) < len(shown):
-        ticks[-1].append((FAILED_PLACE, "failed"))
-        figure.update_yaxes(range=[FAILED_PLACE - 0.05, 1.05])
+        ticks[-1].append((FAILED_POSITION, "failed"))
+        figure.update_yaxes(range=[FAILED_POSITION - 0.05, 1.05])
     return _with_axes(figure, [axis.label for axis in axes] + [board.metric], ticks)
 
 
@@ -53,7 +53,7 @@ def scatters(board: Board) -> dict[str, PlotlyFigure]:
     """The objective against each parameter, by chart id."""
     valued = [i for i in range(len(board.trials)) if _value(board, i) is not None]
     drawn: dict[str, PlotlyFigure] = {}
-    for place, axis in enumerate(varied_axes(board)):
+    for position, axis in enumerate(varied_axes(board)):
         columns = _spread(board, axis, valued, in_order=False)
         points = {
             i: (_x(axis, x), value)
@@ -63,7 +63,7 @@ def scatters(board: Board) -> dict[str, PlotlyFigure]:
         if points:
             figure = sweep_figure(board, marks(board, points, size=7 if len(points) <= 60 else 5))
             figure = in_view(figure, [[value] for _, value in points.values()], board.mode)
-            drawn[f"scatter_{place}"] = _scaled(figure, axis)
+            drawn[f"scatter_{position}"] = _scaled(figure, axis)
     return drawn
 
 
@@ -80,29 +80,29 @@ def _scaled(figure: PlotlyFigure, axis: Axis) -> PlotlyFigure:
 
 
 def _log_ticks(ratio: float) -> int | str | None:
-    """Powers of ten where there are several, else 1, 2 and 5 times them: all nine digits do not fit a small chart."""
+    """Powers of ten if there are several, else 1, 2 and 5 times them: all nine digits do not fit a small chart."""
     return 1 if ratio >= 100 else "D2" if ratio >= 5 else None
 
 
 def _in_lines(text: str, width: int) -> str:
-    """A tick label broken where it may be, and cut after a few lines."""
+    """A tick label broken into lines, and cut after a few."""
     broken = textwrap.wrap(text, width, max_lines=MAX_LABEL_LINES, placeholder=" …")
     return "<br>".join(map(label, broken))
 
 
-def _x(axis: Axis, place: float) -> float:
-    """Where a trial is drawn: choices side by side from 0, ranges at their value."""
-    return place * len(axis.choices) - 0.5 if axis.kind == "choice" else axis.value_at(place)
+def _x(axis: Axis, position: float) -> float:
+    """Coordinate of a trial: choices side by side from 0, ranges at their value."""
+    return position * len(axis.choices) - 0.5 if axis.kind == "choice" else axis.value_at(position)
 
 
 def _spread(board: Board, axis: Axis, shown: Sequence[int], *, in_order: bool) -> dict[int, float | None]:
-    """The place of every trial on an axis; trials of one choice side by side, the better the higher if `in_order`."""
-    places = {i: axis.place(board.trials[i].params) for i in shown}
+    """Position of every trial on an axis; trials of one choice side by side, the better the higher if `in_order`."""
+    positions = {i: axis.position(board.trials[i].params) for i in shown}
     if axis.kind != "choice":
-        return places
-    spread: dict[int, float | None] = dict(places)
-    for centre in {place for place in places.values() if place is not None}:
-        members = [i for i in shown if places[i] == centre]
+        return positions
+    spread: dict[int, float | None] = dict(positions)
+    for centre in {position for position in positions.values() if position is not None}:
+        members = [i for i in shown if positions[i] == centre]
         room = 2 * SPREAD / len(axis.choices)
         for order, i in enumerate(members):
             # One alone stands in the middle.
@@ -114,16 +114,16 @@ def _spread(board: Board, axis: Axis, shown: Sequence[int], *, in_order: bool) -
 def _with_axes(
     figure: PlotlyFigure, names: Sequence[str], ticks: Sequence[Sequence[tuple[float, str]]]
 ) -> PlotlyFigure:
-    """Upright axes with their labels beside them and their names above."""
+    """Vertical axes with their labels beside them and their names above."""
     upright: dict[str, Any] = {"type": "line", "y0": 0, "y1": 1, "layer": "below"}
     figure.update_layout(
         shapes=[
             upright | {"x0": x, "x1": x, "line": {"color": faint(GREY, 0.55), "width": 1}} for x in range(len(names))
         ],
         annotations=[
-            {"x": x, "y": place, "text": label(text), "showarrow": False, "xanchor": "left", "xshift": 7}
+            {"x": x, "y": position, "text": label(text), "showarrow": False, "xanchor": "left", "xshift": 7}
             for x, column in enumerate(ticks)
-            for place, text in column
+            for position, text in column
         ],
         margin={"l": 36, "r": 74, "t": 34, "b": 12},
         xaxis={
@@ -140,16 +140,16 @@ def _with_axes(
 
 
 def _ends(board: Board) -> tuple[float, float]:
-    """The worst value that is not astray, and the best."""
+    """The worst value that is no outlier, and the best."""
     sign = -1.0 if board.mode == "max" else 1.0
     losses = [sign * value for i in range(len(board.trials)) if (value := _value(board, i)) is not None]
     top = fence(losses)
     return sign * (max(losses) if top is None else top), sign * min(losses)
 
 
-def _objective_place(value: float | None, worst: float, best: float) -> float:
+def _objective_position(value: float | None, worst: float, best: float) -> float:
     if value is None:
-        return FAILED_PLACE
+        return FAILED_POSITION
     # What lies beyond the view stands at its end.
     return 0.5 if best == worst else min(max((value - worst) / (best - worst), 0.0), 1.0)
 

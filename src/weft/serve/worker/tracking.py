@@ -81,11 +81,11 @@ class Tracking:
             if trackers is not None and event is None:
                 trackers.finish(claim.id, JobState.PAUSED)
             elif trackers is not None and event is not None:
-                trackers.hear(event, claim.id)
+                trackers.record(event, claim.id)
             return
         if claim.name not in self._open:
             self._open[claim.name] = self._start(claim)
-        self._open[claim.name].hear(event, claim.id)
+        self._open[claim.name].record(event, claim.id)
 
     def _start(self, claim: Claim) -> Trackers:
         opened: dict[str, Tracker] = {}

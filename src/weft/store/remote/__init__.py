@@ -1,1 +1,1 @@
-"""Runs behind a URL: trained in a local directory that is kept equal to what lies there."""
+"""Runs at a URL: trained in a local directory that is synchronised with the URL."""

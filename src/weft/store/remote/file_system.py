@@ -1,7 +1,7 @@
-"""Files behind any URL that fsspec knows (s3://…, gs://…), each there whole or not at all.
+"""Files at any URL that fsspec supports (s3://…, gs://…), each whole or missing.
 
 Object stores show an object when it is complete. On other file systems a file is uploaded under a temporary name and
-renamed. Whatever library an error comes from, it is raised as a StorageError that names the URL.
+renamed. An error of any library is raised as a StorageError that names the URL.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weft.errors import ConfigError, MissingExtraError, StorageError, WeftError,
 from weft.store.atomic import TEMP_PREFIX
 
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-"""The package behind each kind of URL that no extra brings."""
+"""Package for each kind of URL that is not installed by an extra."""
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
-"""Where an object appears when it is complete, and folders need not be made."""
+"""Stores where an object appears when it is complete, and folders need not be made."""
 
 
 def open_file_system(url: str, where: str) -> tuple[Any, str]:
@@ -56,39 +56,38 @@ class RemoteDirectory:
         self._is_object_store = url.partition("://")[0] in OBJECT_STORES
 
     def names(self) -> list[str]:
-        """All files, sorted; none where there is nothing."""
+        """All files, sorted."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
-            result = sorted(self._relative(place) for place in self._fs.find(self._root))
+            result = sorted(self._relative(path) for path in self._fs.find(self._root))
             return [name for name in result if not name.rpartition("/")[2].startswith(TEMP_PREFIX)]
         return []
 
     def top_names(self) -> list[str]:
         """Files and folders directly below the URL."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
-            return sorted(self._relative(place) for place in self._fs.ls(self._root, detail=False))
+            return sorted(self._relative(path) for path in self._fs.ls(self._root, detail=False))
         return []
 
     def read(self, name: str) -> bytes | None:
-        """What a file holds; None if there is none."""
+        """Contents of a file; None if it does not exist."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
-            return bytes(self._fs.cat_file(self._place(name)))
+            return bytes(self._fs.cat_file(self._path(name)))
         return None
 
     def write(self, name: str, data: bytes) -> None:
-        """The file holds `data`."""
-        with self._changes(name) as place:
-            self._fs.pipe_file(place, data)
+        with self._changes(name) as path:
+            self._fs.pipe_file(path, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a new file; False if there is one, or another process creates it at the same time.
+        """Writes a new file; False if it exists, or another process creates it at the same time.
 
-        Where a file system cannot refuse to overwrite, what is read back decides.
+        Where a file system cannot refuse to overwrite, the contents read afterwards decide.
         """
         failure: StorageError | None = None
         try:
             with self._errors():
                 self._make_folder(name)
-                self._fs.pipe_file(self._place(name), data, mode="create")
+                self._fs.pipe_file(self._path(name), data, mode="create")
         except StorageError as error:
             failure = error
         result = self.read(name)
@@ -97,26 +96,24 @@ class RemoteDirectory:
         return result == data
 
     def upload(self, path: Path, name: str) -> None:
-        """The file holds what a local one does."""
-        with self._changes(name) as place:
-            self._fs.put_file(str(path), place)
+        with self._changes(name) as path:
+            self._fs.put_file(str(path), path)
 
     def download(self, name: str, path: Path) -> None:
-        """Copies a file to a new local one."""
         with self._errors():
-            self._fs.get_file(self._place(name), str(path))
+            self._fs.get_file(self._path(name), str(path))
 
     def delete(self, name: str) -> None:
-        """The file is not there any more, if it was."""
+        """Deletes the file if it exists."""
         faults.point("remote.delete")
         with self._errors(), contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._place(name))
+            self._fs.rm_file(self._path(name))
         faults.point("remote.delete")
 
     @contextlib.contextmanager
     def _changes(self, name: str) -> Iterator[str]:
-        """Yields where to write a file that is then put in its place."""
-        final = self._place(name)
+        """Yields the path to write a file to, which is then renamed."""
+        final = self._path(name)
         folder, _, last = final.rpartition("/")
         temp = f"{folder}/{TEMP_PREFIX}{secrets.token_hex(8)}-{last}"
         with self._errors():
@@ -129,13 +126,13 @@ class RemoteDirectory:
 
     def _make_folder(self, name: str) -> None:
         if not self._is_object_store:
-            self._fs.makedirs(self._place(name).rpartition("/")[0], exist_ok=True)
+            self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
-    def _place(self, name: str) -> str:
+    def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _relative(self, place: object) -> str:
-        return str(place).removeprefix(self._root).strip("/")
+    def _relative(self, path: object) -> str:
+        return str(path).removeprefix(self._root).strip("/")
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""Who owns the run behind a URL: one process at a time, over all machines.
+"""The owner of the run at a URL: one process at a time, over all machines.
 
-As in a shared directory (`store/owner.py`), an owner creates `.owner-<term>` and removes its predecessor's. It writes
-the file anew every few seconds, and whoever comes next watches: a file that changes has a living owner, one that does
-not for `LEASE_S` has none. So no clocks are compared. The predecessor of this machine with the same local copy is known
-to be dead as soon as the lock of that copy is had.
+As in a shared directory (`store/owner.py`), an owner creates `.owner-<term>` and removes its predecessor's. It rewrites
+the file every few seconds, and a successor watches it: a file that changes has a living owner, one that does not for
+`LEASE_S` has none. So no clocks are compared. A predecessor on this machine with the same local copy is known to be
+dead as soon as the lock of that copy is free.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from weft.store.owner import Owner
 from weft.store.remote.file_system import RemoteDirectory
 
 BEAT_S = 10.0
-"""Seconds between two signs of life of an owner."""
+"""Seconds between two heartbeats of an owner."""
 LEASE_S = 60.0
-"""An owner that gives none for so long is taken for dead."""
+"""An owner without a heartbeat for so long is taken for dead."""
 LOOK_S = 3.0
-"""Seconds between two looks at an owner that may be alive."""
+"""Seconds between two reads of the record of an owner that may be alive."""
 _NAME = re.compile(r"\.owner-(\d{1,18})")
 
 
 def is_lease(name: str) -> bool:
-    """Whether a file behind a URL is no part of the run, but says who owns it."""
+    """True if a file at a URL is not part of the run but the record of an owner."""
     return _NAME.fullmatch(name) is not None
 
 
 class Lease:
-    """That this process owns the run behind a URL."""
+    """The ownership of the run at a URL by this process."""
 
     def __init__(self, remote: RemoteDirectory, owner: Owner, local: Path) -> None:
         self.owner = owner
@@ -53,16 +53,17 @@ class Lease:
         remote: RemoteDirectory,
         local: Path,
         *,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> Lease:
         """Becomes the owner, once the last one is known to have ended; `local` is this process's own copy, locked.
 
-        StorageError if the last owner is alive, or another process is quicker. `tell` hears why it takes a while.
+        StorageError if the last owner is alive, or another process is quicker. `notify` is called with the reason of a
+        wait.
         """
         terms = _terms(remote)
         if terms:
-            _await_end(remote, max(terms), local, tell, sleep)
+            _await_end(remote, max(terms), local, notify, sleep)
         lease = cls(remote, Owner.here(max(terms, default=0) + 1), local)
         if not remote.create(lease._name, lease._record()):
             raise _in_use(remote, lease.owner.term)
@@ -74,18 +75,18 @@ class Lease:
         return lease
 
     def keep(self) -> None:
-        """Gives signs of life until the lease is let go of."""
+        """Sends heartbeats until the lease is released."""
 
         def beat() -> None:
             while not self._stop.wait(BEAT_S):
-                # A store that is away hears of it later; that somebody else came meanwhile, `check` tells.
+                # An unreachable store gets a later heartbeat; `check` detects a takeover.
                 with contextlib.suppress(StorageError):
                     self.beat()
 
         threading.Thread(target=beat, name="weft-lease", daemon=True).start()
 
     def beat(self) -> None:
-        """Gives a sign of life."""
+        """Sends a heartbeat."""
         with self._lock:
             if self._stop.is_set():
                 return
@@ -94,7 +95,7 @@ class Lease:
             self._remote.write(self._name, self._record())
 
     def check(self) -> None:
-        """StorageError once another process owns the run, or if the store is away."""
+        """StorageError once another process owns the run, or if the store is unreachable."""
         newest = max(_terms(self._remote), default=0)
         result = self._remote.read(f".owner-{newest}") if newest else None
         successor = None if result is None else Owner.parse(result, newest)
@@ -103,7 +104,7 @@ class Lease:
             raise LeaseLostError(f"was taken over{by}; this process writes nothing more there.", where=self._remote.url)
 
     def release(self) -> None:
-        """Lets go of the run; the next owner need not wait."""
+        """Releases the run; the next owner need not wait."""
         self._stop.set()
         with self._lock, contextlib.suppress(StorageError):
             self.check()
@@ -111,7 +112,7 @@ class Lease:
             self._remote.write(self._name, self._record())
 
     def withdraw(self) -> None:
-        """Lets go of the run and leaves what was found, but for terms: they count on once they have begun."""
+        """Releases the run and restores its former contents, except terms: they keep counting."""
         self.release()
         if self.owner.term == 1:
             with contextlib.suppress(StorageError):
@@ -122,21 +123,21 @@ class Lease:
         return f".owner-{self.owner.term}"
 
     def _record(self) -> bytes:
-        told = {**dataclasses.asdict(self.owner), "local": str(self._local), "beats": self._num_beats}
-        return json.dumps(told).encode()
+        record = {**dataclasses.asdict(self.owner), "local": str(self._local), "beats": self._num_beats}
+        return json.dumps(record).encode()
 
 
 class LeaseLostError(StorageError):
-    """The run behind a URL belongs to another process now."""
+    """The run at a URL belongs to another process now."""
 
 
 def newest_term(remote: RemoteDirectory) -> int:
-    """How many owners the run behind a URL has had."""
+    """Number of owners that the run at a URL has had."""
     return max(_terms(remote), default=0)
 
 
 def _await_end(
-    remote: RemoteDirectory, term: int, local: Path, tell: Callable[[str], None], sleep: Callable[[float], None]
+    remote: RemoteDirectory, term: int, local: Path, notify: Callable[[str], None], sleep: Callable[[float], None]
 ) -> None:
     """Returns once the owner of a term is known to have ended; StorageError if it lives."""
     before = remote.read(f".owner-{term}")
@@ -145,7 +146,7 @@ def _await_end(
     owner = Owner.parse(before, term)
     if owner.is_released or (owner.is_of_this_machine and _local(before) == str(local)):
         return
-    tell(f"{owner} has not said that it ended; if it gives no sign of life for {LEASE_S:g} s, this process takes over")
+    notify(f"{owner} has not released the run; without a heartbeat for {LEASE_S:g} s, this process takes over")
     for _ in range(int(LEASE_S / LOOK_S)):
         sleep(LOOK_S)
         now = remote.read(f".owner-{term}")
@@ -156,7 +157,7 @@ def _await_end(
 
 
 def _local(record: bytes) -> object:
-    """The local copy of an owner."""
+    """Local copy of an owner."""
     with contextlib.suppress(ValueError, AttributeError):
         return json_text.parse(record).get("local")
     return None

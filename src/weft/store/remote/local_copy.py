@@ -1,12 +1,12 @@
-"""The copy of a run behind a URL on this machine: where it is trained, and what it knows of the files behind the URL.
+"""The copy on this machine of a run at a URL: the run is trained here, with a record of the files at the URL.
 
 <cache>/<digest of the URL>/
   .lock              held while a process works here
-  .mirrored.json     which of the run's owners this copy is of, and which of its files lie behind the URL
-  .outbox/           files on their way there
+  .mirrored.json     the owner of the run that this copy is of, and which of its files are at the URL
+  .outbox/           files being uploaded
   <name>/            the run directory
 
-A copy is up to date if nobody else has owned the run since: then it is at least as new as what lies behind the URL.
+A copy is up to date if the run has had no other owner since: then it is at least as new as the files at the URL.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ _LOCK, _RECORD, _OUTBOX, _ARRIVING = ".lock", ".mirrored.json", ".outbox", ".arr
 
 
 class Stamp(NamedTuple):
-    """Tells one content of a local file from another."""
+    """Identifies the content of a local file."""
 
     inode: int
     num_bytes: int
     changed_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> Stamp:
-        """That of a file."""
-        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
+    def of(cls, status: os.stat_result) -> Stamp:
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class LocalCopy:
@@ -56,7 +55,7 @@ class LocalCopy:
         self.path = self._folder / (last if JOB_NAME.fullmatch(last) else "run")
         self.outbox = self._folder / _OUTBOX
         self.files: Mapping[str, Stamp | None] = {}
-        """What may lie behind the URL, and of which local file it is; None if that is not certain."""
+        """Files that may be at the URL, with the local file that each is of; None if that is not certain."""
         self._url, self._mark = url, mark
         self._term = 0
         with storage_errors(self._folder):
@@ -72,25 +71,25 @@ class LocalCopy:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
+        """True if a run was begun here."""
         return (self.path / self._mark).exists()
 
     def is_up_to_date(self, term: int) -> bool:
-        """Whether nobody else has owned the run since, if its last owner was that of `term`."""
+        """True if the run has had no other owner since that of `term`, its last."""
         return 0 < term == self._term
 
     def empty(self) -> None:
-        """Removes what is here."""
+        """Removes all files."""
         self.files, self._term = {}, 0
         with storage_errors(self._folder):
-            # First what says that it is of any worth.
+            # First the record that makes it valid.
             (self._folder / _RECORD).unlink(missing_ok=True)
             for entry in self._folder.iterdir():
                 if entry.name != _LOCK:
                     shutil.rmtree(entry)
 
     def fetch(self, remote: RemoteDirectory) -> None:
-        """Replaces what is here by what lies behind the URL."""
+        """Replaces all files by those at the URL."""
         self.empty()
         arriving = self._folder / _ARRIVING
         whole, torn = whole_names(remote.names())
@@ -99,13 +98,13 @@ class LocalCopy:
             arriving.rename(self.path)
         self.files = {**stamps, **dict.fromkeys(torn)}
 
-    def own(self, term: int) -> None:
-        """What is here belongs to the owner of this term from now on."""
+    def take_ownership(self, term: int) -> None:
+        """Records that the files here belong to the owner of this term from now on."""
         self._term = term
         self.note(self.files)
 
     def note(self, files: Mapping[str, Stamp | None]) -> None:
-        """Records what may lie behind the URL."""
+        """Records which files may be at the URL."""
         self.files = dict(files)
         write_file(
             self._folder / _RECORD,
@@ -113,13 +112,13 @@ class LocalCopy:
         )
 
     def close(self, *, remove: bool) -> None:
-        """Lets other processes of this machine have it; `remove`: nothing here is needed any more."""
+        """Releases the copy for other processes of this machine; with `remove` it is deleted."""
         if remove:
             self.empty()
         os.close(self._lock)
 
     def _read(self) -> None:
-        """What an earlier process recorded; a record that cannot be read is of no worth."""
+        """The record of an earlier process; one that cannot be read is ignored."""
         try:
             known = json_text.parse((self._folder / _RECORD).read_bytes())
             files = {name: None if stamp is None else Stamp(*stamp) for name, stamp in known["files"].items()}
@@ -143,12 +142,12 @@ def download(remote: RemoteDirectory, names: Iterable[str], folder: Path) -> dic
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Whether a file belongs to a checkpoint of a job, whatever that is called."""
+    """True if a file belongs to a checkpoint of a job of any name."""
     return _CHECKPOINT.search(name) is not None
 
 
 def whole_names(names: list[str]) -> tuple[list[str], list[str]]:
-    """Files of the run, and leftovers: what an upload or a deletion that was cut short left of a checkpoint."""
+    """Files of the run, and leftovers of checkpoints whose upload or deletion was interrupted."""
     own = [name for name in names if _is_of_run(name)]
     states = {str(PurePosixPath(name).parent) for name in own if PurePosixPath(name).name == "state.json"}
     torn = [name for name in own if is_of_checkpoint(name) and str(PurePosixPath(name).parent) not in states]
@@ -156,5 +155,5 @@ def whole_names(names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_of_run(name: str) -> bool:
-    """Not a lease, and no name that leads elsewhere or that no run has."""
+    """True for files of a run: no lease, and no name outside it."""
     return bool(name) and not is_lease(name) and not any(part.startswith(".") or not part for part in name.split("/"))

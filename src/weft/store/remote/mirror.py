@@ -1,12 +1,12 @@
-"""Keeps what lies behind a URL equal to a local directory, so that whoever reads it finds a run that can go on.
+"""Keeps the files at a URL equal to a local directory, so that a reader always finds a run that can be resumed.
 
-Nothing is uploaded before what it speaks of, and nothing is deleted before all that replaces it is there:
+Files are uploaded after everything they refer to, and deleted after everything that replaces them is there:
 
     metrics, settings and all else, tensors and adapters, status.json, trials.jsonl, a checkpoint's state.json, run.json
 
-Files are set aside for an upload in the opposite order, so each is at least as new as those that speak of it, though
-the run goes on meanwhile. The files of a checkpoint or an adapter, which appear together, are set aside together. So at
-every moment there is what a run killed locally would have left, with its last checkpoints or earlier ones.
+Copies for an upload are made in the opposite order, so each file is at least as new as those that refer to it, though
+the run goes on meanwhile. The files of a checkpoint or an adapter, which appear together, are copied together. So at
+every moment the URL holds what a run killed locally would have left, with its last checkpoints or earlier ones.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from weft.store.remote.lease import Lease, LeaseLostError
 from weft.store.remote.local_copy import LocalCopy, Stamp, is_of_checkpoint
 
 MIRROR_S = 10.0
-"""Seconds from one look for changes to the next."""
+"""Seconds from one search for changes to the next."""
 DRAIN_PAUSES_S = (0.0, 2.0, 5.0, 10.0, 20.0)
-"""Before each attempt to upload the last changes."""
+"""Pauses before each attempt to upload the last changes."""
 _LATE = {"status.json": 2, "trials.jsonl": 3, "run.json": 5}
 _TENSORS, _CHECKPOINT = 1, 4
 _FIRST, _LAST = 0, 5
@@ -43,32 +43,33 @@ class _Change:
     name: str
     stamp: Stamp
     path: Path
-    """Where it was set aside."""
+    """Path of its copy."""
 
 
 class Mirror:
-    """A local directory, and what is known to lie behind the URL of it."""
+    """A local directory, and its files at the URL."""
 
     def __init__(self, copy: LocalCopy, remote: RemoteDirectory, lease: Lease) -> None:
         self._copy, self._remote, self._lease = copy, remote, lease
         self._known: dict[str, Stamp | None] = dict(copy.files)
-        """What may lie behind the URL because of this run, and of which local file; None if that is not certain."""
+        """Files that may be at the URL because of this run, with the local file of each; None if that is not
+        certain."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.lost: LeaseLostError | None = None
-        """Says who has taken the run over, once somebody has."""
+        """The error that names the process that has taken the run over."""
 
     def start(self, warn: Callable[[str], None]) -> None:
-        """Uploads changes from now on; `warn` hears when that does not work, and when it works again."""
+        """Uploads changes from now on; `warn` is called when uploads fail, and when they work again."""
         self._thread = threading.Thread(target=self._serve, args=(warn,), name="weft-mirror", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Looks for no further changes."""
+        """Stops the search for changes."""
         self._stop.set()
 
     def drain(self, pauses_s: tuple[float, ...] = DRAIN_PAUSES_S, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Uploads the last changes; StorageError if that does not work after some attempts."""
+        """Uploads the last changes; StorageError if that fails after some attempts."""
         self.stop()
         if self._thread is not None:
             self._thread.join()
@@ -84,14 +85,14 @@ class Mirror:
                     raise
 
     def check(self) -> None:
-        """Raises what says that the run is somebody else's now; asks nobody."""
+        """Raises an error if the run has another owner by now; does not access the URL."""
         if self.lost is not None:
             raise self.lost
 
     def sync(self) -> None:
-        """Uploads what has changed and deletes what is gone; after an error the next call goes on."""
+        """Uploads changed files and deletes removed ones; after an error the next call goes on."""
         if not self._copy.holds_run:
-            # A run that never comes to be leaves nothing behind.
+            # A run that is never recorded leaves no files.
             return
         self._lease.check()
         with self._set_aside() as (changes, present):
@@ -105,7 +106,7 @@ class Mirror:
                 self._known[change.name] = change.stamp
             if gone:
                 self._lease.check()
-            for name in sorted(gone, key=lambda name: (-_place(name), name)):
+            for name in sorted(gone, key=lambda name: (-_upload_position(name), name)):
                 if not (self._copy.path / name).exists():
                     self._remote.delete(name)
                     del self._known[name]
@@ -131,7 +132,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[tuple[list[_Change], set[str]]]:
-        """Yields copies of all files that have changed, in the order of their uploads, and all names there are."""
+        """Yields copies of all files that have changed, in the order of their uploads, and the names of all files."""
         changes: list[_Change] = []
         present: set[str] = set()
         folder = self._copy.outbox
@@ -139,20 +140,20 @@ class Mirror:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
         try:
-            for place in range(_LAST, _FIRST - 1, -1):
+            for position in range(_LAST, _FIRST - 1, -1):
                 names = sorted(_names(self._copy.path))
                 present.update(names)
-                due = [name for name in names if _taken_at(name) == place]
+                due = [name for name in names if _taken_at(name) == position]
                 for parent, group in groupby(due, key=lambda name: name.rpartition("/")[0]):
                     changes += self._take(parent, [name.rpartition("/")[2] for name in group], len(changes))
-            yield sorted(changes, key=lambda change: (_place(change.name), change.name)), present
+            yield sorted(changes, key=lambda change: (_upload_position(change.name), change.name)), present
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _take(self, parent: str, names: list[str], number: int) -> list[_Change]:
-        """Sets aside files of one directory, even if another one is put in its place meanwhile.
+        """Copies files of one directory, even if another one is renamed to its path meanwhile.
 
-        Nothing of a checkpoint or an adapter that is being removed is taken: half of one would be of no use.
+        Nothing of a checkpoint or an adapter that is being removed is copied: half of one would be of no use.
         """
         taken: list[_Change] = []
         with storage_errors(self._copy.path), contextlib.ExitStack() as close:
@@ -174,25 +175,25 @@ class Mirror:
         return taken
 
 
-def _place(name: str) -> int:
-    """In the order of uploads: nothing comes before what it speaks of."""
+def _upload_position(name: str) -> int:
+    """Position in the order of uploads: files come after everything they refer to."""
     if is_of_checkpoint(name):
         return _CHECKPOINT if name.endswith("/state.json") else _TENSORS
     return _LATE.get(PurePosixPath(name).name, _TENSORS if _is_of_unit(name) else _FIRST)
 
 
 def _taken_at(name: str) -> int:
-    """In the same order, when a file is set aside; a checkpoint is taken as a whole."""
-    return _CHECKPOINT if is_of_checkpoint(name) else _place(name)
+    """The same for making copies; a checkpoint is copied as a whole."""
+    return _CHECKPOINT if is_of_checkpoint(name) else _upload_position(name)
 
 
 def _is_of_unit(name: str) -> bool:
-    """Whether a file appears and goes together with all others of its directory."""
+    """True if a file appears and is removed together with all others of its directory."""
     return is_of_checkpoint(name) or PurePosixPath(name).parent.name in ("adapter", "best")
 
 
 def _names(root: Path) -> Iterator[str]:
-    """All files of a run; hidden ones are this machine's business."""
+    """All files of a run; hidden ones are for this machine only."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         inside = folder[len(str(root)) + 1 :]
@@ -202,7 +203,8 @@ def _names(root: Path) -> Iterator[str]:
 
 
 def _copy_file(name: str, directory: int, target: Path) -> None:
-    """Tensors never change once they are in place, so they need no second copy; anything else may be added to."""
+    """Copies a file. Tensors never change once they are in place, so a link is enough; anything else may be appended
+    to."""
     if name.endswith(".safetensors"):
         with contextlib.suppress(OSError):
             os.link(name, target, src_dir_fd=directory)

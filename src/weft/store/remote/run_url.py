@@ -1,8 +1,8 @@
-"""A run behind a URL: it is trained in a local copy, and what is written there is uploaded in the background.
+"""A run at a URL: it is trained in a local copy, and changes are uploaded in the background.
 
-Training never waits for the store. While that is away the copy holds what is not uploaded, and at the end the last
-changes must arrive. A copy whose process was killed is gone on with on its machine; on another one, what lies behind
-the URL is.
+Training never waits for the store. While the store is unreachable the copy holds what is not uploaded, and at the end
+the last changes must arrive. A run whose process was killed is resumed from its copy on the same machine, and from the
+URL on another one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ OPTION = "--out"
 
 @dataclass(frozen=True)
 class RunUrl:
-    """Where a run is, if that is no directory of this machine."""
+    """Location of a run at a URL."""
 
     url: str
     content: str = "run"
-    """What its owner calls the run there."""
+    """The command's word for the run there."""
     mark: str = "run.json"
     """The file whose presence means that there is one."""
 
@@ -42,25 +42,25 @@ class RunUrl:
         return self.url.rstrip("/").rpartition("/")[2]
 
     @contextlib.contextmanager
-    def trained(self, cache: Path, *, resume: bool, tell: Callable[[str], None]) -> Iterator[Path]:
+    def trained(self, cache: Path, *, resume: bool, notify: Callable[[str], None]) -> Iterator[Path]:
         """Yields the local directory of the run, and owns the URL until the block ends, with all changes uploaded.
 
-        StorageError if somebody else owns it, if it does not hold what `resume` says, or if the last changes could not
-        be uploaded. `cache`: where local copies are. `tell` hears what is worth knowing meanwhile.
+        StorageError if another process owns it, if it does not hold what `resume` expects, or if the last changes could
+        not be uploaded. `cache`: folder of local copies. `notify` is called with notes for the user.
         """
         remote = RemoteDirectory(self.url, OPTION)
         copy = LocalCopy(cache, remote.url, self.mark)
         is_saved = False
         try:
-            lease = self._own(remote, copy, resume, tell)
+            lease = self._acquire(remote, copy, resume, notify)
             mirror = Mirror(copy, remote, lease)
             unguard = add_guard(copy.path, mirror.check)
             lease.keep()
-            mirror.start(tell)
+            mirror.start(notify)
             try:
                 yield copy.path
             except KeyboardInterrupt:
-                # Asked twice to stop: the copy keeps what is not uploaded.
+                # A second request to stop: the copy keeps what is not uploaded.
                 mirror.stop()
                 raise
             except BaseException:
@@ -79,10 +79,10 @@ class RunUrl:
 
     @contextlib.contextmanager
     def looked_at(self) -> Iterator[Path]:
-        """Yields a local directory with all files but tensors, to be read; whoever owns the run goes on."""
+        """Yields a local directory with all files but tensors, to be read; the owner of the run goes on."""
         remote = RemoteDirectory(self.url, "PATH")
-        with tempfile.TemporaryDirectory(prefix="weft-run-") as place:
-            folder = Path(place) / (self.name or "run")
+        with tempfile.TemporaryDirectory(prefix="weft-run-") as folder:
+            folder = Path(folder) / (self.name or "run")
             names = whole_names(remote.names())[0]
             download(remote, [name for name in names if not name.endswith(".safetensors")], folder)
             try:
@@ -91,23 +91,23 @@ class RunUrl:
                 raise error.at((error.where or "").replace(str(folder), self.url)) from None
 
     def upload(self, path: Path) -> str:
-        """Puts a file directly below the URL; returns its own URL."""
+        """Uploads a file directly below the URL; returns its own URL."""
         remote = RemoteDirectory(self.url, "PATH")
         remote.upload(path, path.name)
         return f"{remote.url}/{path.name}"
 
-    def _own(self, remote: RemoteDirectory, copy: LocalCopy, resume: bool, tell: Callable[[str], None]) -> Lease:
-        """Owns the URL, with a local copy that is as new as what lies there."""
+    def _acquire(self, remote: RemoteDirectory, copy: LocalCopy, resume: bool, notify: Callable[[str], None]) -> Lease:
+        """Becomes the owner of the URL, with a local copy that is as new as the files there."""
         self._refuse(remote, copy, newest_term(remote), resume)
-        lease = Lease.claim(remote, copy.path, tell=tell)
+        lease = Lease.claim(remote, copy.path, notify=notify)
         try:
-            # Nobody can change it any more; what was seen before may have changed until then.
+            # No other process can change it now; what was read before may have changed until then.
             self._refuse(remote, copy, lease.owner.term - 1, resume)
             if not resume:
                 copy.empty()
             elif not copy.is_up_to_date(lease.owner.term - 1):
                 copy.fetch(remote)
-            copy.own(lease.owner.term)
+            copy.take_ownership(lease.owner.term)
         except BaseException:
             lease.withdraw()
             raise
