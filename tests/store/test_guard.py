@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import StorageError
-from weft.store.guard import add_guard, check_guards
+from weft.store.atomic import add_guard, check_guards
 
 
 def test_guard_when_it_objects_then_nothing_below_its_directory_is_changed(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -138,3 +139,18 @@ def time_unit(end_s: float) -> tuple[str, float]:
     if end_s > 3 * 3600:
         return "hours", 3600.0
     return ("minutes", 60.0) if end_s > 300 else ("seconds", 1.0)
+
+
+PIPE_COLUMNS = 10_000
+"""Wider than any line: a reader of a pipe needs every line and every cell whole."""
+
+
+def output_console(*, markup: bool = True) -> Console:
+    """The console on stdout; into a pipe or a file it neither wraps nor cuts, unless COLUMNS sets a width.
+
+    Without `markup`, brackets in a text are brackets.
+    """
+    console = Console(markup=markup)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_COLUMNS
+    return console

@@ -12,12 +12,50 @@ import contextlib
 import errno
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from weft import faults
 from weft.errors import StorageError
-from weft.store.guard import check_guards
+
+_lock = threading.Lock()
+_guards: list[tuple[Path, Callable[[], None]]] = []
+
+
+def add_guard(root: Path, check: Callable[[], None]) -> Callable[[], None]:
+    """Calls `check` from now on before a change below `root`; returns a function that removes the guard."""
+    entry = (root.absolute(), check)
+    with _lock:
+        _guards.append(entry)
+
+    def remove() -> None:
+        with _lock:
+            if entry in _guards:
+                _guards.remove(entry)
+
+    return remove
+
+
+def check_guards(path: Path) -> None:
+    """Raises the error of a guard of a directory above `path`."""
+    if not _guards:
+        return
+    with _lock:
+        known = list(_guards)
+    absolute = path.absolute()
+    for entry in known:
+        root, check = entry
+        if not absolute.is_relative_to(root):
+            continue
+        try:
+            check()
+        except StorageError:
+            with _lock:
+                if entry in _guards:
+                    raise
+            # The guard was removed while it was called, so its error does not concern this write.
+
 
 TEMP_PREFIX = ".tmp-weft-"
 """Prefix of the names of unfinished files."""

@@ -8,7 +8,10 @@ PEFT calls the first a delta, but they are the rows themselves.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +20,8 @@ from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
 from weft.errors import AdapterFileError
 from weft.methods.lora.own_rows import EMBEDDINGS, OUTPUT_HEADS, is_output_head
 from weft.spec import AdapterSpec
+from weft.store import json_text
+from weft.store.atomic import write_unsynced
 
 ROWS = (INPUT_ROWS, OUTPUT_ROWS)
 _SOME = ".token_adapter.trainable_tokens_delta"
@@ -67,3 +72,42 @@ def check_rows(spec: AdapterSpec, rows: Mapping[str, torch.Tensor], where: str) 
 
 def _words(name: str) -> str:
     return f"rows of the {'output head' if name == OUTPUT_ROWS else 'input embedding'}"
+
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json")
+"""Files that transformers may write for a tokenizer; a chat template is another file."""
+MOST_BYTES = 1 << 26
+"""Maximum size of tokenizer.json. That of Llama 3 has 17 MB."""
+
+
+def write_tokenizer(directory: Path, tokenizer: Any) -> None:
+    """Writes the tokenizer's files into a directory that is not at its final path yet."""
+    with tempfile.TemporaryDirectory() as made:
+        tokenizer.save_pretrained(made)
+        for name in TOKENIZER_FILES:
+            if (Path(made) / name).is_file():
+                write_unsynced(directory / name, (Path(made) / name).read_bytes())
+
+
+def resizing(model: str, directory: str) -> tuple[str, ...]:
+    """Lines of Python that give a model rows for the tokens of an adapter, which PEFT then fills."""
+    return (
+        f"tokenizer = AutoTokenizer.from_pretrained({directory})",
+        f"{model}.resize_token_embeddings(max(len(tokenizer), {model}.get_input_embeddings().num_embeddings))",
+    )
+
+
+def read_new_tokens(directory: Path, ids: Collection[int]) -> tuple[str, ...]:
+    """The tokens with these ids that were added to the vocabulary of an adapter's tokenizer, by their ids."""
+    path = directory / TOKENIZER_FILE
+    if not path.is_file():
+        return ()
+    if path.stat().st_size > MOST_BYTES:
+        raise AdapterFileError(f"has {path.stat().st_size} bytes; at most {MOST_BYTES} are read.", where=str(path))
+    try:
+        added = json_text.parse(path.read_bytes())["added_tokens"]
+        result = {int(token["id"]): str(token["content"]) for token in added}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterFileError("is no tokenizer that transformers wrote.", where=str(path)) from error
+    return tuple(result[one] for one in sorted(result) if one in ids)

@@ -110,8 +110,8 @@ def _tiles(board: Board) -> list[tuple[str, str, str]]:
 def _rows(board: Board, axes: Sequence[Axis]) -> list[dict[str, Any]]:
     drawn = looks(board)
     rows = []
-    for rank, (trial, look) in enumerate(zip(board.trials, drawn, strict=True), start=1):
-        rank = readable.NOTHING if trial.value is None or trial.state == "failed" else str(rank)
+    for number, (trial, look) in enumerate(zip(board.trials, drawn, strict=True), start=1):
+        rank = readable.NOTHING if trial.value is None or trial.state == "failed" else str(number)
         row: dict[str, Any] = {"rank": rank, "name": trial.name, "state": trial.state, "reason": trial.reason}
         known = trial.state if trial.state in STATES else "unknown"
         row |= {"colour": look.paint, "is_best": look.is_best, "badge": known, "cells": _cells(board, trial, axes)}

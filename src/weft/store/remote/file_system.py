@@ -96,8 +96,8 @@ class RemoteDirectory:
         return result == data
 
     def upload(self, path: Path, name: str) -> None:
-        with self._changes(name) as path:
-            self._fs.put_file(str(path), path)
+        with self._changes(name) as target:
+            self._fs.put_file(str(path), target)
 
     def download(self, name: str, path: Path) -> None:
         with self._errors():

@@ -81,8 +81,8 @@ class RunUrl:
     def looked_at(self) -> Iterator[Path]:
         """Yields a local directory with all files but tensors, to be read; the owner of the run goes on."""
         remote = RemoteDirectory(self.url, "PATH")
-        with tempfile.TemporaryDirectory(prefix="weft-run-") as folder:
-            folder = Path(folder) / (self.name or "run")
+        with tempfile.TemporaryDirectory(prefix="weft-run-") as parent:
+            folder = Path(parent) / (self.name or "run")
             names = whole_names(remote.names())[0]
             download(remote, [name for name in names if not name.endswith(".safetensors")], folder)
             try:
