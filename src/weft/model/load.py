@@ -28,8 +28,7 @@ from weft.model.shards.peers import Peers
 from weft.model.shards.sharing import share_layers
 from weft.model.source import Source, gguf, load_tokenizer, quiet, readable, reason
 from weft.model.tensor_parallel import divide
-from weft.plan.families.obstacles import OBSTACLES
-from weft.plan.families.registry import FAMILIES, REFERENCE_FAMILIES
+from weft.plan.families.registry import FAMILIES, OBSTACLES, REFERENCE_FAMILIES
 from weft.spec import BackboneSpec
 
 

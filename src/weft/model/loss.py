@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.kernels.layers.cross_entropy import cross_entropy_rows_reference
-from weft.plan.families.logit_scale import logit_scale
+from weft.plan.families.registry import logit_scale
 
 BLOCK = 128
 """Rows of a block where nothing speaks for more."""

@@ -1,1 +1,1 @@
-"""Decoder families on the fast path: what their layers are made of, as plain data that needs no torch."""
+"""Decoder families on the fast path: the structure of their layers, as plain data that needs no torch."""

@@ -11,7 +11,7 @@ from weft.errors import ModelError
 from weft.plan.families.layer_form import LayerForm
 
 Config = Mapping[str, Any]
-"""A transformers configuration, as its `to_dict()` or config.json gives it."""
+"""A transformers configuration, as in its `to_dict()` or config.json."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DecoderSizes:
     head_size: int
     vocabulary: int
     tied: bool = False
-    """The output head is the embedding."""
+    """True if the output head is the embedding."""
     form: LayerForm = LayerForm()
 
     @property
@@ -51,12 +51,12 @@ class DecoderSizes:
         key_value = self.num_kv_heads * self.head_size
         parts = ((self.attention_width, key_value, key_value), (self.hidden,), (self.ffn, self.ffn), (self.hidden,))
         inputs = (self.hidden, self.attention_width, self.hidden, self.ffn)
-        found = {}
+        result = {}
         for names, sizes, num_in in zip(self.sites, parts, inputs, strict=True):
             # One module may be a whole site already.
             outs = sizes if len(names) == len(sizes) else (sum(sizes),)
-            found.update({name: (num_out, num_in) for name, num_out in zip(names, outs, strict=True)})
-        return found
+            result.update({name: (num_out, num_in) for name, num_out in zip(names, outs, strict=True)})
+        return result
 
 
 @dataclass(frozen=True)
@@ -64,26 +64,26 @@ class Rotary:
     """The rotary positions of one kind of layer."""
 
     kind: str = ""
-    """How transformers calls the kind; empty where all layers are of one."""
+    """Kind of layer in transformers' terms; empty where all layers are of one."""
     scaling: str = "default"
     """Its `rope_type`."""
     share: float = 1.0
-    """Of a head's numbers that are turned."""
+    """Fraction of a head's numbers that are rotated."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What differs from layer to layer."""
+    """The attributes that differ from layer to layer."""
 
     window: int | None = None
-    """Keys a query sees; None: all before it."""
+    """Keys that a query attends to; None: all before it."""
     rotary: int = 0
-    """Its rotary positions, as a place in `Decoder.rotaries`."""
+    """Index of its rotary positions in `Decoder.rotaries`."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """All that the fast path, the memory model and the time model know of a decoder."""
+    """The description of a decoder for the fast path, the memory model and the time model."""
 
     family: str
     sizes: DecoderSizes
@@ -91,11 +91,11 @@ class Decoder:
     attention_scale: float
     rotaries: tuple[Rotary, ...] = (Rotary(),)
     embedding_scale: float | None = None
-    """What the embeddings are multiplied by, in their own type."""
+    """Factor of the embeddings, in their own type."""
 
 
 def read_sizes(config: Config, name: str, form: LayerForm) -> DecoderSizes:
-    """The sizes in a configuration; `name` is how the user calls the model."""
+    """The sizes in a configuration; `name` is the user's name of the model."""
     where = name or str(config.get("model_type") or "config")
     heads, hidden = _size(config, "num_attention_heads", where), _size(config, "hidden_size", where)
     return DecoderSizes(
@@ -120,7 +120,7 @@ def read_rotary(config: Config, kind: str = "") -> Rotary:
 
 
 def read_window(config: Config) -> int | None:
-    """Keys a query sees where layers have a window; None where it is wider than any sample."""
+    """Keys that a query attends to in layers with a window; None where it is wider than any sample."""
     window: int | None = config.get("sliding_window")
     return None if window is None or window >= config.get("max_position_embeddings", 2**31) else window
 
@@ -130,6 +130,6 @@ def _size(config: Config, key: str, where: str, default: int | None = None) -> i
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        found = "is missing" if value is None else f"is {value!r}"
-        raise ModelError(f"{key} {found}; a decoder's configuration has it as a positive whole number.", where=where)
+        problem = "is missing" if value is None else f"is {value!r}"
+        raise ModelError(f"{key} {problem}; a decoder's configuration has it as a positive whole number.", where=where)
     return value

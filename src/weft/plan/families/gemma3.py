@@ -1,6 +1,6 @@
 """Gemma 3, the text decoder: norms around both blocks, GELU, head norms, and windows on most layers.
 
-Layers with a window and those without have rotary positions of their own.
+Layers with a window and those without have different rotary positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ NORMS = NormModules(
 
 
 def gemma3(config: Config, name: str) -> Decoder:
-    """The decoder in a configuration."""
     form = LayerForm(
         norms=NORMS,
         norm_weight="one_plus",

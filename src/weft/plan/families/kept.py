@@ -1,7 +1,7 @@
-"""What a layer of the fused step keeps of every row between its forward and its backward.
+"""The tensors that a layer of the fused step keeps of every row between its forward and its backward.
 
-Said once: `backbone/fused/layer` keeps these, `backbone/fused/offload` moves the large ones, and `cost/memory` adds
-them up.
+This is the only list of them: `model/fused/layer` keeps these, `model/fused/offload` moves the large ones, and
+`plan/cost/memory` adds them up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weft.plan.families.description import DecoderSizes
 
 RECOMPUTE = ("none", "mlp", "full")
-"""What may be made again on the way back, from the least to the most."""
+"""What may be computed again in the backward, from the least to the most."""
 
 
 @dataclass(frozen=True)
@@ -20,29 +20,29 @@ class KeptTensor:
     """One tensor of a layer."""
 
     name: str
-    """The field of the fused layer's `Kept`, or of what that field holds."""
+    """Field of the fused layer's saved tensors, or of what that field holds."""
     width: int
     """Numbers per row."""
     most: str = "mlp"
-    """The most recomputation with which it is still kept."""
+    """Highest recomputation setting with which it is still kept."""
     is_split: bool = False
-    """Tensor-parallel devices have a part of it each."""
+    """True if each tensor-parallel device has a part of it."""
     is_moved: bool = False
-    """With `offload` it is in the machine's own memory: a large tensor that nothing else refers to."""
+    """True if `offload` moves it to the host's memory: a large tensor that nothing else refers to."""
     num_bytes: int | None = None
-    """Of one number; None: as many as an activation has."""
+    """Bytes of one number; None for those of an activation."""
 
     def is_kept(self, recompute: str) -> bool:
-        """Whether it is there on the way back without being made again."""
+        """True if the backward has it without computing it again."""
         return RECOMPUTE.index(recompute) <= RECOMPUTE.index(self.most)
 
 
 def kept_tensors(sizes: DecoderSizes, rank_class: int) -> Iterator[KeptTensor]:
-    """Everything that a layer may keep; `rank_class` is the room of one linear's adapter in S."""
+    """All tensors that a layer may keep; `rank_class` is the width of one linear's adapter in S."""
     form, hidden, qkv = sizes.form, sizes.hidden, sizes.qkv_width
     yield KeptTensor("x_TD", hidden, "full", is_moved=True)
     if form.norms_results:
-        # The first layer has nothing added before it, but behind the last there is one more norm.
+        # The first layer has nothing added before it, but after the last there is one more norm.
         yield KeptTensor("y_TD", hidden, "full", is_moved=True)
         yield KeptTensor("y_mid_TD", hidden, is_moved=True)
     if form.has_head_norms:

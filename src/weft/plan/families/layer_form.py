@@ -1,7 +1,7 @@
-"""What the layers of a decoder are made of, its sizes apart.
+"""The structure of a decoder's layers, without its sizes.
 
 Every layer on the fast path is: norm, attention with rotary positions, norm, a gated feed-forward block; each block's
-result is added to the residual stream, where a family wants it after a norm of its own.
+result is added to the residual stream, in some families after another norm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By transformers' names."""
+"""Activations by transformers' names."""
 NormWeight = Literal["factor", "one_plus"]
 """`factor`: the normed row is rounded, then multiplied by the weight. `one_plus`: it is multiplied by 1 + the weight in
 fp32 and rounded once."""
@@ -31,7 +31,7 @@ JOINED: Sites = (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_p
 
 @dataclass(frozen=True)
 class NormModules:
-    """The modules that norm what a block reads and, in some families, what it adds to the residual stream."""
+    """The modules that norm a block's input and, in some families, its result before the residual stream."""
 
     before_attention: str = "input_layernorm"
     before_mlp: str = "post_attention_layernorm"
@@ -40,24 +40,24 @@ class NormModules:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are there."""
-        found = (self.before_attention, self.before_mlp, self.after_attention, self.after_mlp)
-        return tuple(name for name in found if name is not None)
+        """Names of the existing modules."""
+        result = (self.before_attention, self.before_mlp, self.after_attention, self.after_mlp)
+        return tuple(name for name in result if name is not None)
 
 
 @dataclass(frozen=True)
 class LayerForm:
-    """What a family's layers are made of; the defaults are Llama's."""
+    """The structure of a family's layers; the defaults are Llama's."""
 
     sites: Sites = SEPARATE
     """Module paths within a layer: of q, k and v; of the attention's output; of gate and up; of down."""
     norms: NormModules = NormModules()
     norm_weight: NormWeight = "factor"
     activation: Activation | None = "silu"
-    """Of the gate; None: one that has no kernel."""
+    """Activation of the gate; None: one without a kernel."""
     has_qkv_bias: bool = False
     has_head_norms: bool = False
-    """q and k are normed head by head; their raw values are then kept for the way back."""
+    """True if q and k are normed head by head; their raw values are then kept for the backward."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -66,5 +66,5 @@ class LayerForm:
 
     @property
     def norms_results(self) -> bool:
-        """Whether a block's result is normed before it is added to the residual stream."""
+        """True if a block's result is normed before it is added to the residual stream."""
         return self.norms.after_mlp is not None

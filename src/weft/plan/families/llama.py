@@ -1,4 +1,4 @@
-"""Llama: one kind of layer, which sees every key before it."""
+"""Llama: one kind of layer, which attends to every key before it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.plan.families.layer_form import ACTIVATIONS, LayerForm
 
 
 def llama(config: Config, name: str, form: LayerForm | None = None) -> Decoder:
-    """The decoder in a configuration; families that differ in the form of their layers alone give theirs."""
+    """The decoder in a configuration; families with another form of layers pass theirs."""
     if form is None:
         form = LayerForm(has_qkv_bias=bool(config.get("attention_bias", False)))
     activation = ACTIVATIONS.get(config.get("hidden_act", "silu"))

@@ -9,6 +9,5 @@ from weft.plan.families.llama import llama
 
 
 def mistral(config: Config, name: str) -> Decoder:
-    """The decoder in a configuration."""
     plain = llama(config, name)
     return replace(plain, layers=(LayerKind(window=config.get("sliding_window")),) * len(plain.layers))

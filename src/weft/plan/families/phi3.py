@@ -1,4 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama's layers with q, k, v and gate, up as one module each; some turn a part of a head."""
+"""Phi-3, Phi-3.5 and Phi-4: Llama's layers with q, k, v and gate, up as one module each; some rotate a part of a
+head."""
 
 from __future__ import annotations
 
@@ -10,6 +11,5 @@ from weft.plan.families.llama import llama
 
 
 def phi3(config: Config, name: str) -> Decoder:
-    """The decoder in a configuration."""
     plain = llama(config, name, LayerForm(sites=JOINED))
     return replace(plain, layers=(LayerKind(window=read_window(config)),) * len(plain.layers))

@@ -10,12 +10,10 @@ from weft.plan.families.llama import llama
 
 
 def qwen2(config: Config, name: str) -> Decoder:
-    """The Qwen 2 or 2.5 decoder in a configuration."""
     return _qwen(config, name, LayerForm(has_qkv_bias=True))
 
 
 def qwen3(config: Config, name: str) -> Decoder:
-    """The Qwen 3 decoder in a configuration."""
     bias = bool(config.get("attention_bias", False))
     return _qwen(config, name, LayerForm(has_qkv_bias=bias, has_head_norms=True))
 
