@@ -18,7 +18,7 @@ from tiny_tokenizer import make_tokenizer
 from weft.data.dataset import Dataset
 from weft.data.load import load_dataset, load_job_data
 from weft.data.prepared import cache as cache_module
-from weft.data.prepared import prepared_data
+from weft.data.prepared import prepare as prepare_module
 from weft.data.prepared.cache import PreparedCache, default_cache
 from weft.data.prepared.entry import PAGE, read_entry
 from weft.errors import ConfigError, DataError
@@ -39,13 +39,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Path | None]:
     """The folders in which anything was prepared."""
     seen: list[Path | None] = []
-    real = prepared_data.prepare
+    real = prepare_module.prepare
 
     def counted(sources: Any, converter: Any, folder: Path | None = None) -> Dataset:
         seen.append(folder)
         return real(sources, converter, folder)
 
-    monkeypatch.setattr(prepared_data, "prepare", counted)
+    monkeypatch.setattr(prepare_module, "prepare", counted)
     return seen
 
 
@@ -222,13 +222,13 @@ def test_file_when_it_changes_while_it_is_read_then_nothing_is_kept(
 ):
     """What was read may be neither the old file nor the new one."""
     write("train.jsonl", ROWS)
-    real = prepared_data.prepare
+    real = prepare_module.prepare
 
     def prepare(*arguments: Any) -> Dataset:
         write("train.jsonl", ROWS[:5])
         return real(*arguments)
 
-    monkeypatch.setattr(prepared_data, "prepare", prepare)
+    monkeypatch.setattr(prepare_module, "prepare", prepare)
     forget()
     assert len(load(tmp_path).samples) == 5
     assert list(root.iterdir()) == []

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from weft.data.conversation import Rendered
 from weft.data.tokens.byte_level import ByteLevel
-from weft.data.tokens.tokenise import _encode_asking, tokenise
+from weft.data.tokens.tokenise import _encode_with_offsets, tokenise
 
 MERGES = (("4", "2"), ("Ġ", "42"), ("Ċ", "Ċ"))
 
@@ -51,7 +51,7 @@ def test_texts_when_encoded_by_lengths_then_tokens_and_weights_are_those_of_char
         chunk.append(Rendered("".join(pieces), spans, False, "x", tuple(1.0 + i for i in range(len(spans)))))
     quick = ByteLevel.of(tokenizer)
     assert quick is not None
-    found, asked = quick.encode(chunk), _encode_asking(chunk, tokenizer)
+    found, asked = quick.encode(chunk), _encode_with_offsets(chunk, tokenizer)
     assert all(one is None or one.is_same(other) for one, other in zip(found, asked, strict=True))
     assert all(one is not None for one, item in zip(found, chunk, strict=True) if item.text.isascii())
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from weft.data.load import load_job_data
-from weft.data.prepared import prepared_data
+from weft.data.prepared import prepare as prepare_module
 from weft.data.prepared.progress import Standing, shown_by
 from weft.engine.execute import data_ahead
 from weft.engine.execute.data_ahead import DataAhead, prepare_ahead
@@ -64,7 +64,7 @@ def test_data_when_it_was_prepared_ahead_then_it_is_found_and_is_the_same(
     assert told.value.setting == found.value.setting == "train_data"
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepared_data, "prepare", lambda *_: pytest.fail("is prepared again"))
+        patch.setattr(prepare_module, "prepare", lambda *_: pytest.fail("is prepared again"))
         kept = load(JOBS[0], tmp_path)
     monkeypatch.setenv("WEFT_CACHE", "off")
     made = load(JOBS[0], tmp_path)

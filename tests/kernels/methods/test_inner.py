@@ -8,7 +8,6 @@ from other_slots import all_rows, table_of
 from tables_fixture import NAN_SLOT, NUM_ROWS, rows_of
 
 from weft.kernels.lora.tables import Entry, Site, SlotTable
-from weft.kernels.methods.activations import ACTIVATIONS
 from weft.kernels.methods.inner import (
     activate_grad_kernel,
     activate_grad_reference,
@@ -17,7 +16,7 @@ from weft.kernels.methods.inner import (
     bias_sums_kernel,
     bias_sums_reference,
 )
-from weft.kernels.methods.parts import InnerChange, OtherParts
+from weft.kernels.methods.parts import ACTIVATIONS, InnerChange, OtherParts
 
 SITE = Site(0, (16,), 16, "end")
 SIZES = (72, 5, 16)

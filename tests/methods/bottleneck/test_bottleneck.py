@@ -14,7 +14,7 @@ from torch import nn
 from weft.adapters.block_output import BlockOutput
 from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.errors import AdapterFileError, ConfigError
-from weft.kernels.methods.activations import ACTIVATIONS
+from weft.kernels.methods.parts import ACTIVATIONS
 from weft.spec import AdapterSpec
 from weft.store.peft_files import CONFIG_FILE, read_adapter, write_adapter
 

@@ -85,7 +85,7 @@ def test_background_when_the_store_is_away_then_it_is_told_once_and_when_it_is_b
 def test_order_when_a_job_has_the_name_of_a_directory_then_it_is_that_of_any_job(job):
     names = ["adapter/adapter_config.json", "checkpoints/step-00000004/state.json", "metrics.jsonl", "status.json"]
     names.append("checkpoints/step-00000004/tensors.safetensors")
-    ordered = sorted(names, key=lambda name: mirror_module._place(f"{job}/{name}"))
+    ordered = sorted(names, key=lambda name: mirror_module._upload_position(f"{job}/{name}"))
     assert ordered.index("metrics.jsonl") < ordered.index("status.json")
     assert ordered.index("adapter/adapter_config.json") < ordered.index("status.json")
     assert ordered[-1] == "checkpoints/step-00000004/state.json"

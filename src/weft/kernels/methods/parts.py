@@ -7,13 +7,57 @@ Shape suffixes: N numbers of a row, W width of a bottleneck, V virtual tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
 
-from weft.kernels.methods.activations import Activation
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of single numbers and its derivative, both for fp32."""
+
+    number: int
+    """Number in kernels; 0 is none."""
+    apply: Elementwise
+    derivative: Elementwise
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(x * 0.5) + 1.0) * 0.5
+
+
+def _silu_derivative(x: torch.Tensor) -> torch.Tensor:
+    share = _sigmoid(x)
+    return share * (1.0 + x * (1.0 - share))
+
+
+def _normal_share(x: torch.Tensor) -> torch.Tensor:
+    """The fraction of a normal distribution below x."""
+    return (torch.erf(x * math.sqrt(0.5)) + 1.0) * 0.5
+
+
+def _gelu_derivative(x: torch.Tensor) -> torch.Tensor:
+    density = torch.exp(x * x * -0.5) * (1.0 / math.sqrt(2.0 * math.pi))
+    return _normal_share(x) + x * density
+
+
+def _tanh_derivative(x: torch.Tensor) -> torch.Tensor:
+    y = torch.tanh(x)
+    return 1.0 - y * y
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": Activation(1, lambda x: x.clamp(min=0.0), lambda x: (x > 0).float()),
+    "gelu": Activation(2, lambda x: x * _normal_share(x), _gelu_derivative),
+    "silu": Activation(3, lambda x: x * _sigmoid(x), _silu_derivative),
+    "tanh": Activation(4, torch.tanh, _tanh_derivative),
+}
+"""Functions by the value of `bottleneck_activation`."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from weft.adapters.method import (
     SlotWeights,
 )
 from weft.errors import ConfigError
-from weft.kernels.methods.activations import ACTIVATIONS
+from weft.kernels.methods.parts import ACTIVATIONS
 from weft.methods.bottleneck.files import BottleneckFiles
 from weft.methods.bottleneck.kernel_copy import BottleneckCopy
 from weft.methods.bottleneck.weights import BottleneckWeights

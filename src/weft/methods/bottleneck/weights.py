@@ -23,7 +23,7 @@ import torch
 from weft.adapters.method import ModuleTensors, SlotWeights
 from weft.adapters.routing import Routing, SlotRows
 from weft.adapters.sample_sums import add_product, joined
-from weft.kernels.methods.activations import Activation
+from weft.kernels.methods.parts import Activation
 
 
 @dataclass
