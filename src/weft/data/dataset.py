@@ -209,14 +209,12 @@ class Dataset:
 
     @functools.cached_property
     def group_tokens(self) -> npt.NDArray[np.int64]:
-        """Tokens that each group trains."""
         size = self.objective.group_size
         tokens: npt.NDArray[np.int64] = self.samples.lengths.reshape(-1, size).sum(axis=1) + size * self.num_leading
         return tokens
 
     @property
     def _run_tokens(self) -> npt.NDArray[np.int64]:
-        """Tokens that each group runs."""
         tokens = self.group_tokens
         return tokens + self._mismatch_lengths + self.num_leading if self.has_mismatches else tokens
 

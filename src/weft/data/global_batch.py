@@ -21,7 +21,6 @@ class GlobalBatch:
 
     data: Dataset
     groups: tuple[int, ...]
-    """Groups in it, in order."""
 
     @functools.cached_property
     def members(self) -> tuple[Member, ...]:
@@ -34,7 +33,6 @@ class GlobalBatch:
 
     @functools.cached_property
     def divisor(self) -> float:
-        """Divisor of its loss."""
         samples = self.data.samples
         weights = [samples.total_weight(i) for group in self.groups for i in self.data.sample_indices(group)]
         return self.data.objective.divisor(weights)

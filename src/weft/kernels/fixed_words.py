@@ -54,7 +54,6 @@ class Words:
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Addresses of the words and of the mark."""
         return self.fine_P.data_ptr(), self.coarse_P.data_ptr(), self.spilled_1.data_ptr()
 
 

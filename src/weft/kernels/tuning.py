@@ -172,7 +172,6 @@ def weight_grad_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> d
 
 
 def expand_blocks(rank_class: int, device: torch.device) -> dict[str, int]:
-    """For `expand`."""
     return {**rank_blocks(rank_class), **_chosen("expand", rank_class, device)}
 
 

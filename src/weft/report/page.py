@@ -66,7 +66,6 @@ def write_report(
 
 
 def render(run: RunData, extra: ReportExtra | None = None, time: Callable[[], TimeSplit] | None = None) -> str:
-    """The page as text."""
     plotly = packed_plotly()  # a missing plotly is reported before any work
     environment = templates()
     charts = draw_charts(run)
@@ -143,7 +142,6 @@ def _measured(job: JobReport) -> list[Cell]:
 
 
 def _method(job: JobReport) -> str:
-    """The method, and the rank if it has one."""
     return job.method if job.rank is None else f"{job.method} {job.rank}"
 
 

@@ -43,7 +43,7 @@ class Rate:
         self._marks: deque[tuple[float, float]] = deque(maxlen=MAX_MARKS)
 
     def add(self, seconds: float, amount: float) -> None:
-        """Adds an amount that was complete at a time."""
+        """Adds an amount that was complete at `seconds`."""
         self._marks.append((seconds, amount))
         while self._marks[0][0] < seconds - RATE_WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()

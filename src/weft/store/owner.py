@@ -50,7 +50,6 @@ class Owner:
 
     @classmethod
     def here(cls, term: int) -> Owner:
-        """This process as an owner."""
         return cls(term=term, host=platform.node(), pid=os.getpid(), boot=boot_id(), token=secrets.token_hex(16))
 
     @classmethod

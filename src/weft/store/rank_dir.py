@@ -81,7 +81,6 @@ def revoke_permit(permit: Path | None) -> None:
 
 
 def rank_timeline(path: Path, rank: int) -> Path:
-    """Timeline file of a rank."""
     return path / f".timeline-{rank}.json"
 
 

@@ -113,7 +113,10 @@ def _after_question(before: str, through: str, question: str, content: str) -> s
 
 
 def _agreement(one: str, other: str) -> int:
-    """Length of the common beginning of two texts, excluding a partial tag such as `<think>`."""
+    """The text of an answer: what follows the question and the generation prompt in `through`; None if it lacks them.
+
+    For templates that change the text before a question once it is answered, such as its system prompt.
+    """
     alike = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     opened = one.rfind("<", 0, alike)
     return opened if opened > one.rfind(">", 0, alike) else alike

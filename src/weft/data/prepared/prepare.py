@@ -185,7 +185,6 @@ def _noting(chunks: Iterator[Chunk], sizes: deque[int]) -> Iterator[Chunk]:
 
 
 def _notes(chosen: Objective, claimed: Objective, account: Account) -> Iterator[str]:
-    """Notes on the data for the user."""
     if chosen is not claimed:
         # Others read columns that mean another objective where none is named: pairs are also for orpo.
         is_passed_over = chosen is SUPERVISED and claimed is not SUPERVISED
@@ -201,7 +200,6 @@ def _notes(chosen: Objective, claimed: Objective, account: Account) -> Iterator[
 
 
 def _classes(samples: Samples, names: Sequence[str]) -> Iterator[str]:
-    """The classes with their numbers of samples."""
     if not names or samples.arrays.labels is None:
         return
     labels = samples.arrays.labels

@@ -57,7 +57,6 @@ class LineChunk:
         return sum(1 for line in self.lines if line.strip())
 
     def first_rows(self, number: int) -> LineChunk:
-        """The lines up to so many rows."""
         ends = itertools.accumulate(bool(line.strip()) for line in self.lines)
         return replace(self, lines=[line for line, end in zip(self.lines, ends, strict=True) if end <= number])
 

@@ -161,7 +161,6 @@ def _leaves_offsets(step: dict[str, Any]) -> bool:
 
 
 def _steps(part: Any, several: str) -> list[dict[str, Any]]:
-    """The steps of a part of a tokenizer."""
     state = _state_of(part)
     if state is None:
         return []

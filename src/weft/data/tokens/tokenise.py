@@ -44,7 +44,6 @@ def tokenise(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[Sam
 
 
 def tokenise_prompt(rendered: Rendered, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    """The token ids of a prompt."""
     ids = _encode(rendered.text, tokenizer)
     bos = leading_bos(tokenizer)
     return np.array(bos + ids if rendered.is_bare and ids[:1] != bos else ids, dtype=np.int32)
@@ -78,7 +77,6 @@ def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[Ids, Weights]]:
-    """The tokens and weights of each text."""
     whole = _encode_whole(chunk, tokenizer) if tokenizer.is_fast else [None] * len(chunk)
     for item, result in zip(chunk, whole, strict=True):
         if result is None or result.weights is None:

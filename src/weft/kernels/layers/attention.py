@@ -92,7 +92,6 @@ class Blocks(NamedTuple):
     queries: int
     """Queries of a tile: rows times heads packed into it."""
     keys: int
-    """Keys of a tile."""
     heads: int
     """Maximum of query heads that share a tile, and with it every load of keys: rows per head are fewer, so less of the
     diagonal is computed in vain."""

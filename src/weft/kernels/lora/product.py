@@ -35,8 +35,8 @@ row's block has one owner, and twice where it has several."""
 STEP_BYTES = 128
 """Of a row along a sum: what the tensor cores take from shared memory at once."""
 SHALLOW = 8192
-"""Up to so long a sum 16 blocks of rows walk the columns together, above it 8: they find each other's weights in the
-cache, which must hold their rows as well. That is 1 to 2 % of a product."""
+"""Longest sum for which 16 blocks of rows share the order of columns; above it 8 do. They reuse each other's weights in
+the cache, which must hold their rows as well. That is 1 to 2 % of a product."""
 NARROW, WIDE = 16, 64
 """Ranks of one product: a narrow adapter does not pay for a wide one's."""
 

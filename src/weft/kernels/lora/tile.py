@@ -15,7 +15,6 @@ from weft.kernels.launch import jit, tl
 
 @jit
 def line_of(table, slot, module, num_modules):  # type: ignore[no-untyped-def]
-    """Address of the table's line for (slot, module)."""
     return table + (slot.to(tl.int64) * num_modules + module) * 23
 
 

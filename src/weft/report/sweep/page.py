@@ -42,7 +42,6 @@ def write_sweep_report(
 def render_sweep(
     board: Board, info: Mapping[str, Any], time: Callable[[], TimeSplit] | None = None, *, name: str
 ) -> str:
-    """The page as text."""
     plotly = packed_plotly()  # a missing plotly is reported before any work
     environment = templates()
     charts = draw_sweep_charts(board)

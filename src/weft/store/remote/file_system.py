@@ -104,7 +104,6 @@ class RemoteDirectory:
             self._fs.get_file(self._path(name), str(path))
 
     def delete(self, name: str) -> None:
-        """Deletes the file if it exists."""
         faults.point("remote.delete")
         with self._errors(), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))

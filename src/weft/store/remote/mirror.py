@@ -43,7 +43,6 @@ class _Change:
     name: str
     stamp: Stamp
     path: Path
-    """Path of its copy."""
 
 
 class Mirror:
