@@ -160,5 +160,5 @@ def test_chat_when_an_answer_cannot_be_told_from_its_question_then_says_so():
     backwards = (
         "{% for m in messages[::-1] %}{{ m.role }}:{{ m.content }};{% endfor %}{{ '>' if add_generation_prompt }}"
     )
-    with pytest.raises(DataError, match=rf"^{PLACE}: the chat template shows the turns before an answer otherwise"):
+    with pytest.raises(DataError, match=rf"^{PLACE}: the chat template renders the turns before an answer otherwise"):
         train_answers(chat(2), ChatTemplate(make_tokenizer(template=backwards)), PLACE)
