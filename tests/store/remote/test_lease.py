@@ -26,7 +26,7 @@ def test_claim_when_the_owner_gives_signs_of_life_then_it_is_refused(tmp_path):
     told = []
     with pytest.raises(StorageError, match=r"^fragile://bucket/run1: is in use by process \d+\. Wait for its end, or"):
         claimed(local="two", told=told, on_sleep=first.beat)
-    assert "if it gives no sign of life for 60 s, this process takes over" in told[0]
+    assert "without a heartbeat for 60 s, this process takes over" in told[0]
     first.check()
 
 

@@ -17,7 +17,7 @@ from weft.store.run_record import RunRecord
 def open_mirror(tmp_path):
     remote = RemoteDirectory(URL, "--out")
     copy = LocalCopy(tmp_path, URL, "run.json")
-    lease = Lease.claim(remote, copy.path, tell=lambda text: None)
+    lease = Lease.claim(remote, copy.path, notify=lambda text: None)
     copy.take_ownership(lease.owner.term)
     return Mirror(copy, remote, lease), copy, lease
 

@@ -18,7 +18,7 @@ from weft.store.run_record import RunRecord
 
 def trained(cache, work, *, resume=False):
     """Does something in the directory of the run behind the URL."""
-    with RunUrl(URL).trained(cache, resume=resume, tell=print) as path:
+    with RunUrl(URL).trained(cache, resume=resume, notify=print) as path:
         work(path)
 
 
