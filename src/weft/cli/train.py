@@ -21,7 +21,7 @@ from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaO
 from weft.cli.restart import through_losses
 from weft.cli.user_path import looked_at, run_place, trained_in, user_path
 from weft.errors import ConfigError, StorageError, WeftError
-from weft.report.console import output_console
+from weft.report.readable import output_console
 from weft.spec import JobSpec, RunSpec, load_run
 from weft.spec.load import locate
 from weft.wall_clock import Activity, WallClock, process_start_s

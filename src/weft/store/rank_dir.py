@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import StorageError
-from weft.store.atomic import storage_errors
-from weft.store.guard import add_guard
+from weft.store.atomic import add_guard, storage_errors
 from weft.store.owner import Owner, Ownership
 from weft.store.run_dir import PERMIT, RunDirectory
 from weft.store.run_lock import RANKS_LOCK, lock_file

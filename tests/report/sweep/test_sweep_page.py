@@ -91,7 +91,7 @@ def test_page_when_no_trial_has_a_value_then_it_says_so() -> None:
 
 
 def test_page_when_trials_are_few_or_the_sampler_adapts_then_the_importances_say_so() -> None:
-    assert "Too few trials: 7 with a value; from 8 on" in page_of(sweep_board(7))
+    assert "Too few trials: 7 with a value; importances need 8." in page_of(sweep_board(7))
     many = sweep_board(40)
     assert "Rests on" in page_of(many)
     assert "moved together" not in page_of(many)
