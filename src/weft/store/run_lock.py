@@ -1,4 +1,4 @@
-"""Locks of run directories: one process at a time has a run, and its ranks a share of another lock."""
+"""Locks of run directories, which one process has at a time, and folders that are removed with their process."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ LOCK = ".lock"
 """Held while a process works in the directory."""
 RANKS_LOCK = ".ranks"
 """Every rank of a run holds a share of it while it works in the directory; it does not exist without ranks."""
+_OWNER_LOCK = "owner.lock"
+"""Held by the owner of a scratch folder."""
 RANKS_GONE_S = 5.0
 """Seconds that ranks have to detect that their controller is gone."""
 
@@ -75,9 +77,6 @@ def wait_for_ranks(root: Path) -> None:
                 time.sleep(0.05)
 
 
-LOCK = "owner.lock"
-
-
 class ScratchFolder:
     """A new folder among the system's temporary ones; it is removed by `close`, or with this object."""
 
@@ -86,10 +85,10 @@ class ScratchFolder:
         prefix = f"weft-{kind}-"
         _remove_left(Path(tempfile.gettempdir()), prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        lock = (self.path / f"{LOCK}.new").open("wb")
+        lock = (self.path / f"{_OWNER_LOCK}.new").open("wb")
         fcntl.flock(lock, fcntl.LOCK_EX)
         # It gets its name only now, so it is never visible and unlocked while its owner lives.
-        (self.path / f"{LOCK}.new").rename(self.path / LOCK)
+        (self.path / f"{_OWNER_LOCK}.new").rename(self.path / _OWNER_LOCK)
         self._remove = weakref.finalize(self, _remove, self.path, lock)
 
     def close(self) -> None:
@@ -105,7 +104,7 @@ def _remove_left(folder: Path, prefix: str) -> None:
     """Removes folders of this user whose owners are gone; one without a lock is just being made, or of another
     program."""
     for path in folder.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), (path / LOCK).open("r+b") as lock:
+        with contextlib.suppress(OSError), (path / _OWNER_LOCK).open("r+b") as lock:
             if path.stat().st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
