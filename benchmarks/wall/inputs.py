@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.processes import timed
-from weft.data.prepared.cache import PLACE_VARIABLE
+from weft.data.prepared.cache import CACHE_VARIABLE
 from weft.kernels.device import is_gpu
 from weft.model.random_model import build
 from weft.model.source import TINY
@@ -125,7 +125,7 @@ def caches(folder: Path) -> dict[str, str]:
     # Python's own, too: where nobody may write beside the libraries, it would compile them at every start.
     return {
         "XDG_CACHE_HOME": str(folder),
-        PLACE_VARIABLE: str(folder / "data"),
+        CACHE_VARIABLE: str(folder / "data"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "PYTHONPYCACHEPREFIX": str(folder / "python"),
         "PYTHONDONTWRITEBYTECODE": "",
