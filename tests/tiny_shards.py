@@ -10,7 +10,7 @@ import torch
 from weft.adapters.frozen import FrozenWeight
 from weft.kernels.device import CPU
 from weft.model.backbone import Backbone
-from weft.model.shards.peers import Arriving, HostPeers
+from weft.model.shards.peers import HostPeers, PendingGather
 from weft.model.shards.sharing import share_layers
 
 
@@ -21,7 +21,7 @@ class Late(HostPeers):
         super().__init__(index, count, CPU)
         self.told: list[str] = []
 
-    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> Arriving:
+    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> PendingGather:
         self.told.append(f"start {layer}")
         into.fill_(255)
         return Waited(lambda: (self.told.append(f"wait {layer}"), self._copy(layer, own, into)))

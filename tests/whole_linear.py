@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.adapters.place_share import PlaceShare
+from weft.adapters.place_share import SiteShare
 
 
 class WholeLinear(nn.Linear):
     """What methods may ask of it, without slots."""
 
     @property
-    def share(self) -> PlaceShare:
+    def share(self) -> SiteShare:
         """All of it."""
-        return PlaceShare.whole(self.out_features, self.in_features)
+        return SiteShare.whole(self.out_features, self.in_features)

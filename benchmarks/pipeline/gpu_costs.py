@@ -31,7 +31,7 @@ from weft.engine.execute.optimizers.step_together import step_together
 from weft.kernels.dropout import mix
 from weft.kernels.timing import median_s
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.model.random_model import make_backbone, random_weight
 from weft.model.shards.peers import HostPeers
 from weft.model.shards.sharing import share_layers
@@ -87,7 +87,7 @@ def _packed(bench: OneDevice, backbone: Backbone, slots: Sequence[int], *, turne
     """A microbatch with as many samples of every job as one has room for, of a quarter of the usual length."""
     length = bench.length // BATCH
     placed = [
-        Placed(sample.cut(length), slot, 1 / bench.length, mix(job, 0, index), mix(job))
+        PlacedSample(sample.cut(length), slot, 1 / bench.length, mix(job, 0, index), mix(job))
         for job, slot in enumerate(slots)
         for index, sample in enumerate(bench.samples(job)[:BATCH])
     ]
@@ -128,11 +128,11 @@ def measure_shards(
     ring = backbone.ring
     assert ring is not None
 
-    def go_empty() -> None:
-        ring.go_empty(back=False, then_back=True)
-        ring.go_empty(back=True)
+    def run_empty_pass() -> None:
+        ring.run_empty_pass(back=False, then_back=True)
+        ring.run_empty_pass(back=True)
 
-    gather_s = median_s(go_empty, device, warmups=effort.warmups, repeats=effort.repeats)
+    gather_s = median_s(run_empty_pass, device, warmups=effort.warmups, repeats=effort.repeats)
     differing = sum(int((mine != other).sum()) for mine, other in zip(found, expected, strict=True))
     return {
         "shard_overlap": 1 - (shared_s - whole_s) / gather_s,

@@ -37,7 +37,7 @@ from weft.kernels.device_event import DeviceEvent
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
 from weft.model.model_part import ModelPart
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.model.packing import attention
 from weft.model.random_model import build
 from weft.model.stage_runner import StageRunner, stage_runner
@@ -136,7 +136,7 @@ class _Piece:
         adapters = [backbone.new_adapter(spec, job) for job in range(NUM_JOBS)]
         slots = [backbone.attach(adapter) for adapter in adapters]
         placed = [
-            Placed(bench.samples(job)[0], slots[job], 1 / bench.length, mix(job, 0), mix(job))
+            PlacedSample(bench.samples(job)[0], slots[job], 1 / bench.length, mix(job, 0), mix(job))
             for job in range(NUM_JOBS)
         ]
         return cls(backbone, adapters, slots, pack_samples(placed, row_tile, bench.device))

@@ -48,7 +48,7 @@ def measure_pack(
         "pack_proven_share": plan.proven_share,
         "pack_fewest_share": plan.fewest_share,
         "pack_fill": plan.fill,
-        "pack_noops": float(plan.num_noops),
+        "pack_noops": float(plan.num_empty_slots),
     }
 
 

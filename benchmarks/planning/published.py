@@ -26,7 +26,7 @@ from itertools import pairwise
 
 from weft.errors import PlanError
 from weft.plan.fuse.buckets import improve
-from weft.plan.lemma import with_noops
+from weft.plan.lemma import with_empty_slots
 from weft.plan.pack import milp
 from weft.plan.pack.bins import Bins, first_fit
 from weft.plan.pack.bounds import fewest_bins
@@ -56,7 +56,7 @@ def pack_published(
     fewest = [fewest_bins([s for own in bins for s in own], limits) for bins in order]
     _merge(order, limits)
     rounds = tuple(_round(i, bins, n) for i, (bins, n) in enumerate(zip(order, fewest, strict=True)))
-    stream = with_noops((m for r in rounds for m in r.slots), limits.lemma_distance)
+    stream = with_empty_slots((m for r in rounds for m in r.slots), limits.lemma_distance)
     return RoundPlan(limits, rounds, stream, keeps_order=False)
 
 

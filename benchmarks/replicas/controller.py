@@ -2,7 +2,7 @@
 
 One process plays all ranks without a backbone, over the connections that real ranks use.
 `python -m benchmarks.replicas.controller ADDRESS NUM_RANKS` joins the controller that listens there as so many ranks.
-Every rank reports a step and its microbatch each `TELL_S`, together. That is what a real rank reports where every
+Every rank reports a step and its microbatch each `SEND_S`, together. That is what a real rank reports where every
 microbatch completes one step; where microbatches are faster, a report holds several.
 
 controller_us       microseconds per step and rank with 64 scripted ranks of four jobs each: everything from the
@@ -33,20 +33,20 @@ from weft.errors import WeftError
 from weft.model.source import load_tokenizer
 from weft.parallel.replicas.messages import (
     ALIVE_S,
-    TELL_S,
+    SEND_S,
     CheckJob,
     Command,
     EndRank,
-    EventsTold,
+    EventBatch,
     JobChecked,
     RankAlive,
+    RankEvent,
     RankIdle,
     RankJoined,
     RankOrder,
     RankReady,
     Report,
     SetUp,
-    ToldEvent,
     TrainJob,
 )
 from weft.parallel.replicas.rank_group import RankGroup
@@ -100,7 +100,7 @@ class ScriptedRank:
     jobs: deque[JobSpec] = field(default_factory=deque)
     """Those it trains, the next to step first."""
     steps: dict[str, int] = field(default_factory=dict)
-    num_obeyed: int = 0
+    num_applied: int = 0
     is_over: bool = False
 
     @classmethod
@@ -121,18 +121,18 @@ class ScriptedRank:
 
     def obey(self, command: Command) -> None:
         """Accepts every job, and trains what it is told to."""
-        self.num_obeyed += 1
+        self.num_applied += 1
         match command:
             case CheckJob(order):
                 self.tell(JobChecked(order.spec.name, num_parameters=1000))
             case TrainJob(order):
                 self.jobs.append(order.spec)
                 self.steps[order.spec.name] = 0
-                self.tell(EventsTold((ToldEvent(JobStarted(order.spec.name, 0, _num_steps(order.spec))),)))
+                self.tell(EventBatch((RankEvent(JobStarted(order.spec.name, 0, _num_steps(order.spec))),)))
             case EndRank():
                 self.is_over = True
         if not self.jobs:
-            self.tell(RankIdle(self.num_obeyed))
+            self.tell(RankIdle(self.num_applied))
 
     def step(self) -> None:
         """Tells the next step of the job whose turn it is."""
@@ -145,9 +145,9 @@ class ScriptedRank:
             self.jobs.append(job)
         else:
             events += (JobSucceeded(job.name, self.steps[job.name], None),)
-        self.tell(EventsTold(tuple(ToldEvent(event) for event in events)))
+        self.tell(EventBatch(tuple(RankEvent(event) for event in events)))
         if not self.jobs:
-            self.tell(RankIdle(self.num_obeyed))
+            self.tell(RankIdle(self.num_applied))
 
 
 def _num_steps(job: JobSpec) -> int:
@@ -168,9 +168,9 @@ def _told(job: JobSpec, step: int, jobs: tuple[str, ...]) -> tuple[Event, ...]:
         learning_rate=job.learning_rate,
         tokens=CAPACITY,
         num_tokens=CAPACITY * step,
-        seconds=TELL_S * step,
+        seconds=SEND_S * step,
     )
-    return (MicrobatchDone(jobs, CAPACITY, CAPACITY, TELL_S), done)
+    return (MicrobatchDone(jobs, CAPACITY, CAPACITY, SEND_S), done)
 
 
 def play(address: str, num_ranks: int) -> None:
@@ -186,7 +186,7 @@ def play(address: str, num_ranks: int) -> None:
                 del ranks[connection]
         now_s = time.monotonic()
         if now_s >= step_s:
-            step_s = now_s + TELL_S
+            step_s = now_s + SEND_S
             for rank in ranks.values():
                 rank.step()
         if now_s >= alive_s:

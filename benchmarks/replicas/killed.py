@@ -32,8 +32,8 @@ from weft.engine.events import Event, JobWarning, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import execute_run, prepare_run
 from weft.parallel.ray.connect import AUTO, need_ray
-from weft.parallel.ray.load import find_places
-from weft.parallel.replicas.known_rank import KnownRank
+from weft.parallel.ray.load import find_hosts
+from weft.parallel.replicas.known_rank import RankRecord
 from weft.parallel.replicas.load import load_replicated
 from weft.parallel.replicas.messages import RankOrder
 from weft.parallel.replicas.places import rank_order
@@ -78,7 +78,7 @@ class NodeCluster:
 
     def open_ranks(self, order: RankOrder) -> Ranks:
         """Two ranks as actors."""
-        return find_places(AUTO, 2, BackboneSpec(base_model="tiny", device="cpu")).open_ranks(order)
+        return find_hosts(AUTO, 2, BackboneSpec(base_model="tiny", device="cpu")).open_ranks(order)
 
     def lose_one(self) -> None:
         """Kills all processes of the node that this process is not on."""
@@ -108,7 +108,7 @@ class WatchedGroup(RankGroup):
     killed_s: float | None = None
     seen_s: float | None = None
 
-    def replace(self, rank: KnownRank, how: str, *, is_wanted: bool) -> None:
+    def replace(self, rank: RankRecord, how: str, *, is_wanted: bool) -> None:
         """Takes note of the time."""
         if self.killed_s is not None and self.seen_s is None:
             self.seen_s = time.monotonic() - self.killed_s
@@ -240,7 +240,7 @@ class _Runs:
         return groups[0], sum(count for job, count in repeated.items() if job not in lost)
 
 
-def _process_id(rank: KnownRank) -> int | None:
+def _process_id(rank: RankRecord) -> int | None:
     """The process of a rank, once there is one."""
     handle = rank.process
     return handle.process.pid if isinstance(handle, RankProcess) else getattr(handle, "pid", None)

@@ -31,7 +31,7 @@ from weft.kernels.device import is_gpu
 from weft.kernels.dropout import mix
 from weft.kernels.timing import median_s
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.model.scores import PendingScores
 from weft.spec import AdapterSpec, JobSpec
 
@@ -65,7 +65,7 @@ class BenchJobs:
             weight = 1.0 / sum(sample.num_supervised for sample in samples)
             slot = self.slots[job] if self.slots else None
             for index, sample in enumerate(samples):
-                placed.append(Placed(sample, slot, weight, mix(job, 0, index)))
+                placed.append(PlacedSample(sample, slot, weight, mix(job, 0, index)))
         return pack_samples(placed, self.row_tile, self.backbone.device)
 
     def forward_backward_frozen(self) -> None:

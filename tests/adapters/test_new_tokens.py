@@ -27,7 +27,7 @@ from weft.engine.inference.generate import Decoding, Request, generate
 from weft.engine.inference.merge_rows import merge_rows
 from weft.errors import AdapterFileError, ConfigError, DataError
 from weft.model.backbone import Backbone
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.objectives.preference.dpo import Dpo
 from weft.spec import AdapterSpec
 
@@ -57,7 +57,7 @@ def exported(backbone: Backbone, path: Path) -> Path:
 
 def logits(backbone: Backbone, slot: int | None) -> torch.Tensor:
     sample = Sample(TOKENS, np.ones(len(TOKENS), dtype=bool))
-    return backbone.logits(pack_samples([Placed(sample, slot)], None, backbone.device))
+    return backbone.logits(pack_samples([PlacedSample(sample, slot)], None, backbone.device))
 
 
 def plain_logits(model: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from weft.cli.demo.skills import SKILLS
-from weft.cli.user_path import run_place
+from weft.cli.user_path import run_location
 from weft.engine.events import StepDone
 from weft.report.live import LiveTable
 from weft.store.remote.run_url import RunUrl
@@ -97,6 +97,6 @@ def test_mistake_when_about_a_url_then_is_one_sentence_and_nothing_is_written(re
 
 def test_place_when_it_is_a_url_then_only_that_of_a_file_is_a_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
-    assert run_place("~/runs/x") == Path("/home/ada/runs/x")
-    assert run_place("file:///data/x") == Path("/data/x")
-    assert run_place("s3://bucket/x/") == RunUrl("s3://bucket/x")
+    assert run_location("~/runs/x") == Path("/home/ada/runs/x")
+    assert run_location("file:///data/x") == Path("/data/x")
+    assert run_location("s3://bucket/x/") == RunUrl("s3://bucket/x")

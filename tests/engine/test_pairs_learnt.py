@@ -25,7 +25,7 @@ def planned(plans: LookaheadPlanner) -> tuple[Program, tuple[int, float | None] 
     """The next program, however long it takes to plan, and what is told of its pairs."""
     plans.foresee(QUEUES, LIMITS)
     program = plans.program(QUEUES, LIMITS, patience_s=600.0)
-    told = plans.take_choice()
+    told = plans.pop_choice()
     choice = None if told is None or told.choice is None else told.choice.pairs
     return program, None if choice is None else (choice.num_pairs, choice.gain)
 

@@ -276,7 +276,7 @@ def test_pace_when_microbatches_have_run_then_the_next_are_predicted_and_the_err
 
 
 def test_pace_when_a_microbatch_is_described_then_by_its_jobs_ranks_and_whole_tiles():
-    pace = lookahead.LearnedPace(ranks={"a": 4, "b": 16}, row_tile=8)
+    pace = lookahead.MeasuredPace(ranks={"a": 4, "b": 16}, row_tile=8)
     microbatch = Microbatch((Segment("a", 0, 0, 5), Segment("b", 0, 0, 6), Segment("a", 0, 1, 1)))
     assert pace.load(microbatch) == MicrobatchLoad.of([(4, [5, 1]), (16, [6])], 0, 8)
     assert pace.seconds(Program.from_turns([Turn(microbatch)] * 2)) == 0.0

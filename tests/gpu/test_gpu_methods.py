@@ -12,7 +12,7 @@ from benchmarks.steps.regimes import BF16
 from weft.adapters.adapter import Adapter
 from weft.data.sample import Sample
 from weft.model.backbone import Backbone
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.model.random_model import make_backbone
 from weft.plan.cost.published_shapes import find_shape
 from weft.spec import AdapterSpec
@@ -57,7 +57,7 @@ def gradients(backbone: Backbone, spec: AdapterSpec, lengths: list[tuple[int, in
     own, other = moved(backbone.new_adapter(spec, 1)), moved(backbone.new_adapter(AdapterSpec(r=64), 2))
     slots: list[int | None] = [backbone.attach(other), backbone.attach(own), None]
     placed = [
-        Placed(sample(length).led_by(backbone.leading_rows(slots[place])), slots[place], 0.01, 7 + length)
+        PlacedSample(sample(length).led_by(backbone.leading_rows(slots[place])), slots[place], 0.01, 7 + length)
         for length, place in lengths
     ]
     backbone.forward_backward(pack_samples(placed, CAPACITY, GPU), backbone.path.row_tile(CAPACITY))

@@ -166,7 +166,7 @@ def test_sums_when_the_gradient_of_all_replicas_has_come_then_begin_again(kernel
     adapter = executor.jobs["me"].weights.adapter
     executor.wait(executor.start(work))
     assert any(words.fine_P.any() for words in adapter.any_order_sums().values())
-    adapter.put_gradients({name: torch.ones_like(group.grad) for name, group in adapter.groups.items()})
+    adapter.write_gradients({name: torch.ones_like(group.grad) for name, group in adapter.groups.items()})
     assert not any(words.fine_P.any() for words in adapter.any_order_sums().values())
     adapter.complete_gradients()
     assert all((group.grad == 1).all() for group in adapter.groups.values())

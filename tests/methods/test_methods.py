@@ -36,7 +36,7 @@ from weft.engine.events import Event, StepDone
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.methods.registry import METHODS
 from weft.model.backbone import Backbone
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.plan.cost.shape import ModelShape
 from weft.spec import AdapterSpec
 from weft.store.peft_files import read_adapter, write_adapter
@@ -97,7 +97,7 @@ def written(backbone: Backbone, adapter: Adapter, path: Path) -> Path:
 def logits(backbone: Backbone, slot: int | None) -> torch.Tensor:
     sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
     leading = backbone.leading_rows(slot)
-    return backbone.logits(pack_samples([Placed(sample.led_by(leading), slot)], None, backbone.device))[leading:]
+    return backbone.logits(pack_samples([PlacedSample(sample.led_by(leading), slot)], None, backbone.device))[leading:]
 
 
 def plain_logits(model: Any) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_cost_when_counted_then_is_no_less_than_what_the_adapter_holds(case):
     for path, weights in adapter.modules.items():
         num_out, num_in = shapes[path]
         kept = weights.forward(torch.ones(8, num_in), torch.ones(8, num_out), rows, Routing())
-        width = adapter.method.kept_width(adapter.spec, path, shapes[path])
+        width = adapter.method.saved_width(adapter.spec, path, shapes[path])
         assert sum(tensor.numel() for tensor in tensors_in(kept)) == 8 * width
         total += width
     if not adapter.method.has_kernels(adapter.spec):

@@ -13,7 +13,7 @@ from weft.kernels.lora.tables import Needs
 from weft.model.fused.captures import CAPTURE_COST, MAX_GRAPHS, CapturedGraphs, GraphKey
 from weft.model.fused.graph import Captured
 from weft.model.fused.inputs import InputShape
-from weft.model.fused.place import PlaceInFlight
+from weft.model.fused.place import InFlightBuffers
 from weft.model.path import Memory
 
 NARROW, WIDE = Needs.of((8,), drops=False), Needs.of((8, 64), drops=False)
@@ -112,4 +112,4 @@ def test_place_when_passes_take_turns_then_captures_nothing(runs_pairs, is_captu
     devices = SimpleNamespace(can_be_recorded=True, runs_pairs=runs_pairs)
     model: Any = SimpleNamespace(device=torch.device("cpu"), ring=None, devices=devices)
     table: Any = None
-    assert PlaceInFlight(model, table, Memory(), lambda *_: None)._is_captured == is_captured
+    assert InFlightBuffers(model, table, Memory(), lambda *_: None)._is_captured == is_captured

@@ -15,7 +15,7 @@ from weft.errors import ModelError
 from weft.model.backbone import Backbone
 from weft.model.fused.inputs import input_shape
 from weft.model.fused.path import FusedPath
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.spec import AdapterSpec
 
 SPECS = [AdapterSpec(r=8, lora_alpha=16), AdapterSpec(r=5, lora_dropout=0.2)]
@@ -35,7 +35,7 @@ def attached(backbone: Backbone) -> tuple[list[Adapter], list[int]]:
 def packed(slots: list[int], lengths: list[tuple[int, int | None]] = LENGTHS, *, drops: bool = True) -> PackedBatch:
     rng = np.random.default_rng(5)
     placed = [
-        Placed(random_sample(rng, n), None if i is None else slots[i], 0.01, 7 + n if drops else None)
+        PlacedSample(random_sample(rng, n), None if i is None else slots[i], 0.01, 7 + n if drops else None)
         for n, i in lengths
     ]
     return pack_samples(placed, 128, torch.device("cpu"))
@@ -62,7 +62,7 @@ def test_fused_step_when_there_is_room_for_more_rows_and_samples_then_not_a_bit_
         assert isinstance(path, FusedPath)
         shape = replace(input_shape(batch, with_longest=False), num_rows=num_rows, num_spans=num_spans)
         path.follow(batch)
-        place = path.new_place()
+        place = path.new_buffers()
         hidden_TD = place.forward(batch, shape, 128, needs_grad=True)
         grad_TD = place.zero_gradient()
         used = slice(0, batch.num_tokens)

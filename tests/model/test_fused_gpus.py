@@ -22,7 +22,7 @@ from weft.model.fused.inputs import InputShape, input_shape
 from weft.model.fused.model import why_not
 from weft.model.fused.path import FusedPath
 from weft.model.load import fp8_copies
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.model.packing import attention
 from weft.spec import AdapterSpec
 
@@ -89,7 +89,9 @@ def test_varlen_when_torch_can_be_told_then_keys_are_not_split_by_the_longest_sa
 
 def test_shape_when_attention_is_told_of_samples_then_there_are_enough_for_every_multiprocessor():
     """Six heads of 32 samples are more than any GPU's multiprocessors, so no sample is shared out among several."""
-    batch = pack_samples([Placed(random_sample(np.random.default_rng(0), 5), None, 1.0)], 128, torch.device("cpu"))
+    batch = pack_samples(
+        [PlacedSample(random_sample(np.random.default_rng(0), 5), None, 1.0)], 128, torch.device("cpu")
+    )
     assert input_shape(batch, with_longest=True).num_spans * 6 >= 148
     assert input_shape(batch, with_longest=False).num_spans == 16
 
@@ -111,7 +113,7 @@ def test_capture_when_memory_ends_then_what_it_held_is_free_before_the_next_try(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     fused = random_backbone("llama", kernels="fused").path
     assert isinstance(fused, FusedPath)
-    only = fused.new_place()
+    only = fused.new_buffers()
     wanted = only._key(InputShape(128, 16, 0, True, False), None)
     assert only._graphs.graph(wanted) == "captured"  # type: ignore[comparison-overlap]
     assert alive == [0]
@@ -127,7 +129,7 @@ def test_graphs_when_jobs_come_and_go_then_only_the_first_of_a_kind_is_captured_
     backbone = random_backbone("llama", kernels="fused")
     fused = backbone.path
     assert isinstance(fused, FusedPath)
-    only = fused.new_place()
+    only = fused.new_buffers()
     backbone.attach(backbone.new_adapter(AdapterSpec(r=8), 0))
     training, evaluation = InputShape(128, 16, 0, True, True), InputShape(128, 16, 0, True, False)
     for _ in range(2):

@@ -10,9 +10,9 @@ import torch
 from tiny_models import dataset, random_backbone, random_sample
 
 from weft.adapters.adapter import Adapter
-from weft.engine.execute.references import Asked, JobReference, KnownRows, hear_references
+from weft.engine.execute.references import Asked, JobReference, ReferenceCache, hear_references
 from weft.model.backbone import Backbone
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.objectives.metrics import ACCURACY, LOSS, Score
 from weft.objectives.preference.dpo import Dpo
 from weft.spec import AdapterSpec
@@ -33,16 +33,16 @@ def attached(backbone: Backbone, seed: int) -> tuple[Adapter, int]:
     return adapter, backbone.attach(adapter)
 
 
-def pair(backbone: Backbone, slot: int, better, worse, weight: float = 1.0) -> list[Placed]:
+def pair(backbone: Backbone, slot: int, better, worse, weight: float = 1.0) -> list[PlacedSample]:
     """A group: both answers, of which the bare backbone has spoken."""
-    bare = JobReference(KnownRows(backbone), dataset([better, worse]))
+    bare = JobReference(ReferenceCache(backbone), dataset([better, worse]))
     asked = [Asked(bare, slot, bare.rows(sample, slot, 128)) for sample in (better, worse)]
     hear_references(backbone, asked, 128, 128)
     pairs = zip((better, worse), asked, strict=True)
-    return [Placed(s, slot, weight, objective=DPO, reference=each.rows) for s, each in pairs]
+    return [PlacedSample(s, slot, weight, objective=DPO, reference=each.rows) for s, each in pairs]
 
 
-def run(backbone: Backbone, placed: list[Placed]) -> list[Score]:
+def run(backbone: Backbone, placed: list[PlacedSample]) -> list[Score]:
     return backbone.launch(pack_samples(placed, 128, backbone.device), 128).scores()
 
 
@@ -54,7 +54,7 @@ def by_autograd(seed: int, pairs: list[tuple]) -> tuple[list[float], torch.Tenso
     """The loss of each pair and the gradient of half their sum, by autograd through all logits of a packed batch."""
     backbone = random_backbone("llama", kernels="reference")
     adapter, slot = attached(backbone, seed)
-    placed = [Placed(sample, at) for two in pairs for at in (slot, None) for sample in two]
+    placed = [PlacedSample(sample, at) for two in pairs for at in (slot, None) for sample in two]
     batch = pack_samples(placed, 128, backbone.device)
     hidden_TD = backbone.reference.hidden(batch, 128)
     logits_NV = backbone.head.logits(hidden_TD[batch.supervised_N])
@@ -74,7 +74,7 @@ def test_pairs_when_run_beside_supervised_jobs_then_loss_and_gradient_are_those_
     backbone = random_backbone("llama", kernels=kernels)
     (neighbour, other), (adapter, slot) = (attached(backbone, seed) for seed in (0, 1))
     groups = [pair(backbone, slot, FIRST, SECOND, 0.5), pair(backbone, slot, THIRD, FOURTH, 0.5)]
-    scores = run(backbone, [Placed(ONE, other, 0.1), *groups[0], Placed(OTHER, other, 0.1), *groups[1]])
+    scores = run(backbone, [PlacedSample(ONE, other, 0.1), *groups[0], PlacedSample(OTHER, other, 0.1), *groups[1]])
     assert [scores[i][LOSS].total for i in (1, 4)] == pytest.approx(losses, rel=1e-5)
     assert [scores[i]["rewards/margins"].total for i in (1, 4)] == pytest.approx(
         [-math.log(math.expm1(x)) for x in losses], 1e-4
@@ -92,11 +92,11 @@ def test_supervised_neighbour_when_pairs_share_the_microbatch_then_keeps_its_bit
     for judged in (True, False):
         backbone = random_backbone("llama", kernels=kernels)
         (neighbour, other), (adapter, slot) = (attached(backbone, seed) for seed in (0, 1))
-        group = pair(backbone, slot, FIRST, SECOND) if judged else [Placed(s, slot) for s in (FIRST, SECOND)]
+        group = pair(backbone, slot, FIRST, SECOND) if judged else [PlacedSample(s, slot) for s in (FIRST, SECOND)]
         if judged:
             adapter.groups["b"].params.fill_(math.nan)
             adapter.changed()
-        scores = run(backbone, [Placed(ONE, other, 0.1), *group, Placed(OTHER, other, 0.1)])
+        scores = run(backbone, [PlacedSample(ONE, other, 0.1), *group, PlacedSample(OTHER, other, 0.1)])
         seen.append(([scores[0], scores[-1]], gradients(neighbour)))
     assert seen[0][0] == seen[1][0] and torch.equal(seen[0][1], seen[1][1])
 
@@ -128,6 +128,6 @@ def test_finite_when_a_pair_has_no_finite_loss_then_only_its_owner_hears_of_it()
     (_, other), (adapter, slot) = (attached(backbone, seed) for seed in (0, 1))
     adapter.groups["b"].params.fill_(math.nan)
     adapter.changed()
-    placed = [Placed(ONE, other), *pair(backbone, slot, FIRST, SECOND), *pair(backbone, other, THIRD, FOURTH)]
+    placed = [PlacedSample(ONE, other), *pair(backbone, slot, FIRST, SECOND), *pair(backbone, other, THIRD, FOURTH)]
     running = backbone.launch(pack_samples(placed, 256, backbone.device), 256)
     assert running.finite([0, *[1] * 2, *[2] * 2], 3).tolist() == [1.0, 0.0, 1.0]

@@ -20,7 +20,7 @@ from weft.model.fused.graph import Captured
 from weft.model.fused.inputs import Inputs, InputShape
 from weft.model.fused.model import FusedModel
 from weft.model.fused.step import run_backward, run_forward
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.model.stage_runner import stage_runner
 
 
@@ -64,13 +64,13 @@ def spans_in(inputs: Inputs) -> tuple[SampleRows, ...]:
 def _captured(monkeypatch):
     monkeypatch.setattr(places, "capture", repeating)
     monkeypatch.setattr(places, "graph_pool", lambda: object())
-    monkeypatch.setattr(places.PlaceInFlight, "_is_captured", True)
+    monkeypatch.setattr(places.InFlightBuffers, "_is_captured", True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
 def of_lengths(slot: int, lengths: tuple[int, ...]) -> PackedBatch:
     rng = np.random.default_rng(sum(lengths))
-    placed = [Placed(random_sample(rng, n), slot, 0.1, dropout_key=n, step_key=4) for n in lengths]
+    placed = [PlacedSample(random_sample(rng, n), slot, 0.1, dropout_key=n, step_key=4) for n in lengths]
     return pack_samples(placed, 64, torch.device("cpu"))
 
 

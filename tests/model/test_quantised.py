@@ -22,7 +22,7 @@ from weft.engine.train import execute_run, prepare_run
 from weft.errors import ConfigError
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.model.path import Memory
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
@@ -132,7 +132,7 @@ def gradients(kind: str, kernels: str) -> torch.Tensor:
     backbone.use_kernels(kernels, Memory())
     adapters = [backbone.new_adapter(AdapterSpec(r=r, init_lora_weights=False), r) for r in (2, 6)]
     rng = np.random.default_rng(3)
-    placed = [Placed(random_sample(rng, 40), backbone.attach(adapter), 1e-2) for adapter in adapters]
+    placed = [PlacedSample(random_sample(rng, 40), backbone.attach(adapter), 1e-2) for adapter in adapters]
     backbone.forward_backward(pack_samples(placed, 128, backbone.device), 128)
     return torch.cat([part for adapter in adapters for part in (adapter.groups["a"].grad, adapter.groups["b"].grad)])
 

@@ -174,7 +174,7 @@ def test_device_without_work_then_gathers_what_the_others_do_in_their_order(back
             for layer in range(4, stop - 1, -1) if turned else range(5):
                 ring.use(layer)
             ring.end(then_back=back and not turned)
-            empty.go_empty(back=turned, then_back=back and not turned)
+            empty.run_empty_pass(back=turned, then_back=back and not turned)
             assert busy.told == idle.told
 
 

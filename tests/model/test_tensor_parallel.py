@@ -15,9 +15,9 @@ from tiny_models import SETTINGS, random_backbone, random_sample
 from weft.adapters.adapter import Adapter
 from weft.methods.registry import has_kernels
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.model.path import Memory
-from weft.model.tensor_parallel import divide, why_undivided
+from weft.model.tensor_parallel import divide, why_not_divisible
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
 from weft.spec import AdapterSpec
@@ -52,7 +52,7 @@ def with_adapters(backbone: Backbone, *names: str) -> tuple[list[Adapter], Packe
         slot = backbone.attach(adapter)
         for length in (5, 17, 9):
             sample = random_sample(rng, length).led_by(backbone.leading_rows(slot))
-            placed.append(Placed(sample, slot, 0.1, dropout_key=length, step_key=4))
+            placed.append(PlacedSample(sample, slot, 0.1, dropout_key=length, step_key=4))
         adapters.append(adapter)
     return adapters, pack_samples(placed, 64, backbone.device)
 
@@ -188,7 +188,7 @@ def test_memory_when_layers_are_divided_then_each_device_has_its_part_of_every_l
     ],
 )
 def test_model_when_devices_cannot_share_it_evenly_then_a_sentence_says_what_fits(count, changes, why):
-    assert why_undivided({"model_type": "llama", **SETTINGS, **changes}, count) == why
+    assert why_not_divisible({"model_type": "llama", **SETTINGS, **changes}, count) == why
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,13 @@ def test_model_when_devices_cannot_share_it_evenly_then_a_sentence_says_what_fit
     ],
 )
 def test_weights_when_parts_would_not_hold_whole_blocks_then_a_sentence_says_so(quantize, changes, keeps):
-    why = why_undivided({"model_type": "llama", **SETTINGS, **changes}, 2, quantize)
+    why = why_not_divisible({"model_type": "llama", **SETTINGS, **changes}, 2, quantize)
     assert why is None if keeps is None else why is not None and f"has weights of {keeps} together" in why
 
 
 @pytest.mark.parametrize("kind", ["phi3", "gpt2"])
 def test_model_when_its_linears_are_others_then_a_sentence_says_which_families_fit(kind):
-    why = why_undivided({"model_type": kind, **SETTINGS}, 2)
+    why = why_not_divisible({"model_type": kind, **SETTINGS}, 2)
     assert why is not None and kind in why and why.endswith("llama, mistral, qwen2, qwen3, gemma3_text")
 
 

@@ -41,7 +41,7 @@ def test_rows_when_judged_then_loss_and_slopes_are_those_of_autograd(divergence,
     logits.requires_grad_()
     expected = by_torch(objective, logits, teacher, targets)
     expected.sum().backward()
-    judged = objective.judge_rows(logits.detach(), teacher, targets)
+    judged = objective.distillation_loss(logits.detach(), teacher, targets)
     measured = dict(zip(MEASURED, judged.measured_KB, strict=True))
     torch.testing.assert_close(measured["loss"], expected.detach())
     torch.testing.assert_close(judged.slopes_BV, logits.grad)
@@ -65,7 +65,9 @@ def test_rows_when_the_teacher_names_some_tokens_then_the_others_have_no_part_in
         middle = ((dense + s.exp()) / 2).log()
         expected = (torch.xlogy(dense, dense) - dense * middle + s.exp() * (s - middle)).sum() / 2
     expected.backward()
-    judged = Distillation(1.0, 1.0, divergence).judge_rows(logits.detach(), named, torch.zeros(4, dtype=torch.long))
+    judged = Distillation(1.0, 1.0, divergence).distillation_loss(
+        logits.detach(), named, torch.zeros(4, dtype=torch.long)
+    )
     torch.testing.assert_close(judged.measured_KB[0].sum(), expected.detach())
     torch.testing.assert_close(judged.slopes_BV, logits.grad)
 
@@ -74,19 +76,19 @@ def test_rows_when_the_teacher_names_some_tokens_then_the_others_have_no_part_in
 def test_rows_when_both_agree_to_the_bit_or_are_far_apart_then_nothing_overflows(divergence):
     objective = Distillation(1.0, 1.0, divergence)
     same = torch.randn(3, 11, generator=torch.Generator().manual_seed(2)) * 5
-    judged = objective.judge_rows(same, same, torch.zeros(3, dtype=torch.long))
+    judged = objective.distillation_loss(same, same, torch.zeros(3, dtype=torch.long))
     assert judged.measured_KB[0].abs().max() < 1e-6 and judged.slopes_BV.abs().max() < 1e-6
     far = torch.tensor([[1e4, -1e4, 0.0]])
-    judged = objective.judge_rows(far, far.flip(1), torch.tensor([0]))
+    judged = objective.distillation_loss(far, far.flip(1), torch.tensor([0]))
     assert judged.measured_KB[0].isfinite().all() and judged.slopes_BV.isfinite().all()
 
 
 def test_row_when_the_teacher_is_not_a_number_then_neither_is_its_loss_and_others_keep_theirs():
     logits, teacher = torch.randn(2, 2, 9, generator=torch.Generator().manual_seed(3))
     targets, objective = torch.tensor([1, 2]), Distillation()
-    before = objective.judge_rows(logits, teacher, targets)
+    before = objective.distillation_loss(logits, teacher, targets)
     teacher[0] = torch.nan
-    after = objective.judge_rows(logits, teacher, targets)
+    after = objective.distillation_loss(logits, teacher, targets)
     assert after.measured_KB[0][0].isnan() and after.measured_KB[0][1] == before.measured_KB[0][1]
     assert torch.equal(after.slopes_BV[1], before.slopes_BV[1])
 

@@ -2,11 +2,11 @@
 
 import math
 
-from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, Tally
+from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, MetricTotals
 
 
 def test_tally_when_scores_name_different_metrics_then_each_has_its_own_mean():
-    tally = Tally()
+    tally = MetricTotals()
     tally.add({LOSS: MetricSum(3.0, 2), ACCURACY: MetricSum(1, 2)})
     tally.add({LOSS: MetricSum(4.0, 0.5), ACCURACY: MetricSum(3, 4), "margin": MetricSum(-1.5, 1)})
     tally.add({})
@@ -14,11 +14,11 @@ def test_tally_when_scores_name_different_metrics_then_each_has_its_own_mean():
 
 
 def test_tally_when_nothing_was_counted_then_its_means_are_nan_and_its_loss_is_finite():
-    means = Tally().means()
-    assert math.isnan(means.loss) and math.isnan(means.accuracy) and means.further == {} and Tally().is_finite
+    means = MetricTotals().means()
+    assert math.isnan(means.loss) and math.isnan(means.accuracy) and means.further == {} and MetricTotals().is_finite
 
 
 def test_tally_when_a_loss_is_not_finite_then_says_so():
-    tally = Tally()
+    tally = MetricTotals()
     tally.add({LOSS: MetricSum(math.inf, 1)})
     assert not tally.is_finite

@@ -7,7 +7,7 @@ import torch
 
 from weft.data.formats import convert_rows
 from weft.data.rows.row import Row
-from weft.model.judge import Groups, num_judged
+from weft.model.judge import Groups, num_scored
 from weft.objectives.heads.classes import Classification
 from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.objective import LikelihoodObjective, Objective
@@ -52,7 +52,7 @@ def test_judged_weights_when_compared_with_autograd_then_are_the_slope_of_the_lo
     objective = OBJECTIVES[name]
     assert isinstance(objective, LikelihoodObjective)
     generator = torch.Generator().manual_seed(0)
-    size = num_judged(objective)
+    size = num_scored(objective)
     lengths_S = torch.tensor([3, 1, 4, 2][: 2 * size])
     logprobs_N, references_N = -torch.rand(2, int(lengths_S.sum()), generator=generator) * 5
     logprobs_N.requires_grad_()
@@ -70,7 +70,7 @@ def test_slopes_of_logits_when_compared_with_autograd_then_are_those_of_the_loss
     assert isinstance(objective, HeadObjective)
     generator = torch.Generator().manual_seed(0)
     logits_NL = torch.randn(4, objective.num_labels or 3, generator=generator, requires_grad=True)
-    judged = objective.judge_logits(logits_NL, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    judged = objective.head_loss(logits_NL, torch.tensor([0.0, 0.0, 1.0, 1.0]))
     judged.losses_U.sum().backward()
     torch.testing.assert_close(judged.slopes_NL.detach(), logits_NL.grad)
     assert len(judged.losses_U) == len(judged.measured_UK) == 4 // objective.group_size

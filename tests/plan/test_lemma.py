@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.published import lemma_violations
-from weft.plan.lemma import NOOP, with_noops
+from weft.plan.lemma import NOOP, with_empty_slots
 from weft.plan.types import Microbatch, Segment
 
 
@@ -28,7 +28,7 @@ def streams(draw: st.DrawFn) -> list[Microbatch]:
 
 @given(streams(), st.integers(1, 4))
 def test_with_noops_when_any_stream_then_distances_hold_and_order_stays(stream, distance):
-    longer = with_noops(stream, distance)
+    longer = with_empty_slots(stream, distance)
     assert lemma_violations(longer, distance) == []
     assert [m for m in longer if m.segments] == stream
 
@@ -36,7 +36,7 @@ def test_with_noops_when_any_stream_then_distances_hold_and_order_stays(stream, 
 @settings(max_examples=40)
 @given(streams(), st.integers(1, 4))
 def test_with_noops_when_any_stream_then_no_shorter_one_will_do(stream, distance):
-    num = len(with_noops(stream, distance)) - len(stream)
+    num = len(with_empty_slots(stream, distance)) - len(stream)
     if 0 < num <= 4:
         for places in itertools.combinations_with_replacement(range(1, len(stream)), num - 1):
             trial = [m for i, own in enumerate(stream) for m in [*[NOOP] * places.count(i), own]]
@@ -52,4 +52,4 @@ def test_lemma_violations_when_the_next_batch_is_one_microbatch_early_then_says_
 
 def test_with_noops_when_empty_slots_stand_at_the_ends_then_they_go():
     own = Microbatch((Segment("a", 0, 0, 1),))
-    assert with_noops([NOOP, own, NOOP, own, NOOP], 1) == (own, NOOP, own)
+    assert with_empty_slots([NOOP, own, NOOP, own, NOOP], 1) == (own, NOOP, own)

@@ -18,7 +18,7 @@ from weft.errors import JobError
 from weft.model.source import load_tokenizer
 from weft.parallel.replicas.places import rank_order
 from weft.parallel.replicas.rank_group import RankGroup
-from weft.parallel.replicas.steered_engine import SteeredEngine
+from weft.parallel.replicas.steered_engine import SweepReplicas
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
 
@@ -45,8 +45,8 @@ def run_sweep(
     def opened(spec, jobs, wall):
         if not num_ranks:
             return load_engine(spec, jobs, wall)
-        pools.append(ThreadRanks(rank_order(spec, jobs, is_steered=True), life=life))
-        engine = SteeredEngine(RankGroup(pools[0], num_ranks), load_tokenizer(spec.base_model))
+        pools.append(ThreadRanks(rank_order(spec, jobs, is_controlled=True), life=life))
+        engine = SweepReplicas(RankGroup(pools[0], num_ranks), load_tokenizer(spec.base_model))
         return replace(spec, capacity=engine.limits.capacity), engine, engine.notes
 
     prepared = prepare_sweep(spec, Path(), begun_at(folder) if resume else None, open_engine=opened)

@@ -111,7 +111,7 @@ class Adapter:
             group.grad.zero_()
         self._forget_sums()
         if self.kernel_copy is not None:
-            self.kernel_copy.forget_gradients()
+            self.kernel_copy.clear_gradients()
         self._penalised_at = None
 
     def _forget_sums(self) -> None:
@@ -173,13 +173,13 @@ class Adapter:
             group.grad.zero_()
         return found
 
-    def put_gradients(self, flat: Mapping[str, torch.Tensor]) -> None:
+    def write_gradients(self, flat: Mapping[str, torch.Tensor]) -> None:
         """Takes the gradients of a whole global batch, complete, from buffers by group: its own sums are in them."""
         for name, grad in flat.items():
             self.groups[name].grad.copy_(grad)
         self._forget_sums()
         if self.kernel_copy is not None:
-            self.kernel_copy.forget_gradients()
+            self.kernel_copy.clear_gradients()
         self._penalised_at = self.version
 
     def _add_penalties(self) -> None:

@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.adapters.method import SlotWeights
 from weft.adapters.routing import Routing
-from weft.adapters.row_place import RowPlace
+from weft.adapters.row_place import RowSite
 
 
-class BlockOutput(RowPlace):
+class BlockOutput(RowSite):
     """The output of one block."""
 
     def __init__(self, block: nn.Module, width: int, routing: Routing) -> None:

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from weft.adapters.devices import Devices
 from weft.adapters.method import SlotWeights
 from weft.adapters.routing import Routing
-from weft.adapters.row_place import RowPlace
+from weft.adapters.row_place import RowSite
 from weft.adapters.slots import active_slots
 
 
-class InputRows(RowPlace):
+class InputRows(RowSite):
     """What the first layer sees."""
 
     def __init__(
@@ -38,7 +38,7 @@ class InputRows(RowPlace):
         self.tokens = tokens
 
 
-class KeyValueRows(RowPlace):
+class KeyValueRows(RowSite):
     """Keys and values of one layer's attention, side by side; positions are rotated into the keys already."""
 
     def __init__(self, layer: int, width: int, routing: Routing) -> None:

@@ -14,9 +14,9 @@ from weft.adapters.devices import Devices, sum_forward
 from weft.adapters.frozen import Dense, FrozenWeight
 from weft.adapters.frozen import tiled_mm as tiled_mm
 from weft.adapters.method import SlotWeights
-from weft.adapters.place_share import PlaceShare, Side
+from weft.adapters.place_share import Side, SiteShare
 from weft.adapters.routing import Routing
-from weft.adapters.slots import active_slots, run_slots
+from weft.adapters.slots import active_slots, apply_slots
 
 
 class SlotLinear(nn.Module):
@@ -28,7 +28,7 @@ class SlotLinear(nn.Module):
         """W, however it is stored; a loader may put a quantised one in its place."""
         own = linear.bias
         self.bias_O: nn.Parameter | None = None if own is None else nn.Parameter(own.detach(), requires_grad=False)
-        self.share = PlaceShare.whole(*self.frozen.shape)
+        self.share = SiteShare.whole(*self.frozen.shape)
         """What of the linear is on this device."""
         self._whole = self.frozen.shape
         self.routing = routing
@@ -64,7 +64,7 @@ class SlotLinear(nn.Module):
     def divide(self, side: Side, devices: Devices) -> None:
         """Leaves only this device's part of the frozen weight here; to be called before adapters are made."""
         assert not self.slots, "whoever divides it does so first"
-        self.share = PlaceShare.part(*self._whole, side, devices)
+        self.share = SiteShare.part(*self._whole, side, devices)
         self.frozen = self.frozen.cut(self.share.outputs, self.share.inputs)
         if self.bias_O is not None:
             own_O = self.bias_O[self.share.outputs].clone()
@@ -83,7 +83,7 @@ class SlotLinear(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         active = active_slots(self.slots, self.routing)
         anchor = self.anchor if active else self.anchor.detach()
-        y_TO = run_slots(x_TD, anchor, self.frozen, self.bias_O, active, self.routing)
+        y_TO = apply_slots(x_TD, anchor, self.frozen, self.bias_O, active, self.routing)
         if self.share.devices is not None and not self.share.has_all_inputs:
             y_TO = sum_forward(y_TO, self.share.devices)
         return y_TO.view(*x.shape[:-1], -1)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 import torch
 from torch import nn
 
-from weft.adapters.place_share import PlaceShare
+from weft.adapters.place_share import SiteShare
 from weft.adapters.routing import Routing, SlotRows
 from weft.adapters.sample_sums import AnyOrderSums
 from weft.kernels.fixed_words import Words
@@ -63,7 +63,7 @@ class Place(Protocol):
         ...
 
     @property
-    def share(self) -> PlaceShare:
+    def share(self) -> SiteShare:
         """What of it is on this device."""
         ...
 
@@ -173,7 +173,7 @@ class KernelCopy:
     def collect(self) -> None:
         """Adds gradients that kernels left in buffers of their own to the adapter's, and empties these buffers."""
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Empties those buffers."""
 
     def any_order_words(self) -> Mapping[str, Words]:
@@ -323,7 +323,7 @@ class Method(ABC):
         """Factors on the job's learning rate, for each group that is trained."""
         return (1.0,) * (len(self.groups) - len(self.frozen(job.adapter)))
 
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+    def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """Numbers that `SlotWeights.forward` keeps of a row in one place, dropout masks apart."""
         return 0
 
@@ -357,7 +357,7 @@ class Method(ABC):
         bytes."""
         return 0
 
-    def rehearse_copy(  # noqa: B027 (optional)
+    def compile_copy(  # noqa: B027 (optional)
         self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor
     ) -> None:
         """Launches what such a copy of rank `rank` will, on linears of these shapes, besides torch's own operations.

@@ -21,7 +21,7 @@ Side = Literal["outputs", "inputs"]
 
 
 @dataclass(frozen=True)
-class PlaceShare:
+class SiteShare:
     """The outputs and inputs of a place that are on this device."""
 
     outputs: slice
@@ -31,12 +31,12 @@ class PlaceShare:
     has_all_inputs: bool = True
 
     @classmethod
-    def whole(cls, num_out: int, num_in: int) -> PlaceShare:
+    def whole(cls, num_out: int, num_in: int) -> SiteShare:
         """A place that is not divided."""
         return cls(slice(0, num_out), slice(0, num_in))
 
     @classmethod
-    def part(cls, num_out: int, num_in: int, side: Side, devices: Devices) -> PlaceShare:
+    def part(cls, num_out: int, num_in: int, side: Side, devices: Devices) -> SiteShare:
         """This device's run of the outputs or inputs of a linear."""
         num_all = num_out if side == "outputs" else num_in
         assert num_all % devices.count == 0, "checked before anything was loaded"

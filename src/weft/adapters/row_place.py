@@ -12,12 +12,12 @@ from typing import ClassVar
 import torch
 
 from weft.adapters.method import SlotWeights
-from weft.adapters.place_share import PlaceShare
+from weft.adapters.place_share import SiteShare
 from weft.adapters.routing import Routing
-from weft.adapters.slots import active_slots, run_slots
+from weft.adapters.slots import active_slots, apply_slots
 
 
-class Unchanged:
+class UnchangedRows:
     """The frozen map that changes nothing."""
 
     stored: ClassVar[Mapping[str, torch.Tensor]] = {}
@@ -31,7 +31,7 @@ class Unchanged:
         return dy_TO.clone()
 
 
-class RowPlace:
+class RowSite:
     """Rows of one width that any number of adapters can change at once."""
 
     weight: torch.Tensor | None = None
@@ -42,7 +42,7 @@ class RowPlace:
         """`width`: D, the features of a row."""
         self.width = width
         self.routing = routing
-        self.share = PlaceShare.whole(width, width)
+        self.share = SiteShare.whole(width, width)
         self.slots: dict[int, SlotWeights] = {}
 
     @property
@@ -70,5 +70,5 @@ class RowPlace:
             return rows
         # Autograd visits the slots even where the rows need no gradient.
         anchor = torch.zeros((), device=rows.device, requires_grad=True)
-        changed_TD = run_slots(rows.reshape(-1, self.width), anchor, Unchanged(), None, active, self.routing)
+        changed_TD = apply_slots(rows.reshape(-1, self.width), anchor, UnchangedRows(), None, active, self.routing)
         return changed_TD.view(rows.shape)

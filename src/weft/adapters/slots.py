@@ -44,7 +44,7 @@ def active_slots(slots: Mapping[int, SlotWeights], routing: Routing) -> Active:
     return [(rows, slots[rows.slot]) for rows in routing.slots if rows.slot in slots]
 
 
-def run_slots(
+def apply_slots(
     x_TD: torch.Tensor,
     anchor: torch.Tensor,
     frozen: FrozenMap,

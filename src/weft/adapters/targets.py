@@ -38,18 +38,18 @@ def choose_modules(spec: AdapterSpec, kind: Attachment, paths: Sequence[str]) ->
         leaves = {p.rsplit(".", 1)[-1] for p in paths}
         for name in spec.target_modules:
             if not any(_named(name, p) for p in paths):
-                raise _no_such(name, sorted(leaves), kind)
+                raise _unknown_module(name, sorted(leaves), kind)
     if spec.exclude_modules is not None:
         chosen = [p for p in chosen if not _matches(spec.exclude_modules, p, kind)]
     if spec.layers_to_transform is not None:
         chosen = _in_layers(chosen, spec.layers_to_transform)
     if not chosen:
-        raise _nothing_chosen(spec, paths, kind)
+        raise _no_module_chosen(spec, paths, kind)
     _refuse_idle_patterns(spec, chosen)
     return chosen
 
 
-def _no_such(name: str, leaves: Sequence[str], kind: Attachment) -> ConfigError:
+def _unknown_module(name: str, leaves: Sequence[str], kind: Attachment) -> ConfigError:
     """What to say of a name in target_modules that no place answers to."""
     has = f"it has {', '.join(leaves)}."
     if name.rpartition(".")[-1] in SHARED:
@@ -95,7 +95,7 @@ def is_target(spec: AdapterSpec, kind: Attachment, path: str) -> bool:
     return match is not None and int(match[1]) in spec.layers_to_transform
 
 
-def _nothing_chosen(spec: AdapterSpec, paths: Sequence[str], kind: Attachment) -> ConfigError:
+def _no_module_chosen(spec: AdapterSpec, paths: Sequence[str], kind: Attachment) -> ConfigError:
     found = f"no {kind.value} of the backbone matches"
     if spec.target_modules in {words[0] for words in ALL.values()} - {ALL[kind][0]}:
         return ConfigError(

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.user_path import run_place, user_path
+from weft.cli.user_path import run_location, user_path
 from weft.errors import ConfigError
 from weft.report.readable import output_console
 from weft.wording import counted
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from weft.cli.layout_options import LayoutOptions
-    from weft.cli.train import Said
+    from weft.cli.train import Invocation
     from weft.model.resolve import ResolvedModel
     from weft.plan.cost.analytic import BackboneSetup
     from weft.plan.cost.shape import ModelShape
@@ -58,7 +58,7 @@ def deploy(
     ] = None,
     execute: Annotated[bool, typer.Option("--execute", help="Train the jobs of the jobs file as planned.")] = False,
     out: Annotated[
-        Any, typer.Option(parser=run_place, metavar="PATH", help="With --execute: where results go.")
+        Any, typer.Option(parser=run_location, metavar="PATH", help="With --execute: where results go.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="With --execute: go on with the run there.")] = False,
 ) -> None:
@@ -101,7 +101,7 @@ def deploy(
     _show(found, len(jobs), output_console(), source, is_executed=execute)
     if ordered is not None:
         from weft.cli.layout_options import LayoutOptions
-        from weft.cli.train import Said
+        from weft.cli.train import Invocation
 
         layout = found.deployment.layout
         output_console().print(f"layout  {layout}\n", markup=False, highlight=False)
@@ -115,7 +115,7 @@ def deploy(
             return replica_kinds(spec.mode, own, pools, wanted, profiles, cluster_file, is_executed=True)
 
         options = LayoutOptions(None if layout.is_one_device else str(layout), planned=found.replicas)
-        _train(ordered, options, pools, kinds_for, out, Said(tuple(words)), resume=resume)
+        _train(ordered, options, pools, kinds_for, out, Invocation(tuple(words)), resume=resume)
 
 
 def _train(
@@ -124,7 +124,7 @@ def _train(
     pools: Sequence[GpuPool],
     kinds_for: Callable[[Sequence[RemainingJob]], list[ReplicaKind]],
     out: Path | RunUrl | None,
-    said: Said,
+    said: Invocation,
     *,
     resume: bool,
 ) -> NoReturn:
@@ -139,7 +139,7 @@ def _train(
     # Whether a GPU's memory is free for other replicas once its own are closed, nobody has tried.
     may_change = sum(forecast.pools.values()) > 1 and model.is_cpu
     order = Order(run, jobs_file, (), False, ReplicaOptions(), options, said, model, forecast if may_change else None)
-    train_order(order, out or run_place(run.output_dir), resume=resume)
+    train_order(order, out or run_location(run.output_dir), resume=resume)
 
 
 @dataclass(frozen=True)
@@ -265,12 +265,12 @@ def _show(found: DeployForecast, num_jobs: int, console: Console, source: str, *
     homes = found.replicas.homes
     if homes:
         lines.insert(1, f"jobs  {len(homes)} of {num_jobs} with gradient_sum in_order, each at home on one replica")
-        lines.insert(2, f"homes {_told_homes(found, homes)}")
+        lines.insert(2, f"homes {_home_lines(found, homes)}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     console.print(_choice_table(found))
 
 
-def _told_homes(found: DeployForecast, homes: Mapping[str, int]) -> str:
+def _home_lines(found: DeployForecast, homes: Mapping[str, int]) -> str:
     """Who is at home where, replicas by their place in the layout; of many jobs how many."""
     parts = []
     for place, kind in enumerate(found.deployment.replicas):

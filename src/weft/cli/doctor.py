@@ -139,12 +139,12 @@ def _kernels() -> Finding:
 
     from weft.kernels.device import default_device, is_gpu
     from weft.kernels.tuning import table_of
-    from weft.model.backbone import why_slow
+    from weft.model.backbone import why_reference
     from weft.plan.families.registry import FAMILIES
 
     device = default_device()
     dtype = torch.bfloat16 if is_gpu(device) else torch.float32
-    obstacle = why_slow(device, dtype)
+    obstacle = why_reference(device, dtype)
     if obstacle:
         advice = "pip install triton" if "Triton" in obstacle else ""
         return Finding("kernels", "warn" if advice else "ok", f"reference (plain torch): {obstacle}", advice)

@@ -17,7 +17,7 @@ from weft.plan.pipeline.build import Schedule
 if TYPE_CHECKING:
     from weft.model.resolve import ResolvedModel
     from weft.parallel.auto_layout import ChosenLayout, Machine
-    from weft.parallel.replicas.places import ReplicaPlaces
+    from weft.parallel.replicas.places import ReplicaHosts
     from weft.parallel.stages.load_stages import StageLayout
     from weft.plan.homes import PlannedReplicas
     from weft.spec import JobSpec, RunSpec
@@ -76,7 +76,7 @@ class LayoutOptions:
             raise ConfigError("auto is for weft train, sweep and plan; say a layout, such as stages:2.", where=WHERE)
         return parse_layout(self.layout, where=WHERE, or_auto=self.may_be_auto)
 
-    def places(self, model: ResolvedModel | None, jobs: Iterable[JobSpec]) -> ReplicaPlaces | None:
+    def places(self, model: ResolvedModel | None, jobs: Iterable[JobSpec]) -> ReplicaHosts | None:
         """Where its replicas are, each with jobs of its own; None where one engine trains on all there are.
 
         That is so for a single replica, and where replicas share a job: one with gradient_sum any_order. `planned` may
@@ -84,7 +84,7 @@ class LayoutOptions:
         """
         return None if model is None or len(self._ranks(jobs)) == 1 else self.in_ranks(model, jobs)
 
-    def in_ranks(self, model: ResolvedModel, jobs: Iterable[JobSpec]) -> ReplicaPlaces:
+    def in_ranks(self, model: ResolvedModel, jobs: Iterable[JobSpec]) -> ReplicaHosts:
         """Where its replicas are in any case; those that share jobs are with one rank."""
         from weft.parallel.replicas.places import layout_places
         from weft.parallel.stages.stage_devices import find_gpus

@@ -15,7 +15,7 @@ from weft.data.prepared.progress import QUIET_S, Bar, Standing, shown_by
 def loading(console: Console, what: str = "loading the backbone and the data") -> Iterator[None]:
     """Shows what goes on inside, and how far preparing data has come where that takes long."""
     if not console.is_terminal:
-        with _said_late(console, what):
+        with _printed_if_slow(console, what):
             yield
         return
     with console.status(what) as status:
@@ -33,7 +33,7 @@ def loading(console: Console, what: str = "loading the backbone and the data") -
 
 
 @contextmanager
-def _said_late(console: Console, what: str) -> Iterator[None]:
+def _printed_if_slow(console: Console, what: str) -> Iterator[None]:
     """Prints the line when nothing has come for a while: who reads a log asks why, too."""
     timer = threading.Timer(QUIET_S, console.print, [what], {"highlight": False})
     timer.daemon = True

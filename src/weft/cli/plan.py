@@ -228,11 +228,11 @@ def _show(found: Forecast, console: Console, alone: Sequence[str], *, is_measure
     ]
     decided = found.pairs and MicrobatchesPaired(found.pairs.num_pairs, found.pairs.gain, found.groups, 0)
     lines[2:2] = [f"pairs     {line}" for line in ([decided.text] if decided else alone)]
-    if found.own_rows_bytes:
-        owners = ", ".join(f"{job.queue.job} {job.num_own_rows:,}" for job in found.jobs if job.num_own_rows)
+    if found.trained_rows_bytes:
+        owners = ", ".join(f"{job.queue.job} {job.num_trained_rows:,}" for job in found.jobs if job.num_trained_rows)
         lines.append(
-            f"own rows  {size(found.own_rows_bytes)} of that, with gradients and optimizer, for rows of embedding and "
-            f"head: {owners}"
+            f"own rows  {size(found.trained_rows_bytes)} of that, with gradients and optimizer, for rows of embedding "
+            f"and head: {owners}"
         )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

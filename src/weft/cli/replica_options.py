@@ -12,7 +12,7 @@ from weft.errors import ConfigError
 from weft.gpu_choice import AUTO, number_or_auto
 
 if TYPE_CHECKING:
-    from weft.parallel.replicas.places import ReplicaPlaces
+    from weft.parallel.replicas.places import ReplicaHosts
     from weft.spec import BackboneSpec
 
 Replicas = Annotated[
@@ -61,7 +61,7 @@ class ReplicaOptions:
         }
         return [part for name, value in given.items() if value is not None for part in (name, value)]
 
-    def places(self, backbone: BackboneSpec) -> ReplicaPlaces | None:
+    def places(self, backbone: BackboneSpec) -> ReplicaHosts | None:
         """Where the replicas are; None where this process is enough. ConfigError for what cannot be."""
         if self.listen is not None and (self.cluster is not None or self.devices is not None):
             flag, how = ("--cluster", "starts ranks itself") if self.cluster else ("--devices", "are the GPUs here")
@@ -72,28 +72,28 @@ class ReplicaOptions:
             raise ConfigError("is for a cluster; give --cluster, or use --devices.", where="--gpu-type")
         if self.replicas is None and self.devices is None and self.listen is None:
             return None
-        from weft.parallel.replicas.places import joined_places, own_places
+        from weft.parallel.replicas.places import joined_hosts, local_hosts
 
         if self.listen is not None:
-            return joined_places(self.listen, self.replicas)
-        return own_places(self.replicas, self.devices, backbone)
+            return joined_hosts(self.listen, self.replicas)
+        return local_hosts(self.replicas, self.devices, backbone)
 
     def check(self, backbone: BackboneSpec) -> None:
         """ConfigError for what cannot be; a cluster is not asked."""
         if self.cluster is None:
             self.places(backbone)
 
-    def _cluster_places(self, cluster: str, backbone: BackboneSpec) -> ReplicaPlaces:
+    def _cluster_places(self, cluster: str, backbone: BackboneSpec) -> ReplicaHosts:
         if self.devices is not None:
             found = "are the GPUs of this machine; on a cluster, use --replicas and --gpu-type"
             raise ConfigError(f"{found}.", where="--devices")
         number = number_or_auto(self.replicas or AUTO, "--replicas", 1)
-        from weft.parallel.ray.load import find_places
+        from weft.parallel.ray.load import find_hosts
 
-        return find_places(cluster, number, backbone, gpu_type=self.gpu_type)
+        return find_hosts(cluster, number, backbone, gpu_type=self.gpu_type)
 
 
-def tell_invitation(places: ReplicaPlaces, console: Console) -> None:
+def print_join_command(places: ReplicaHosts, console: Console) -> None:
     """Says how to start ranks that the controller does not start itself."""
     if places.invitation:
         console.print(f"ranks     {places.invitation}", markup=False, highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.user_path import looked_at, run_place
+from weft.cli.user_path import looked_at, run_location
 
 if TYPE_CHECKING:
     from weft.wall_clock import TimeSplit
@@ -17,7 +17,7 @@ def report(
     place: Annotated[
         Any,
         typer.Argument(
-            parser=run_place, metavar="PATH", help="A run's or a sweep's directory or URL, such as runs/first."
+            parser=run_location, metavar="PATH", help="A run's or a sweep's directory or URL, such as runs/first."
         ),
     ],
 ) -> None:

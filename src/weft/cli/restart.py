@@ -10,7 +10,7 @@ RESTARTS = 3
 Ended = TypeVar("Ended")
 
 
-def through_losses(attempt: Callable[[bool], Ended], tell: Callable[[str], None]) -> Ended:
+def retry_on_replica_loss(attempt: Callable[[bool], Ended], tell: Callable[[str], None]) -> Ended:
     """Tries again where a stage was lost, from what is saved; `attempt` is told whether it is a later one."""
     from weft.parallel.stages.stage_pool import StageLostError
 

@@ -26,9 +26,9 @@ import typer
 from rich.console import Console
 
 from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
-from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
-from weft.cli.restart import through_losses
-from weft.cli.user_path import looked_at, run_place, trained_in, user_path
+from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, print_join_command
+from weft.cli.restart import retry_on_replica_loss
+from weft.cli.user_path import looked_at, run_location, trained_in, user_path
 from weft.errors import ConfigError, WeftError
 from weft.report.readable import output_console
 from weft.spec import RunSpec
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weft.model.resolve import ResolvedModel
-    from weft.parallel.replicas.places import ReplicaPlaces
+    from weft.parallel.replicas.places import ReplicaHosts
     from weft.spec import JobSpec
     from weft.store.remote.run_url import RunUrl
     from weft.sweeps.api import OpenSweepEngine, PreparedSweep, SweepResult
@@ -65,7 +65,7 @@ def sweep(
     out: Annotated[
         Any,
         typer.Option(
-            parser=run_place, metavar="PATH", help="Where results go, or a URL such as s3://…. Default: output_dir."
+            parser=run_location, metavar="PATH", help="Where results go, or a URL such as s3://…. Default: output_dir."
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in the output directory.")] = False,
@@ -125,7 +125,7 @@ def sweep(
         if dry_run:
             options.check(spec.backbone)
         places = None if dry_run else _places(spec, options, layouts, model)
-        place = _place(out or run_place(spec.output_dir))
+        place = _place(out or run_location(spec.output_dir))
         order = Order(
             spec, sweep_file, place, resume=resume, dry_run=dry_run, places=places, layout=layouts, model=model
         )
@@ -174,7 +174,7 @@ class Order:
     """Where results go."""
     resume: bool
     dry_run: bool
-    places: ReplicaPlaces | None
+    places: ReplicaHosts | None
     """Where the replicas are; None: one in this process."""
     layout: LayoutOptions
     """How one lies over devices."""
@@ -215,7 +215,7 @@ def _check_layout(
 
 def _places(
     spec: SweepSpec, options: ReplicaOptions, layout: LayoutOptions, model: ResolvedModel | None
-) -> ReplicaPlaces | None:
+) -> ReplicaHosts | None:
     """Where the replicas are; None where one engine is enough. ConfigError for what cannot be."""
     needs_one = spec.early_stop.rule == "halving" and (spec.max_tokens is not None or spec.max_seconds is not None)
     places = options.places(spec.backbone)
@@ -242,8 +242,8 @@ def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSwe
     def load(
         spec: SweepSpec, jobs: Sequence[JobSpec], wall: WallClock | None
     ) -> tuple[SweepSpec, SweepEngine, tuple[str, ...]]:
-        tell_invitation(places, console)
-        ranks = places.start(rank_order(spec, jobs, is_steered=True))
+        print_join_command(places, console)
+        ranks = places.start(rank_order(spec, jobs, is_controlled=True))
         return load_steered(spec, ranks, clock=clock, wall=wall)
 
     return load
@@ -266,7 +266,7 @@ def _sweep(order: Order, console: Console) -> int:
             return _sweep_again(folder, order, console, clocks[-1])
 
         is_staged = order.places is None and order.layout.stages is not None
-        code = through_losses(attempt, tell) if is_staged else attempt(False)
+        code = retry_on_replica_loss(attempt, tell) if is_staged else attempt(False)
     if code is None:
         raise _StoppedError
     return code
@@ -370,7 +370,7 @@ def _show_plan(prepared: PreparedSweep, console: Console) -> None:
     _line(console, str(plan))
 
 
-def _introduce(prepared: PreparedSweep, places: ReplicaPlaces | None, console: Console) -> None:
+def _introduce(prepared: PreparedSweep, places: ReplicaHosts | None, console: Console) -> None:
     spec, facts = prepared.spec, prepared.engine.executor.facts
     points = space_of(spec).num_distinct
     count = "endlessly many points" if points is None else counted(points, "point")

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from weft import processes
 from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
-from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, tell_invitation
-from weft.cli.restart import through_losses
-from weft.cli.user_path import looked_at, run_place, trained_in, user_path
+from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, print_join_command
+from weft.cli.restart import retry_on_replica_loss
+from weft.cli.user_path import looked_at, run_location, trained_in, user_path
 from weft.errors import ConfigError, StorageError, WeftError
 from weft.report.readable import output_console
 from weft.spec import JobSpec, RunSpec, load_run
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weft.model.resolve import ResolvedModel
     from weft.parallel.auto_layout import Machine
     from weft.parallel.replicas.layout_keeper import LayoutKeeper
-    from weft.parallel.replicas.places import ReplicaPlaces
+    from weft.parallel.replicas.places import ReplicaHosts
     from weft.parallel.replicas.rank_group import RankGroup
     from weft.plan.choose_layout import LayoutOption
     from weft.plan.replan import Forecaster, Prediction
@@ -51,7 +51,7 @@ def train(
     out: Annotated[
         Any,
         typer.Option(
-            parser=run_place, metavar="PATH", help="Where results go, or a URL such as s3://…. Default: output_dir."
+            parser=run_location, metavar="PATH", help="Where results go, or a URL such as s3://…. Default: output_dir."
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the output directory.")] = False,
@@ -79,14 +79,14 @@ def train(
     short = {"memory_limit": memory_limit, "kernels": kernels, "planner": planner}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_run(jobs_file, changes)
-    place = out or run_place(spec.output_dir)
+    place = out or run_location(spec.output_dir)
     options = ReplicaOptions(replicas, devices if layout is None else None, cluster, gpu_type, listen)
     stages = LayoutOptions(layout, schedule, None if layout is None else devices)
     reasons: tuple[str, ...] = ()
     predicted: LayoutOption | None = None
     forecast: Forecaster | None = None
     model: ResolvedModel | None = None
-    said = Said(("weft", "train", str(jobs_file), *changes), (*options.flags, *stages.flags))
+    said = Invocation(("weft", "train", str(jobs_file), *changes), (*options.flags, *stages.flags))
     if stages.is_auto:
         from weft.model.resolve import resolve
         from weft.parallel.auto_layout import machine_here
@@ -169,7 +169,7 @@ def train_order(order: Order, place: Path | RunUrl, *, resume: bool) -> NoReturn
 
 
 @dataclass(frozen=True)
-class Said:
+class Invocation:
     """A command as it was given, but for where results go and for what a run that goes on is told."""
 
     words: tuple[str, ...]
@@ -190,14 +190,14 @@ class Order:
     keep_going: bool
     replicas: ReplicaOptions
     layout: LayoutOptions
-    said: Said
+    said: Invocation
     model: ResolvedModel | None = None
     """None: it is resolved where it is loaded."""
     forecast: Forecaster | None = None
     """What the layout is chosen anew by when jobs come and go; None: it stays."""
 
     @cached_property
-    def places(self) -> ReplicaPlaces | None:
+    def places(self) -> ReplicaHosts | None:
         """Where its replicas are, if each has an engine of its own."""
         if self.forecast is not None:
             assert self.model is not None, "a layout that follows the jobs was planned for a model"
@@ -227,7 +227,7 @@ def _train_through(
         resumes = RunDirectory.holds_run(out) if is_later else resume
         return _train(order, out, console, resume=resumes, place=place, wall=clocks[-1])
 
-    return through_losses(attempt, lambda text: _note(console, text))
+    return retry_on_replica_loss(attempt, lambda text: _note(console, text))
 
 
 def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl, wall: WallClock) -> int:
@@ -237,7 +237,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Pa
 
     RunDirectory.check(out, resume=resume)
     if resume:
-        from weft.engine.resume import as_begun, check_same_data, plan_resume
+        from weft.engine.resume import check_same_data, plan_resume, with_recorded_capacity
         from weft.engine.train import clock_of
 
         with RunDirectory.open(out, resume=True) as directory:
@@ -246,7 +246,7 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Pa
                 console.print("nothing to resume: every job has ended")
                 conclude(out, console, place=place)
                 return _failures(order, directory)
-            order = replace(order, spec=as_begun(order.spec, directory))
+            order = replace(order, spec=with_recorded_capacity(order.spec, directory))
             if plan.changes:
                 changes = "; ".join(plan.changes)
                 console.print(f"takes over  {changes}", markup=False, highlight=False, soft_wrap=True)
@@ -262,7 +262,7 @@ def _train_in(
     directory: RunDirectory, order: Order, run: PreparedRun, console: Console, *, place: Path | RunUrl, wall: WallClock
 ) -> int:
     """Trains what is prepared and concludes it; returns the exit code."""
-    from weft.cli.watch import conclude, follow, settle, tell_time
+    from weft.cli.watch import conclude, follow, print_time, settle
 
     states, stopped = follow(run, directory, console, place)
     directory.check_owned()
@@ -279,7 +279,7 @@ def _train_in(
             raise
         console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
     settle(wall, directory)
-    tell_time(wall, console)
+    print_time(wall, console)
     if stopped and {"paused", "queued"} & set(states.values()):
         again = order.said.again(place, *(["--keep-going"] if order.keep_going else []))
         console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
@@ -319,7 +319,7 @@ def _prepare(
             end.callback(ahead.close)
         ranks = None
         if places is not None:
-            tell_invitation(places, console)
+            print_join_command(places, console)
             from weft.parallel.replicas.places import rank_order
 
             ranks = places.start(rank_order(spec, spec.jobs))

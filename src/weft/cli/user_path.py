@@ -24,7 +24,7 @@ def user_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def run_place(text: str) -> Path | RunUrl:
+def run_location(text: str) -> Path | RunUrl:
     """The directory or URL of a run that a user means."""
     if "://" not in text:
         return user_path(text)

@@ -142,7 +142,7 @@ def settle(wall: WallClock, directory: RunDirectory) -> TimeSplit:
     return wall.of_run()
 
 
-def tell_time(wall: WallClock, console: Console) -> None:
+def print_time(wall: WallClock, console: Console) -> None:
     """Says where the time went, from the command until now."""
     console.print(
         f"time      {readable.time_split(wall.since_command())}", markup=False, highlight=False, soft_wrap=True

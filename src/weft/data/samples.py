@@ -35,14 +35,14 @@ class TokenArrays:
     """A teacher's most likely tokens for each supervised token, [S · K]; None if the data holds none."""
     teacher_logprobs: npt.NDArray[np.float32] | None = None
     """Their log-probabilities, [S · K]."""
-    known_range: tuple[int, int] | None = None
+    cached_range: tuple[int, int] | None = None
     """Token range, if it has been computed."""
 
     @functools.cached_property
     def token_range(self) -> tuple[int, int]:
         """The smallest and the largest token id, those of teachers included."""
         every = [self.tokens] if self.teacher_ids is None else [self.tokens, self.teacher_ids]
-        return self.known_range or (min(int(ids.min()) for ids in every), max(int(ids.max()) for ids in every))
+        return self.cached_range or (min(int(ids.min()) for ids in every), max(int(ids.max()) for ids in every))
 
     @functools.cached_property
     def num_teacher_tokens(self) -> int:
@@ -69,7 +69,7 @@ class Samples(Sequence[Sample]):
     """Tokens of each sample, [N]."""
     num_supervised: Integers
     """Supervised tokens of each sample, [N]."""
-    known_fingerprint: str | None = None
+    cached_fingerprint: str | None = None
     """Fingerprint of this very view, if it has been computed."""
     teacher_starts: Integers | None = None
     """Start of each sample among all supervised tokens, [N], if the arrays hold a teacher's outputs."""
@@ -145,8 +145,8 @@ class Samples(Sequence[Sample]):
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all lengths, tokens, masks and, for the samples that have any, weights, labels and teachers."""
-        if self.known_fingerprint is not None:
-            return self.known_fingerprint
+        if self.cached_fingerprint is not None:
+            return self.cached_fingerprint
         digest = hashlib.sha256()
         self.feed(digest)
         return digest.hexdigest()

@@ -66,9 +66,9 @@ class CapacityLimit:
         they can fill a microbatch. What a user is to be told, if it did.
         """
         before, whom = self.capacity, "a job"
-        if not places.is_any_to_fit(self.least()):
+        if not places.fits_any_waiting(self.least()):
             return None
-        while not places.is_any_to_fit(self.capacity) and self.shrink():
+        while not places.fits_any_waiting(self.capacity) and self.shrink():
             pass
         while self.capacity > self._least_allowed and not places.can_fill(self.capacity) and self.shrink():
             whom = "enough jobs to fill them"

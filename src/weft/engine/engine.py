@@ -27,14 +27,14 @@ from weft.engine.jobs.lifecycle import Command, Lifecycle
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.placement import Placement
 from weft.engine.jobs.prepare_job import prepare_job
-from weft.engine.jobs.settle import Settlement
+from weft.engine.jobs.settle import StepFinisher
 from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.program_run import ProgramRun
 from weft.engine.recorder import ExportTo, RunRecorder
-from weft.engine.resume import check_recorded, job_settings, open_own
+from weft.engine.resume import check_recorded, job_settings, open_run_directory
 from weft.engine.staged_run import StagedRun
 from weft.engine.timeline import TimelineRecorder
-from weft.engine.untold import UntoldEvents
+from weft.engine.untold import EventQueue
 from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.objectives.metrics import MeanScores
@@ -105,16 +105,16 @@ class Engine:
             timeline=self.timeline,
         )
         self._lifecycle.transitions.land = self._land
-        self._settlement = Settlement(self._lifecycle)
+        self._step_finisher = StepFinisher(self._lifecycle)
         self._is_capacity_free = capacity == "auto"
         self._own_directory: RunDirectory | None = None
         """The run directory, if nobody else records there which jobs it has."""
         self._commands: deque[Command] = deque()
-        self._untold = UntoldEvents()
+        self._untold = EventQueue()
         """Steps that are done and not yet told."""
         self._program: ProgramRun | StagedRun | None = None
         """The last one; a microbatch of it may still run."""
-        self._is_within = False
+        self._mid_update = False
         """Something is under way of which jobs have not been told; for good, if it is interrupted."""
         self._stopping = False
         self._has_released = False
@@ -181,7 +181,9 @@ class Engine:
         if not isinstance(directory, RunDirectory):
             now = RunRecord(base_model=self.executor.facts.base_model, capacity=self._room.asked)
             jobs = [job.submitted for job in list(self.jobs.values())]
-            directory = self._own_directory = open_own(Path(directory), now, jobs, any_capacity=self._is_capacity_free)
+            directory = self._own_directory = open_run_directory(
+                Path(directory), now, jobs, any_capacity=self._is_capacity_free
+            )
         self._keeper.keep_in(directory)
 
     def cancel(self, name: str) -> None:
@@ -207,7 +209,7 @@ class Engine:
         before, progress.hold_step = progress.hold_step, min(max(step, progress.step), progress.num_steps)
         self._has_released |= progress.hold_step > before
 
-    def stand_still(self, name: str) -> None:
+    def hold_steps(self, name: str) -> None:
         """Lets a job take no further step, so that all that is asked of it is of the same weights."""
         self.hold(name, 0)
 
@@ -223,7 +225,7 @@ class Engine:
 
     def events(self) -> Iterator[Event]:
         """Trains, and yields what happens as it happens; ends when no job can go on."""
-        if self._is_within:
+        if self._mid_update:
             raise JobError(
                 "training was interrupted in the middle of a step, so what is in memory is no longer exact.",
                 hint="Make a new engine; with the same run directory its jobs go on from their last checkpoints.",
@@ -232,19 +234,19 @@ class Engine:
         while not self._stopping:
             if self._program is None or not self._program.goes_on:
                 yield from self._finish_program()
-            yield from self._settlement.receive()
+            yield from self._step_finisher.receive()
             while self._commands:
                 # Done before it is told: a reader that leaves here must not leave half a command behind.
                 yield from self._lifecycle.obey(self._commands.popleft())
             yield from self._lifecycle.admit()
             for job in self._lifecycle.unsettled():
-                yield from self._settlement.settle(job)
+                yield from self._step_finisher.settle(job)
             training = self._lifecycle.running_next()
             if training:
                 with self._places.watched():
                     yield from self._execute(training)
             elif self._keeper.files.is_writing:
-                yield from self._settlement.receive(wait=True)
+                yield from self._step_finisher.receive(wait=True)
             elif not self._commands and (self._lifecycle.running() or not self._places.waiting()):
                 break
         yield from self._finish_program()
@@ -253,7 +255,7 @@ class Engine:
             yield from self._lifecycle.transitions.pause([*self._lifecycle.running(), *preempted], RUN_STOPPED)
             self._stopping = False
         while self._keeper.files.is_writing:
-            yield from self._settlement.receive(wait=True)
+            yield from self._step_finisher.receive(wait=True)
         for job in list(self.jobs.values()):
             # Nobody knows whether the reader of these events will come back: there may be room by now.
             if job.state is JobState.PAUSED and job.is_short_of_storage:
@@ -335,7 +337,7 @@ class Engine:
         while names := program.next_jobs():
             done: list[Event] | None = None
             failure: Exception | None = None
-            self._is_within = True
+            self._mid_update = True
             try:
                 done = program.advance()
             except ReplicaMemoryError:
@@ -344,15 +346,15 @@ class Engine:
                 if isinstance(error, ReplicaFaultError) or program.is_mid_step:
                     raise
                 failure = error
-            self._is_within = False
+            self._mid_update = False
             if done is None:
                 # Not in a handler, which would hold on to the tensors of what failed.
                 jobs = self._lifecycle
-                yield from jobs.make_room(names) if failure is None else jobs.find_culprit(names, failure)
+                yield from jobs.free_memory(names) if failure is None else jobs.isolate_failure(names, failure)
                 return
-            self._note([*self._plans.take_warnings(), *done])
+            self._note([*self._plans.pop_warnings(), *done])
             yield from self._tell()
-            yield from self._settlement.receive()
+            yield from self._step_finisher.receive()
             is_settled = all(job.is_running and job.is_settled for job in running)
             has_changed = self._has_released or running != self._lifecycle.running_next()
             if self._stopping or self._commands or has_changed or not is_settled:
@@ -371,9 +373,9 @@ class Engine:
             self._count_started(self._program)
 
     def _count_started(self, program: ProgramRun | StagedRun) -> None:
-        self._is_within = True
+        self._mid_update = True
         done = program.finish()
-        self._is_within = False
+        self._mid_update = False
         self._note(done)
 
     def _note(self, done: Sequence[Event]) -> None:
@@ -392,7 +394,7 @@ class Engine:
             # A reader may have forgotten a job that failed before this was told.
             job = self.jobs.get(event.job) if isinstance(event, StepDone) else None
             if job is not None and job.is_running and not self._untold.has_step(job.name):
-                yield from self._settlement.settle(job)
+                yield from self._step_finisher.settle(job)
 
     def _checked(self, spec: JobSpec, data: JobData | None, base_dir: Path) -> LiveJob:
         """A job that the executor knows and that fits, at least alone."""

@@ -63,7 +63,7 @@ class JobFiles:
         ticket = self._executor.start(work)
         self._under_way.append(JobFile(job, kind, job.step, work.directory, ticket, time.perf_counter()))
 
-    def make_way(self, job: LiveJob) -> None:
+    def wait_for_slot(self, job: LiveJob) -> None:
         """Waits until nothing of a job is under way, and no more of others than leaves room for its snapshot."""
         self._wait([file for file in self._under_way if file.job is job])
         room = self._room_bytes - _snapshot_bytes(job)

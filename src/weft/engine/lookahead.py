@@ -21,12 +21,12 @@ from weft.plan.cost.learned import PASSES, PairPace, StagePace
 from weft.plan.cost.types import LinearCost
 from weft.plan.pack import pack
 from weft.plan.pack.planners import ExactPlanner
-from weft.plan.pipeline.append import EndlessProgram, PassCosts, open_pipe
+from weft.plan.pipeline.append import ContinuedProgram, PassCosts, open_pipe
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 from weft.plan.program import Planner, Program
 from weft.plan.simulate.choose import FastestPipeline, PipelineChoice
-from weft.plan.simulate.choose_spread import Behind, FastestSpread
+from weft.plan.simulate.choose_spread import FastestSpread, PreviousMicrobatches
 from weft.plan.simulate.timeline import Span
 from weft.plan.spread.planner import HomeLoad, SpreadPlanner, max_lead
 from weft.plan.types import JobQueue, Limits, Microbatch
@@ -40,7 +40,7 @@ LEARN_EVERY = 32
 
 
 @dataclass
-class LearnedPace:
+class MeasuredPace:
     """How long microbatches take here, learnt from those that have run."""
 
     fit: OnlineFit = field(default_factory=lambda: OnlineFit(TIME_TERMS))
@@ -62,7 +62,7 @@ class LearnedPace:
 
 
 @dataclass(frozen=True)
-class Made:
+class PlannedProgram:
     """A program that was planned."""
 
     program: Program
@@ -79,7 +79,7 @@ class _Asked:
 
     queues: list[JobQueue]
     limits: Limits
-    behind: Behind = ()
+    behind: PreviousMicrobatches = ()
 
 
 SLOW = ExactPlanner | FastestPipeline | FastestSpread
@@ -93,15 +93,15 @@ class LookaheadPlanner:
         self._planner = planner
         self._timeline = timeline
         self._thread = ThreadPoolExecutor(1, "weft-plan")
-        self._ahead: tuple[_Asked, Future[Made]] | None = None
-        self.pace = LearnedPace()
+        self._ahead: tuple[_Asked, Future[PlannedProgram]] | None = None
+        self.pace = MeasuredPace()
         self.stages = StagePace()
         self._pairs = PairPace()
-        self._chosen: Made | None = None
+        self._chosen: PlannedProgram | None = None
         """The last one of which the groups have not been told."""
         self._mistake: str | None = None
         """What the slow planner has done wrong first."""
-        self._has_told_mistake = False
+        self._warned_of_bad_plan = False
         self._told: tuple[int, bool, bool] | None = None
         """How many groups were told last, whether from measurements, and whether there were pairs."""
 
@@ -109,7 +109,7 @@ class LookaheadPlanner:
         self,
         queues: list[JobQueue],
         limits: Limits,
-        behind: Behind = (),
+        behind: PreviousMicrobatches = (),
         *,
         patience_s: float | None = None,
     ) -> Program:
@@ -132,7 +132,7 @@ class LookaheadPlanner:
                     return greedy
             return self._collect()
 
-    def foresee(self, queues: list[JobQueue], limits: Limits, behind: Behind = ()) -> None:
+    def foresee(self, queues: list[JobQueue], limits: Limits, behind: PreviousMicrobatches = ()) -> None:
         """Plans for queues that are likely to come next, beside training; not while an older plan is being made."""
         if self._ahead is not None:
             if not self._ahead[1].done():
@@ -151,15 +151,15 @@ class LookaheadPlanner:
         planner = self._planner.quick if isinstance(self._planner, FastestSpread) else self._planner
         return planner.home_seconds(jobs, limits.capacity) if isinstance(planner, SpreadPlanner) else {}
 
-    def endless(self, limits: Limits) -> EndlessProgram | None:
+    def endless(self, limits: Limits) -> ContinuedProgram | None:
         """For programs that go on, where those of the planner can: a pipeline whose schedule never flushes it."""
         planner = self._planner.quick if isinstance(self._planner, FastestSpread) else self._planner
         if isinstance(planner, FastestPipeline) and planner.num_stages > 1:
-            return EndlessProgram(open_pipe(planner.num_stages, planner.memory_bytes(limits.capacity)))
+            return ContinuedProgram(open_pipe(planner.num_stages, planner.memory_bytes(limits.capacity)))
         if isinstance(planner, PipelinePlanner) and planner.num_stages > 1 and planner.schedule is Schedule.EAGER:
-            return EndlessProgram(open_pipe(planner.num_stages))
+            return ContinuedProgram(open_pipe(planner.num_stages))
         if isinstance(planner, SpreadPlanner) and len(planner.replica_sizes) > 1 and not planner.shards:
-            return EndlessProgram(*(open_pipe(size, max_lead=max_lead(size)) for size in planner.replica_sizes))
+            return ContinuedProgram(*(open_pipe(size, max_lead=max_lead(size)) for size in planner.replica_sizes))
         return None
 
     def costs(self) -> Sequence[PassCosts]:
@@ -214,7 +214,7 @@ class LookaheadPlanner:
                 seconds = max(one.end_s, other.end_s) - min(one.start_s, other.start_s)
                 self._pairs.note_pair((name, stage), (loads[first], loads[second]), seconds)
 
-    def take_choice(self) -> Made | None:
+    def pop_choice(self) -> PlannedProgram | None:
         """How the jobs of the program that was handed out last are grouped, if that is news."""
         chosen, self._chosen = self._chosen, None
         if chosen is None or chosen.choice is None:
@@ -223,11 +223,11 @@ class LookaheadPlanner:
         before, self._told = self._told, now
         return chosen if self._told != before else None
 
-    def take_warnings(self) -> list[JobWarning]:
+    def pop_warnings(self) -> list[JobWarning]:
         """What the slow planner has done wrong first, once."""
-        if self._mistake is None or self._has_told_mistake:
+        if self._mistake is None or self._warned_of_bad_plan:
             return []
-        self._has_told_mistake = True
+        self._warned_of_bad_plan = True
         said = "a plan was of no use, and a simpler one runs in its place; no result depends on it"
         return [JobWarning((), f"{said} ({self._mistake})")]
 
@@ -251,7 +251,7 @@ class LookaheadPlanner:
         self._chosen = found if found.choice is not None else None
         return found.program
 
-    def _make(self, planner: Planner, asked: _Asked) -> Made:
+    def _make(self, planner: Planner, asked: _Asked) -> PlannedProgram:
         try:
             return self._made(planner, asked)
         except Exception as error:
@@ -260,7 +260,7 @@ class LookaheadPlanner:
             self._mistake = self._mistake or f"{type(planner).__name__}: {str(error) or type(error).__name__}"
         return self._made(self._quick, asked)
 
-    def _made(self, planner: Planner, asked: _Asked) -> Made:
+    def _made(self, planner: Planner, asked: _Asked) -> PlannedProgram:
         start, choice, num_measured = self._timeline.now(), None, 0
         queues, limits = asked.queues, asked.limits
         if isinstance(planner, FastestPipeline):
@@ -273,7 +273,9 @@ class LookaheadPlanner:
         problems = violations(program, queues, limits)
         if problems or not any(program.stages):
             raise PlanError("; ".join(problems[:3]) or "the program is empty")
-        return Made(program, Span("plan_ahead", start, self._timeline.now() - start, {}), choice, num_measured)
+        return PlannedProgram(
+            program, Span("plan_ahead", start, self._timeline.now() - start, {}), choice, num_measured
+        )
 
     def _informed(self, planner: FastestPipeline) -> tuple[FastestPipeline, int]:
         """The same with what was measured of the stages, as soon as that is enough, and how many passes that is."""

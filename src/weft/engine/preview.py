@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from weft.engine.engine import Engine
-from weft.engine.execute.protocol import MicrobatchWork, ReplicaMemoryError, TrialRun
+from weft.engine.execute.protocol import MemoryTrial, MicrobatchWork, ReplicaMemoryError
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.progress import PLANNED_BATCHES
 from weft.errors import ConfigError
@@ -98,7 +98,7 @@ def preview(engine: Engine) -> Preview:
     )
 
 
-def _plan_that_fits(engine: Engine) -> tuple[list[Microbatch], Microbatch, TrialRun]:
+def _plan_that_fits(engine: Engine) -> tuple[list[Microbatch], Microbatch, MemoryTrial]:
     """The microbatches, the fullest of them, and what that takes."""
     while True:
         microbatches = plan_beginning(engine)
@@ -121,9 +121,9 @@ def plan_beginning(engine: Engine) -> list[Microbatch]:
     Programs are made as training makes them (`lookahead.py`): one that is foreseen by the engine's planner, one that is
     not, when a job has just come, without any time for searching. Jobs wait for a place by priority and arrival.
     """
-    waiting = deque(sorted((_JobCourse.of(job) for job in engine.jobs.values()), key=lambda c: -c.job.spec.priority))
+    waiting = deque(sorted((_PreviewedJob.of(job) for job in engine.jobs.values()), key=lambda c: -c.job.spec.priority))
     arrivals = list(engine.jobs)
-    running: list[_JobCourse] = []
+    running: list[_PreviewedJob] = []
     found: list[Microbatch] = []
     while waiting or running:
         planner = engine.planner
@@ -136,7 +136,7 @@ def plan_beginning(engine: Engine) -> list[Microbatch]:
     return found
 
 
-def _run_program(running: Sequence[_JobCourse], turns: Sequence[Turn]) -> list[Microbatch]:
+def _run_program(running: Sequence[_PreviewedJob], turns: Sequence[Turn]) -> list[Microbatch]:
     """What training would run of a program: all of it, or up to where a job has ended."""
     courses = {course.job.spec.name: course for course in running}
     found: list[Microbatch] = []
@@ -152,7 +152,7 @@ def _run_program(running: Sequence[_JobCourse], turns: Sequence[Turn]) -> list[M
 
 
 @dataclass
-class _JobCourse:
+class _PreviewedJob:
     """How far a job has come in a plan of its whole run."""
 
     job: LiveJob
@@ -164,7 +164,7 @@ class _JobCourse:
     num_tokens: int = 0
 
     @classmethod
-    def of(cls, job: LiveJob) -> _JobCourse:
+    def of(cls, job: LiveJob) -> _PreviewedJob:
         return cls(job, min(job.num_steps, max(1, PLANNED_SAMPLES // job.progress.order.batch_size)))
 
     @property

@@ -183,7 +183,9 @@ class ProgramRun:
         seconds = current.seconds(outcome)
         self._timeline.add("forward_backward", seconds, outcome.ended_s, **args)
         plans.observe(microbatch, seconds)
-        return MicrobatchDone(tuple(shares), microbatch.num_tokens, outcome.num_rows, seconds, outcome.num_heard)
+        return MicrobatchDone(
+            tuple(shares), microbatch.num_tokens, outcome.num_rows, seconds, outcome.num_reference_rows
+        )
 
     def _meanwhile(self, following: Microbatch | None) -> None:
         if following is not None:

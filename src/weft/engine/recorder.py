@@ -115,7 +115,7 @@ class RunRecorder:
         """
         if self.run_dir is None:
             return
-        self.files.make_way(job)
+        self.files.wait_for_slot(job)
         export = self.export_to(job.name, job.step)
         if export is not None:
             self.files.start(job, FileKind.EXPORT, AdapterWork(job.name, export, best=False, step=job.step))

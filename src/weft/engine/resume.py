@@ -79,7 +79,7 @@ def plan_resume(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str)
             changed = check_settings(job, recorded, status, locate=_within(f"jobs.{place}", locate))
         now = _flat(job_settings(job))
         changes += [f"{job.name}: {s} {json.dumps(was)} -> {json.dumps(now[s])}" for s, was in changed.items()]
-        if status.get("state") in FINAL_STATES and not status.get("can_retry") and not _goes_on(changed, status):
+        if status.get("state") in FINAL_STATES and not status.get("can_retry") and not _has_more_to_do(changed, status):
             done.add(job.name)
     return ResumePlan(frozenset(done), tuple(changes))
 
@@ -109,7 +109,7 @@ def check_recorded(job: JobSpec, directory: RunDirectory) -> None:
         check_settings(job, recorded, status, locate=lambda setting: f"{job.name}.{setting}")
 
 
-def open_own(path: Path, now: RunRecord, jobs: Sequence[JobSpec], *, any_capacity: bool) -> RunDirectory:
+def open_run_directory(path: Path, now: RunRecord, jobs: Sequence[JobSpec], *, any_capacity: bool) -> RunDirectory:
     """Takes a directory for the run of an engine, or for the run it holds, and records the engine's jobs so far.
 
     ConfigError if the run in it began on another backbone, with another capacity or with other settings of a job; with
@@ -132,7 +132,7 @@ def open_own(path: Path, now: RunRecord, jobs: Sequence[JobSpec], *, any_capacit
     return directory
 
 
-def as_begun(spec: RunSpec, directory: RunDirectory) -> RunSpec:
+def with_recorded_capacity(spec: RunSpec, directory: RunDirectory) -> RunSpec:
     """A resumed run with the capacity it began with, where the file leaves it to Weft."""
     recorded = directory.read_run().capacity
     return dataclasses.replace(spec, capacity=recorded) if spec.capacity == "auto" and recorded else spec
@@ -225,6 +225,6 @@ def _refusal(
     return None
 
 
-def _goes_on(changed: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
+def _has_more_to_do(changed: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
     """Whether a job that has ended has more to do now."""
     return status.get("state") == JobState.SUCCEEDED and any(setting in changed for setting in LENGTHS)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from weft.engine.events import Event, JobsGrouped, MicrobatchDone, MicrobatchesPaired
 from weft.engine.execute.protocol import (
     Executor,
+    FinishWork,
     MoveWork,
-    RestWork,
     StagedOutcome,
     StagedWork,
     Ticket,
@@ -122,7 +122,7 @@ class StagedRun:
             program, self._rest = self._rest, None
             assert program is not None, "a program runs once"
             self._begin(program)
-        while self._endless is not None and not self._endless.has_told(self._num_counted):
+        while self._endless is not None and not self._endless.is_issued(self._num_counted):
             following = self._following()
             if following is None:
                 self._begin_rest()
@@ -204,8 +204,8 @@ class StagedRun:
 
     def _begin_rest(self) -> None:
         """Lets stages run to the end of what is under way."""
-        if self._endless is not None and not self._endless.has_told(self._endless.num_programs - 1):
-            self._executor.wait(self._executor.start(RestWork(self._endless.end())))
+        if self._endless is not None and not self._endless.is_issued(self._endless.num_programs - 1):
+            self._executor.wait(self._executor.start(FinishWork(self._endless.end())))
 
     def _count_all(self) -> list[Event]:
         """Has all that is under way come to its end, and counts it."""
@@ -237,7 +237,7 @@ class StagedRun:
 
     def _grouped(self) -> list[Event]:
         """Says who shares microbatches, and whether these run side by side, where the planner had a choice."""
-        made = self._plans.take_choice()
+        made = self._plans.pop_choice()
         if made is None or made.choice is None or len(self._jobs) < 2:
             return []
         choice = made.choice
@@ -266,7 +266,7 @@ class StagedRun:
                 scores.setdefault((segment.job, segment.step), []).append((segment, score))
             if microbatch.segments:
                 jobs, tokens = tuple(microbatch.job_tokens), microbatch.num_tokens
-                done.append(MicrobatchDone(jobs, tokens, found.num_rows, found.seconds, found.num_heard))
+                done.append(MicrobatchDone(jobs, tokens, found.num_rows, found.seconds, found.num_reference_rows))
             for step in completes.get(k, []):
                 job = self._jobs[step[0]]
                 if not job.progress.diverged:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from weft.engine.events import Event, StepDone
 
 
-class UntoldEvents:
+class EventQueue:
     """Events in the order in which they happened; stages take several steps of a job before the first is told."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment, LinearShape, Method
 from weft.adapters.part import PartShape
 from weft.adapters.routing import Routing
-from weft.adapters.row_place import RowPlace
+from weft.adapters.row_place import RowSite
 from weft.adapters.targets import choose_modules, refuse_experts
 from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, InputTokenRows, TokenRows
 from weft.data.tokens.tokenise import with_new_tokens
@@ -88,7 +88,7 @@ class Backbone:
         """Transformers' own modules: the way of adapters whose method has no kernels."""
         self.path: Path = self.reference
         """How microbatches run, unless an adapter's method has no kernels."""
-        self._places: dict[Attachment, Mapping[str, SlotLinear | RowPlace]] = {
+        self._places: dict[Attachment, Mapping[str, SlotLinear | RowSite]] = {
             Attachment.LINEAR: self.linears,
             Attachment.BLOCK_OUTPUT: self.blocks,
             Attachment.INPUT: {INPUT_PATH: inputs} if part is None or part.is_first else {},
@@ -157,7 +157,7 @@ class Backbone:
         assert not self._slot_paths, "adapters are attached already"
         obstacle = why_not(self.model, self.linears, self.device, self.dtype)
         if choice == "auto":
-            obstacle = obstacle or why_slow(self.device, self.dtype)
+            obstacle = obstacle or why_reference(self.device, self.dtype)
         if choice == "reference" or (choice == "auto" and obstacle):
             self.path = self.reference
             self.kernels = "reference: asked for" if choice == "reference" else f"reference: {obstacle}"
@@ -315,7 +315,7 @@ class Backbone:
     def _kept_width(self, spec: AdapterSpec) -> int:
         """Numbers of a row that an adapter's slots keep on the reference path, beside the linears' own."""
         method = method_of(spec)
-        return sum(method.kept_width(spec, path, shape) for path, shape in _shapes(self._targets(spec)).items())
+        return sum(method.saved_width(spec, path, shape) for path, shape in _shapes(self._targets(spec)).items())
 
     def _rows_bytes(self, spec: AdapterSpec) -> int:
         """What a microbatch holds of rows of tokens: a copy as the activations are, and a sum of gradients."""
@@ -329,7 +329,7 @@ class Backbone:
         """Every place that adapters of a method can sit in, by path, with its outputs and inputs."""
         return _shapes(self._places[method.attachment])
 
-    def places(self, attachment: Attachment) -> Mapping[str, SlotLinear | RowPlace]:
+    def places(self, attachment: Attachment) -> Mapping[str, SlotLinear | RowSite]:
         """Every place of a kind where adapters can sit, by path."""
         return self._places[attachment]
 
@@ -343,7 +343,7 @@ class Backbone:
         method = method_of(spec)
         return choose_modules(spec, method.attachment, self.paths_for(method))
 
-    def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | RowPlace]:
+    def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | RowSite]:
         places = self._places[method_of(spec).attachment]
         return {path: places[path] for path in self.targets(spec) if path in places}
 
@@ -458,11 +458,11 @@ def _named(spec: AdapterSpec) -> str:
     return f"{spec.method} with {start}" if isinstance(start, str) and spec.method == "lora" else spec.method
 
 
-def _shapes(places: Mapping[str, SlotLinear | RowPlace]) -> dict[str, LinearShape]:
+def _shapes(places: Mapping[str, SlotLinear | RowSite]) -> dict[str, LinearShape]:
     return {path: (place.out_features, place.in_features) for path, place in places.items()}
 
 
-def why_slow(device: torch.device, dtype: torch.dtype) -> str | None:
+def why_reference(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the fused step would not be the faster one on a device; None if it is."""
     if not is_gpu(device):
         return "a CPU has no launches to save"

@@ -26,7 +26,7 @@ BLOCK = 64
 
 
 @dataclass(frozen=True, eq=False)
-class TaughtRows:
+class DistillationRows:
     """The rows of one objective in a microbatch."""
 
     objective: Distillation
@@ -42,7 +42,7 @@ class TaughtRows:
 
 
 @dataclass(frozen=True, eq=False)
-class TaughtPass:
+class DistillationPass:
     """What was found of one objective's rows."""
 
     segments: np.ndarray
@@ -51,9 +51,9 @@ class TaughtPass:
 
 
 @torch.no_grad()
-def run_taught(
-    head: Head, hidden_TD: torch.Tensor, batch: Sequence[TaughtRows], grad_TD: torch.Tensor | None = None
-) -> list[TaughtPass]:
+def run_distillation(
+    head: Head, hidden_TD: torch.Tensor, batch: Sequence[DistillationRows], grad_TD: torch.Tensor | None = None
+) -> list[DistillationPass]:
     """What is measured of all taught rows and, given the gradient of the hidden states, what they add to it."""
     found = []
     for taught in batch:
@@ -67,14 +67,14 @@ def run_taught(
             raw_BV = head.linear(_padded(hidden_TD[rows_N[block]]))
             logits_BV = head.capped(raw_BV)
             teacher_BV = _teacher_logits(head, [_padded(part[block]) for part in teacher], logits_BV)
-            judged = taught.objective.judge_rows(logits_BV, teacher_BV, _padded(targets_N[block]))
+            judged = taught.objective.distillation_loss(logits_BV, teacher_BV, _padded(targets_N[block]))
             num_rows = block.stop - start
             measured_KN[:, block] = torch.stack(judged.measured_KB)[:, :num_rows]
             if grad_TD is not None:
                 slopes_BV = judged.slopes_BV * _padded(shares_N[block])[:, None]
                 grad_BD = head.input_gradient(head.uncapped(slopes_BV, logits_BV).to(raw_BV.dtype))
                 grad_TD.index_copy_(0, rows_N[block], grad_BD[:num_rows])
-        found.append(TaughtPass(taught.segments, measured_KN))
+        found.append(DistillationPass(taught.segments, measured_KN))
     return found
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from weft.adapters.head import HeadWeights
 from weft.kernels.device_event import sent
-from weft.objectives.heads.head_objective import HeadJudged, HeadObjective
+from weft.objectives.heads.head_objective import HeadLoss, HeadObjective
 
 BLOCK = 16
 """Rows whose logits are made at once, padded where there are fewer."""
@@ -60,7 +60,7 @@ class HeadPass:
     """What one job's head found in a microbatch."""
 
     labelled: LabelledRows
-    judged: HeadJudged
+    judged: HeadLoss
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def run_heads(
         labels_N = sent(torch.from_numpy(labelled.labels), device)
         hidden_ND = hidden_TD[rows_N]
         logits_NL = _in_blocks(head.logits, hidden_ND)
-        judged = labelled.objective.judge_logits(logits_NL, labels_N)
+        judged = labelled.objective.head_loss(logits_NL, labels_N)
         found.append(HeadPass(labelled, judged))
         if grad_TD is None:
             continue

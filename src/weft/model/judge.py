@@ -22,7 +22,7 @@ from weft.objectives.objective import Judged, LikelihoodObjective
 
 
 @dataclass(frozen=True, eq=False)
-class Judgement:
+class ScoredGroups:
     """The groups of one objective in a microbatch."""
 
     objective: LikelihoodObjective
@@ -42,12 +42,12 @@ class Judgement:
     @property
     def leaders(self) -> tuple[int, ...]:
         """The first segment of each group."""
-        return self.learners[:: num_judged(self.objective)]
+        return self.learners[:: num_scored(self.objective)]
 
     @property
     def unlearned(self) -> tuple[int, ...]:
         """Segments that teach nothing: prompts with another row's answer."""
-        size, whole = self.objective.group_size, num_judged(self.objective)
+        size, whole = self.objective.group_size, num_scored(self.objective)
         return tuple(s for place, s in enumerate(self.learners) if place % whole >= size)
 
 
@@ -102,11 +102,11 @@ def run_loss(
     hidden_ND: torch.Tensor,
     targets_N: torch.Tensor,
     weights_N: torch.Tensor | None,
-    judgements: Sequence[Judgement],
+    scored_groups: Sequence[ScoredGroups],
 ) -> LossPass:
     """Losses and hits of all rows and, given weights, the gradient; judged rows get theirs from their objective."""
     judged = []
-    for judgement in judgements:
+    for judgement in scored_groups:
         groups, rows_N = _groups(judgement, loss, hidden_ND, targets_N)
         found = judgement.objective.judge(groups)
         judged.append(found)
@@ -118,7 +118,7 @@ def run_loss(
 
 
 def _groups(
-    judgement: Judgement, loss: MicrobatchLoss, hidden_ND: torch.Tensor, targets_N: torch.Tensor
+    judgement: ScoredGroups, loss: MicrobatchLoss, hidden_ND: torch.Tensor, targets_N: torch.Tensor
 ) -> tuple[Groups, torch.Tensor]:
     """Log-probabilities of the groups' rows, by a first pass over them only; and which rows learn."""
     device = hidden_ND.device
@@ -126,24 +126,24 @@ def _groups(
     (losses_N, _), _ = loss.among(judgement.rows)(hidden_ND[rows_N], targets_N[rows_N])
     references_N = torch.cat([each.logprobs_N for each in judgement.references]) if judgement.references else None
     lengths_S = sent(torch.from_numpy(judgement.lengths), device)
-    size = num_judged(judgement.objective)
+    size = num_scored(judgement.objective)
     labels = judgement.labels
     labels_GM = None if labels is None else sent(torch.from_numpy(labels), device).view(-1, size)
     return Groups(-losses_N, references_N, lengths_S, size, labels_GM), rows_N
 
 
-def num_judged(objective: LikelihoodObjective) -> int:
+def num_scored(objective: LikelihoodObjective) -> int:
     """Samples of a group that an objective judges together: M."""
     return objective.group_size * (1 + objective.reads_mismatch)
 
 
-def find_judgements(
+def find_scored_groups(
     objectives: Sequence[LikelihoodObjective | None],
     counts: Sequence[int],
     weights: Sequence[float],
     labels: Sequence[float],
     references: Sequence[ReferenceRows | None],
-) -> tuple[Judgement, ...]:
+) -> tuple[ScoredGroups, ...]:
     """The groups of segments whose weights depend on log-probabilities.
 
     Given per segment: its objective, if it has such a one, its supervised rows, its share of the loss, its label, and
@@ -153,24 +153,24 @@ def find_judgements(
     for segment, objective in enumerate(objectives):
         if objective is not None:
             found.setdefault(objective, []).append(segment)
-    return tuple(_judgement(o, segments, counts, weights, labels, references) for o, segments in found.items())
+    return tuple(_scored_group(o, segments, counts, weights, labels, references) for o, segments in found.items())
 
 
-def _judgement(
+def _scored_group(
     objective: LikelihoodObjective,
     segments: list[int],
     counts: Sequence[int],
     weights: Sequence[float],
     labels: Sequence[float],
     references: Sequence[ReferenceRows | None],
-) -> Judgement:
-    assert len(segments) % num_judged(objective) == 0, "a group shares a microbatch"
+) -> ScoredGroups:
+    assert len(segments) % num_scored(objective) == 0, "a group shares a microbatch"
     ends = np.cumsum(counts)
     rows = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
     lengths = np.array([counts[s] for s in segments], dtype=np.int64)
     known = tuple(each for s in segments if (each := references[s]) is not None)
     assert len(known) == len(segments) * objective.reads_reference, "a reference speaks of every sample or of none"
-    return Judgement(
+    return ScoredGroups(
         objective=objective,
         learners=tuple(segments),
         rows=np.concatenate([rows[s] for s in segments]).astype(np.int64),

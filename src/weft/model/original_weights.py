@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from weft.adapters.frozen import FrozenWeight, quantise
 from weft.adapters.linear import SlotLinear
-from weft.adapters.place_share import PlaceShare
+from weft.adapters.place_share import SiteShare
 from weft.errors import ModelError
 from weft.model.model_files import INDEX
 
@@ -99,7 +99,7 @@ class OriginalWeights:
         return None if found is None else str(found)
 
 
-def _is_stored_as(weight_OD: torch.Tensor, stored: FrozenWeight, share: PlaceShare) -> bool:
+def _is_stored_as(weight_OD: torch.Tensor, stored: FrozenWeight, share: SiteShare) -> bool:
     """Whether storing a weight gives these very bytes of what is here of it."""
     made = quantise(weight_OD, stored.kind, copies=1).cut(share.outputs, share.inputs).stored
     # Not every device compares 8-bit floats.

@@ -20,7 +20,7 @@ def is_device_fault(error: RuntimeError) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, or hides one that does: a failed capture tells of the capture."""
-    return any(_says_so(cause) for cause in (error, error.__context__))
+    return any(_is_memory_message(cause) for cause in (error, error.__context__))
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def memory_errors() -> Iterator[None]:
         raise torch.OutOfMemoryError(str(error)) from error
 
 
-def _says_so(error: BaseException | None) -> bool:
+def _is_memory_message(error: BaseException | None) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)

@@ -26,7 +26,7 @@ from weft.model.loss import BlockedLoss, Head
 from weft.model.packed import PackedBatch
 
 
-class OwnHead:
+class SampleHead:
     """The output head as one job has it."""
 
     def __init__(self, frozen: Head, own: TokenRows, dtype: torch.dtype) -> None:
@@ -78,19 +78,19 @@ class OwnHead:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnHeadLoss:
+class SampleHeadLoss:
     """The cross entropy of rows of a microbatch in which some jobs have rows of the head of their own."""
 
     plain: BlockedLoss
     """For all others."""
-    heads: Mapping[int, OwnHead]
+    heads: Mapping[int, SampleHead]
     """By slot."""
     slots: tuple[int | None, ...]
     """Of every segment."""
     segments: np.ndarray
     """Of every row that the loss is asked for (N)."""
 
-    def among(self, rows: np.ndarray) -> OwnHeadLoss:
+    def among(self, rows: np.ndarray) -> SampleHeadLoss:
         """The loss of some of the rows."""
         return replace(self, segments=self.segments[rows])
 
@@ -118,7 +118,7 @@ class OwnHeadLoss:
                 head.end_sample()
         return results_2N, grad_ND
 
-    def _samples(self) -> Iterator[tuple[OwnHead, slice]]:
+    def _samples(self) -> Iterator[tuple[SampleHead, slice]]:
         """The rows of each sample of a job with a head of its own."""
         edges = [0, *(np.flatnonzero(np.diff(self.segments)) + 1).tolist(), len(self.segments)]
         for start, end in itertools.pairwise(edges):
@@ -127,7 +127,7 @@ class OwnHeadLoss:
                 yield self.heads[slot], slice(start, end)
 
     def _block(
-        self, head: OwnHead, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None
+        self, head: SampleHead, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One block of a sample, filled up to the size of all blocks."""
         count, fill = len(hidden_ND), self.plain.block - len(hidden_ND)
@@ -159,15 +159,17 @@ def logits_of(
 
 def loss_of(
     plain: BlockedLoss, batch: PackedBatch, own: Mapping[int, TokenRows], dtype: torch.dtype
-) -> BlockedLoss | OwnHeadLoss:
+) -> BlockedLoss | SampleHeadLoss:
     """The loss of a microbatch, given the rows of jobs that have some of their own, by slot."""
     heads = _own_heads(plain.head, batch, own, dtype)
     if not heads:
         return plain
     segments = np.repeat(np.arange(len(batch.counts)), batch.counts)
-    return OwnHeadLoss(plain, heads, batch.segment_slots, segments)
+    return SampleHeadLoss(plain, heads, batch.segment_slots, segments)
 
 
-def _own_heads(head: Head, batch: PackedBatch, own: Mapping[int, TokenRows], dtype: torch.dtype) -> dict[int, OwnHead]:
+def _own_heads(
+    head: Head, batch: PackedBatch, own: Mapping[int, TokenRows], dtype: torch.dtype
+) -> dict[int, SampleHead]:
     """The heads of the jobs in a microbatch that have rows of their own."""
-    return {slot: OwnHead(head, rows, dtype) for slot, rows in own.items() if slot in batch.segment_slots}
+    return {slot: SampleHead(head, rows, dtype) for slot, rows in own.items() if slot in batch.segment_slots}

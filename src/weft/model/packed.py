@@ -19,9 +19,9 @@ from weft.data.sample import Sample
 from weft.kernels.device import is_cpu, is_gpu
 from weft.kernels.device_event import sent
 from weft.kernels.dropout import row_keys
-from weft.model.distill import TaughtRows
+from weft.model.distill import DistillationRows
 from weft.model.heads import LabelledRows
-from weft.model.judge import Judgement, find_judgements
+from weft.model.judge import ScoredGroups, find_scored_groups
 from weft.model.reference_rows import ReferenceRows
 from weft.objectives.distillation import Distillation
 from weft.objectives.heads.head_objective import HeadObjective
@@ -33,7 +33,7 @@ its neighbours; smaller wastes less on short jobs, larger needs fewer calls for 
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedSample:
     """A sample with the slot it trains."""
 
     sample: Sample
@@ -43,7 +43,7 @@ class Placed:
     dropout_key: int | None = None
     step_key: int | None = None
     """A number of its job's seed and step, in training."""
-    is_apart: bool = False
+    is_separate: bool = False
     """Whether its slot works on it by itself, as order-independent sums need it; else neighbours of one slot go
     together."""
     position: int = 0
@@ -84,11 +84,11 @@ class PackedBatch:
     """Supervised rows of each segment; they lie in segment order in the N-long arrays."""
     importance: np.ndarray | None
     """What each supervised row counts beside others of its job; None where all count the same."""
-    judgements: tuple[Judgement, ...]
+    scored_groups: tuple[ScoredGroups, ...]
     """Groups whose rows get their weights from log-probabilities."""
     heads: tuple[LabelledRows, ...] = ()
     """Rows that heads of jobs look at; none of these is among the supervised."""
-    taught: tuple[TaughtRows, ...] = ()
+    taught: tuple[DistillationRows, ...] = ()
     """Rows that learn from a teacher; none of these is among the supervised."""
     references: tuple[ReferenceRows | None, ...] = ()
     """Of each segment, what its objective compares with; all of it must be known before the loss is."""
@@ -153,7 +153,7 @@ class PackedBatch:
         on_cpu = is_cpu(self.device)
         window = ADAPTER_WINDOW if self.is_tiled and on_cpu else None
         found = []
-        alone = [place if is_apart else -1 for place, is_apart in enumerate(self.apart)]
+        alone = [place if is_separate else -1 for place, is_separate in enumerate(self.apart)]
         owned = zip(zip(self.segment_slots, self.step_keys, alone, strict=True), self.segments, strict=True)
         for (slot, key, _), group in itertools.groupby(owned, key=lambda pair: pair[0]):
             if slot is not None:
@@ -172,7 +172,7 @@ class PackedBatch:
         return sent(torch.from_numpy(array), self.device)
 
 
-def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.device) -> PackedBatch:
+def pack_samples(placed: Sequence[PlacedSample], row_tile: int | None, device: torch.device) -> PackedBatch:
     """One sample after another in one buffer, padded to whole tiles."""
     lengths = [p.sample.length for p in placed]
     starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
@@ -205,14 +205,14 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
         segments=tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False)),
         segment_slots=tuple(item.slot for item in placed),
         step_keys=tuple(item.step_key for item in placed),
-        apart=tuple(item.is_apart for item in placed),
+        apart=tuple(item.is_separate for item in placed),
         is_tiled=row_tile is not None,
         supervised=np.concatenate(rows).astype(np.int64),
         targets=np.concatenate(targets).astype(np.int64),
         weights=np.concatenate(weights).astype(np.float32),
         counts=tuple(counts),
         importance=np.concatenate(importance) if is_weighted else None,
-        judgements=find_judgements(
+        scored_groups=find_scored_groups(
             [item.objective for item in placed],
             counts,
             [item.weight for item in placed],
@@ -220,12 +220,12 @@ def pack_samples(placed: Sequence[Placed], row_tile: int | None, device: torch.d
             [item.reference for item in placed],
         ),
         heads=_labelled_rows(placed, starts),
-        taught=_taught_rows(placed, starts),
+        taught=_distillation_rows(placed, starts),
         references=tuple(item.reference for item in placed),
     )
 
 
-def _labelled_rows(placed: Sequence[Placed], starts: Sequence[int]) -> tuple[LabelledRows, ...]:
+def _labelled_rows(placed: Sequence[PlacedSample], starts: Sequence[int]) -> tuple[LabelledRows, ...]:
     """The rows that heads look at, job by job."""
     of_slots: dict[int, list[int]] = {}
     for segment, item in enumerate(placed):
@@ -252,20 +252,20 @@ def _labelled_rows(placed: Sequence[Placed], starts: Sequence[int]) -> tuple[Lab
     return tuple(found)
 
 
-def _taught_rows(placed: Sequence[Placed], starts: Sequence[int]) -> tuple[TaughtRows, ...]:
+def _distillation_rows(placed: Sequence[PlacedSample], starts: Sequence[int]) -> tuple[DistillationRows, ...]:
     """The rows that learn from teachers, objective by objective, and apart where teachers say more or less of a row."""
     of_objectives: dict[tuple[Distillation, int | None], list[int]] = {}
     for segment, item in enumerate(placed):
         if item.distillation is not None:
             assert item.reference is not None, "a teacher speaks of every sample"
-            of_objectives.setdefault((item.distillation, item.reference.num_told), []).append(segment)
+            of_objectives.setdefault((item.distillation, item.reference.num_reference_values), []).append(segment)
     found = []
     for (objective, _), segments in of_objectives.items():
         own = [_predicted(placed[s].sample) for s in segments]
         counts = [len(tokens) for tokens in own]
         teacher = tuple(each for s in segments if (each := placed[s].reference) is not None)
         found.append(
-            TaughtRows(
+            DistillationRows(
                 objective=objective,
                 rows=np.concatenate([tokens - 1 + starts[s] for tokens, s in zip(own, segments, strict=True)]),
                 targets=np.concatenate(

@@ -17,7 +17,7 @@ from weft.adapters.routing import Routing
 from weft.adapters.token_rows import TokenRows
 from weft.kernels.device import is_cpu
 from weft.kernels.device_event import DeviceEvent
-from weft.model.distill import run_taught
+from weft.model.distill import run_distillation
 from weft.model.heads import run_heads
 from weft.model.judge import MicrobatchLoss, run_loss
 from weft.model.loss import BlockedLoss, head_of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Learnt:
+class PendingBackward:
     """What the losses of a microbatch leave to do."""
 
     grad_TD: torch.Tensor
@@ -105,16 +105,16 @@ class ReferencePath:
         if self._ring is not None:
             self._ring.end(then_back=False)
 
-    def learn(self, hidden_TD: torch.Tensor, batch: PackedBatch) -> Learnt:
+    def learn(self, hidden_TD: torch.Tensor, batch: PackedBatch) -> PendingBackward:
         """The losses behind the last hidden states, and the gradient of these."""
         rows_ND = hidden_TD[batch.supervised_N]
-        passed = run_loss(self.loss(batch), rows_ND, batch.targets_N, batch.weights_N, batch.judgements)
+        passed = run_loss(self.loss(batch), rows_ND, batch.targets_N, batch.weights_N, batch.scored_groups)
         assert passed.grad_ND is not None
         grad_TD = torch.zeros_like(hidden_TD)
         grad_TD[batch.supervised_N] = passed.grad_ND
         headed = run_heads(hidden_TD, batch.heads, self._heads, grad_TD)
-        taught = run_taught(head_of(self._model), hidden_TD, batch.taught, grad_TD)
-        return Learnt(grad_TD, lambda begun: PendingScores(passed, batch, begun, headed, taught))
+        taught = run_distillation(head_of(self._model), hidden_TD, batch.taught, grad_TD)
+        return PendingBackward(grad_TD, lambda begun: PendingScores(passed, batch, begun, headed, taught))
 
     @torch.no_grad()
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
@@ -124,9 +124,9 @@ class ReferencePath:
 
     def judge(self, hidden_TD: torch.Tensor, batch: PackedBatch, begun: DeviceEvent) -> PendingScores:
         """The scores behind the last hidden states of a microbatch that began then; nothing learns from them."""
-        passed = run_loss(self.loss(batch), hidden_TD[batch.supervised_N], batch.targets_N, None, batch.judgements)
+        passed = run_loss(self.loss(batch), hidden_TD[batch.supervised_N], batch.targets_N, None, batch.scored_groups)
         headed = run_heads(hidden_TD, batch.heads, self._heads)
-        taught = run_taught(head_of(self._model), hidden_TD, batch.taught)
+        taught = run_distillation(head_of(self._model), hidden_TD, batch.taught)
         return PendingScores(passed, batch, begun, headed, taught)
 
     @torch.no_grad()

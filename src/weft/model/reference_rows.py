@@ -14,9 +14,9 @@ class ReferenceRows:
     numbers are the same.
     """
 
-    def __init__(self, sample: Sample, num_told: int | None = None) -> None:
-        """`num_told`: where the data holds what is said, the tokens that are named in the place of each."""
-        self.num_told = num_told
+    def __init__(self, sample: Sample, num_reference_values: int | None = None) -> None:
+        """`num_reference_values`: where the data holds what is said, the tokens that are named in the place of each."""
+        self.num_reference_values = num_reference_values
         self._sample: Sample | None = sample
         self._values: tuple[torch.Tensor, ...] = ()
         self.is_coming = False

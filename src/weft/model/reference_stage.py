@@ -13,7 +13,7 @@ import torch
 from weft.kernels.device_event import DeviceEvent
 from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch
-from weft.model.reference import Learnt
+from weft.model.reference import PendingBackward
 from weft.model.scores import PendingScores
 
 
@@ -25,7 +25,7 @@ class _InFlight:
     """None on the first stage: nobody waits for the gradient of embeddings."""
     left_TD: torch.Tensor
     begun: DeviceEvent
-    learnt: Learnt | None = None
+    learnt: PendingBackward | None = None
     """Where this is the last stage."""
 
 

@@ -19,7 +19,7 @@ from weft.model.source import Source, find_source, gguf, quiet, readable
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.cost.hardware import Hardware, find_hardware
 from weft.plan.cost.shape import ModelShape
-from weft.plan.families.registry import why_unfit
+from weft.plan.families.registry import why_unsupported
 from weft.spec import BackboneSpec
 
 
@@ -80,7 +80,7 @@ class ResolvedModel:
         """Whether it takes the fast path, as far as the configuration shows."""
         if self.spec.kernels != "auto":
             return self.spec.kernels == "fused"
-        return not self.is_cpu and self.dtype != torch.float32 and why_unfit(self.config) is None
+        return not self.is_cpu and self.dtype != torch.float32 and why_unsupported(self.config) is None
 
     def setup(self, ranks: Sequence[int]) -> BackboneSetup:
         """What cost models are made from, with adapters of these ranks in a microbatch."""

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from weft.kernels.device_event import AsyncCopy, DeviceEvent, sent
-from weft.model.distill import TaughtPass
+from weft.model.distill import DistillationPass
 from weft.model.heads import HeadPass
 from weft.model.judge import LossPass
 from weft.model.packed import PackedBatch
 from weft.objectives.distillation import MEASURED
-from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, Score, Tally
+from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, MetricTotals, Score
 
 
 class PendingScores:
@@ -26,13 +26,13 @@ class PendingScores:
         batch: PackedBatch,
         begun: DeviceEvent,
         headed: Sequence[HeadPass] = (),
-        taught: Sequence[TaughtPass] = (),
+        taught: Sequence[DistillationPass] = (),
     ) -> None:
         # Not all of it: the gradient's memory is needed again.
         self._results_2N, self._judged = passed.results_2N, passed.judged
         self._counts = batch.counts
         self._importance = batch.importance
-        self._judgements = batch.judgements
+        self._scored_groups = batch.scored_groups
         self._begun = begun
         measured = [torch.stack([judged.losses_G, *judged.metrics.values()]) for judged in passed.judged]
         self._measured = [AsyncCopy(values).begin() for values in measured]
@@ -40,7 +40,7 @@ class PendingScores:
         told = [torch.cat([one.judged.losses_U[:, None], one.judged.measured_UK], dim=1) for one in headed]
         self._told = [AsyncCopy(values).begin() for values in told]
         self._taught = taught
-        self._taught_told = [AsyncCopy(one.measured_KN).begin() for one in taught]
+        self._distilled_counts = [AsyncCopy(one.measured_KN).begin() for one in taught]
         self._arrival = AsyncCopy(passed.results_2N).begin()
 
     def scores(self) -> list[Score]:
@@ -54,7 +54,7 @@ class PendingScores:
             weight = count if self._importance is None else float(self._importance[own].sum())
             loss = MetricSum(float(losses[own].sum()), weight)
             found.append({LOSS: loss, ACCURACY: MetricSum(float(hits[own].sum()), count)})
-        for judgement, judged, values in zip(self._judgements, self._judged, self._measured, strict=True):
+        for judgement, judged, values in zip(self._scored_groups, self._judged, self._measured, strict=True):
             for segment in judgement.learners:
                 found[segment] = {ACCURACY: found[segment][ACCURACY]}
             for segment in judgement.unlearned:
@@ -65,23 +65,23 @@ class PendingScores:
                 known = {name: metric for name, metric in metrics.items() if not math.isnan(metric.total)}
                 found[segment] = {**found[segment], LOSS: MetricSum(loss, 1), **known}
         self._add_heads(found)
-        self._add_taught(found)
+        self._add_distillation(found)
         return found
 
     def _add_heads(self, found: list[Score]) -> None:
         """The scores of what heads looked at, unit by unit."""
         for one, values in zip(self._headed, self._told, strict=True):
             labelled = one.labelled
-            tallies: dict[int, Tally] = {int(segment): Tally() for segment in labelled.segments}
+            tallies: dict[int, MetricTotals] = {int(segment): MetricTotals() for segment in labelled.segments}
             units = zip(labelled.unit_segments, labelled.unit_labels, values.get().double().tolist(), strict=True)
             for segment, label, (loss, *measured) in units:
                 tallies[int(segment)].add(labelled.objective.score(float(label), loss, measured))
             for segment, tally in tallies.items():
                 found[segment] = tally.sums
 
-    def _add_taught(self, found: list[Score]) -> None:
+    def _add_distillation(self, found: list[Score]) -> None:
         """The scores of what learns from teachers, summed over each segment's own rows."""
-        for one, values in zip(self._taught, self._taught_told, strict=True):
+        for one, values in zip(self._taught, self._distilled_counts, strict=True):
             measured_KN = values.get().double().numpy()
             for segment in np.unique(one.segments).tolist():
                 own_KN = measured_KN[:, one.segments == segment]
@@ -107,7 +107,7 @@ class PendingScores:
         """
         places = np.array(owners, dtype=np.int64).clip(min=-1) + 1
         checked = [(np.repeat(places, self._counts), self._results_2N[0])]
-        for judgement, judged in zip(self._judgements, self._judged, strict=True):
+        for judgement, judged in zip(self._scored_groups, self._judged, strict=True):
             checked.append((places[list(judgement.leaders)], judged.losses_G))
         for one in self._headed:
             checked.append((places[one.labelled.unit_segments], one.judged.losses_U))

@@ -37,7 +37,7 @@ _SIDES: dict[str, Side] = {
 """By what the linears of a layer are divided."""
 
 
-def why_undivided(config: Config, count: int, quantize: str = "none") -> str | None:
+def why_not_divisible(config: Config, count: int, quantize: str = "none") -> str | None:
     """Why the layers of a model, stored like that, cannot be divided over so many devices; None if they can."""
     kind = str(config.get("model_type", ""))
     known = [family for family in FAMILIES if family != "phi3"]
@@ -48,10 +48,10 @@ def why_undivided(config: Config, count: int, quantize: str = "none") -> str | N
         if number % count:
             fit = ", ".join(str(n) for n in _fitting(sizes))
             return f"has {number} {what}, which {count} devices cannot share evenly; tensor may be {fit}"
-    return _why_uncut(sizes, count, quantize)
+    return _why_not_divisible(sizes, count, quantize)
 
 
-def _why_uncut(sizes: DecoderSizes, count: int, quantize: str) -> str | None:
+def _why_not_divisible(sizes: DecoderSizes, count: int, quantize: str) -> str | None:
     """Why weights that are stored like that cannot be cut into so many parts."""
     heads, kv_heads = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
     cut, multiple = {heads, sizes.ffn}, 1
@@ -78,7 +78,9 @@ def divide(backbone: Backbone, devices: Devices, store: Callable[[SlotLinear], N
 
     `store`: what is done with each linear before it is divided.
     """
-    assert why_undivided(backbone.model.config.to_dict(), devices.count) is None, "checked before anything was loaded"
+    assert why_not_divisible(backbone.model.config.to_dict(), devices.count) is None, (
+        "checked before anything was loaded"
+    )
     for path, linear in backbone.linears.items():
         store(linear)
         linear.divide(_SIDES[path.rpartition(".")[2]], devices)
@@ -88,11 +90,11 @@ def divide(backbone: Backbone, devices: Devices, store: Callable[[SlotLinear], N
         place.divide(num_heads, devices)
     modules = dict(backbone.model.named_modules())
     for path in backbone.blocks:
-        _meet_behind(modules[path], devices)
+        _sum_input_gradient(modules[path], devices)
     backbone.devices = devices
 
 
-def _meet_behind(block: nn.Module, devices: Devices) -> None:
+def _sum_input_gradient(block: nn.Module, devices: Devices) -> None:
     """Lets the gradient of what a block reads be added up."""
 
     def read(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

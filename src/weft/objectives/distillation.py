@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.objectives.metrics import ACCURACY, LOSS
 from weft.objectives.objective import Part, SettingsOfObjective
 from weft.objectives.supervised import Supervised
-from weft.objectives.teacher_columns import IDS, LOGPROBS, read_told
+from weft.objectives.teacher_columns import IDS, LOGPROBS, read_teacher_top_k
 from weft.settings.fields import above, at_least, setting
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class DistillationSettings(SettingsOfObjective):
 
 
 @dataclass(frozen=True)
-class TaughtBlock:
+class DistillationBlock:
     """What the objective makes of a block of rows."""
 
     measured_KB: tuple[Tensor, ...]
@@ -116,9 +116,9 @@ class Distillation(Supervised):
         if not (values.get(IDS) or values.get(LOGPROBS)):
             return (Part(values),)
         rest = {name: value for name, value in values.items() if name not in (IDS, LOGPROBS)}
-        return (Part(rest, teacher=read_told(values, where)),)
+        return (Part(rest, teacher=read_teacher_top_k(values, where)),)
 
-    def judge_rows(self, logits_BV: Tensor, teacher_BV: Tensor, targets_B: Tensor) -> TaughtBlock:
+    def distillation_loss(self, logits_BV: Tensor, teacher_BV: Tensor, targets_B: Tensor) -> DistillationBlock:
         """Losses and slopes, on the device: nothing here may wait for it.
 
         `teacher_BV` are logits or log-probabilities, -inf for tokens that the teacher says nothing of.
@@ -135,7 +135,7 @@ class Distillation(Supervised):
             slopes_BV.scatter_add_(1, targets_B[:, None], own_B1.new_full(own_B1.shape, self.alpha - 1))
         is_hit_B = (own_B1[:, 0] >= logits_BV.amax(dim=1)) & ~entropy_B.isnan()
         agrees_B = logits_BV.argmax(dim=1) == teacher_BV.argmax(dim=1)
-        return TaughtBlock((losses_B, is_hit_B.float(), kl_B, entropy_B, agrees_B.float()), slopes_BV)
+        return DistillationBlock((losses_B, is_hit_B.float(), kl_B, entropy_B, agrees_B.float()), slopes_BV)
 
     def _compare(self, logs_BV: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The divergence of two distributions, given by their logarithms; the forward KL; the divergence's slopes."""

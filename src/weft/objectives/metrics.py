@@ -34,7 +34,7 @@ Score: TypeAlias = Mapping[str, MetricSum]
 """What one sample came to."""
 
 
-class Tally:
+class MetricTotals:
     """Scores added up, sample by sample in the order they come."""
 
     def __init__(self) -> None:

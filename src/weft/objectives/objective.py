@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.spec import JobSpec
 
 
-class Told(NamedTuple):
+class TeacherTopK(NamedTuple):
     """A teacher's most likely tokens for each supervised token of a sample, as many for each; the first first."""
 
     ids: Sequence[Sequence[int]]
@@ -35,7 +35,7 @@ class Part:
     """What its supervised tokens count, beside those of other samples; 0 leaves the sample out."""
     label: float | None = None
     """What it is labelled as, for objectives that read labels."""
-    teacher: Told | None = None
+    teacher: TeacherTopK | None = None
     """What a teacher has said of it, where a row holds that."""
 
 

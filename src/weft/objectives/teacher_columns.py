@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import DataError
-from weft.objectives.objective import Told
+from weft.objectives.objective import TeacherTopK
 from weft.settings.fields import describe
 
 IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"
@@ -16,7 +16,7 @@ MOST_TOKENS = 1000
 """Most that a teacher may name for one."""
 
 
-def read_told(values: Mapping[str, Any], where: str) -> Told:
+def read_teacher_top_k(values: Mapping[str, Any], where: str) -> TeacherTopK:
     """What a row's teacher has said, the most likely tokens first; a column that is wrong is a DataError."""
     ids, logprobs = (_lists(name, values.get(name), where) for name in (IDS, LOGPROBS))
     if len(ids) != len(logprobs) or len({len(each) for each in (*ids, *logprobs)}) > 1:
@@ -30,7 +30,7 @@ def read_told(values: Mapping[str, Any], where: str) -> Told:
         if not all(type(x) in (int, float) and math.isfinite(x) for x in said):
             raise DataError(f"{LOGPROBS}[{place}] is {_short(said)}; expected finite numbers.", where=where)
     ordered = [sorted(zip(said, own, strict=True), reverse=True) for own, said in zip(ids, logprobs, strict=True)]
-    return Told([[token for _, token in each] for each in ordered], [[x for x, _ in each] for each in ordered])
+    return TeacherTopK([[token for _, token in each] for each in ordered], [[x for x, _ in each] for each in ordered])
 
 
 def _lists(name: str, column: Any, where: str) -> list[list[Any]]:

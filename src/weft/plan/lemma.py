@@ -4,9 +4,9 @@ In a pipeline of S stages, if a sample of a job's global batch j is in microbatc
 a microbatch before k + S − 1, since only then the backward of the former is done. A microbatch without segments is a
 no-op and counts.
 
-Where a stream does not keep that distance by itself, `with_noops` inserts the fewest no-ops that restore it without
-changing the order: each goes right before the first microbatch that comes too early, and any valid extension of the
-stream has at least as many before that one. O(segments + no-ops).
+Where a stream does not keep that distance by itself, `with_empty_slots` inserts the fewest no-ops that restore it
+without changing the order: each goes right before the first microbatch that comes too early, and any valid extension
+of the stream has at least as many before that one. O(segments + no-ops).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def lemma_distance(num_stages: int) -> int:
     return max(num_stages - 1, 1)
 
 
-def with_noops(microbatches: Iterable[Microbatch], distance: int) -> tuple[Microbatch, ...]:
+def with_empty_slots(microbatches: Iterable[Microbatch], distance: int) -> tuple[Microbatch, ...]:
     """The same stream, with as many empty microbatches as the distance asks for; none at its ends."""
     stream: list[Microbatch] = []
     last: dict[str, tuple[int, int]] = {}

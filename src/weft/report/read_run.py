@@ -121,7 +121,7 @@ def _read_spans(run_dir: Path) -> tuple[ReportSpan, ...]:
             continue
         pair = _pair(event)
         if pair is not None and pair == last:
-            spans[-1], pair = spans[-1].together_with(span), None
+            spans[-1], pair = spans[-1].merged_with(span), None
         else:
             spans.append(span)
         last = pair

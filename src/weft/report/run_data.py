@@ -105,7 +105,7 @@ class ReportSpan:
     replica: int = 0
     """Number of the replica, or of its stage, from 0."""
 
-    def together_with(self, other: ReportSpan) -> ReportSpan:
+    def merged_with(self, other: ReportSpan) -> ReportSpan:
         """Two microbatches that ran side by side, as one: they have no job in common."""
         start_s = min(self.start_s, other.start_s)
         end_s = max(self.start_s + self.duration_s, other.start_s + other.duration_s)

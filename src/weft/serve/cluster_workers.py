@@ -73,7 +73,7 @@ class ClusterWorkers:
         is_spread = not self._connection.is_here
         for name, arguments in workers.items():
             self._actors[name] = kind.remote(name, list(arguments), Path.cwd(), is_spread=is_spread)
-            threading.Thread(target=self._tell_start, args=(name,), daemon=True).start()
+            threading.Thread(target=self._report_start, args=(name,), daemon=True).start()
 
     def stop(self, grace_s: float) -> bool:
         """Waits for all workers, ends those that outlast `grace_s`, and returns whether all ended well."""
@@ -91,7 +91,7 @@ class ClusterWorkers:
         self._connection.close()
         return clean
 
-    def _tell_start(self, name: str) -> None:
+    def _report_start(self, name: str) -> None:
         ray = need_ray()
         try:
             fields = {"child": name, "node": ray.get(self._actors[name].where.remote())}

@@ -79,7 +79,7 @@ class Supervisor:
         self.children = list(children)
         self._num_threads = max(1, (_num_cores() - 1) // max(1, sum(child.trains for child in children)))
         self._stopping = threading.Event()
-        self._has_settled = threading.Event()
+        self._is_stable = threading.Event()
         """No child is started any more."""
         self._all_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
@@ -97,7 +97,7 @@ class Supervisor:
     def stop(self, grace_s: float) -> bool:
         """Waits for the children, kills those that outlast `grace_s`, and returns whether all ended well."""
         self._stopping.set()
-        self._has_settled.wait(POLL_S * 10)
+        self._is_stable.wait(POLL_S * 10)
         # A child may have been started just when the others were asked to stop.
         for child in self.children:
             _ask_to_stop(child)
@@ -121,7 +121,7 @@ class Supervisor:
             for child in self.children:
                 self._look_after(child)
             self._stopping.wait(POLL_S)
-        self._has_settled.set()
+        self._is_stable.set()
         # Linux takes the thread that started a child for its parent and sends SIGTERM when that thread ends.
         self._all_ended.wait()
 

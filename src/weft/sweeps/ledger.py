@@ -97,7 +97,7 @@ class Ledger:
     def add(self, trial: Trial) -> None:
         """A configuration has been chosen, or is taken up again."""
         if trial.name not in self.by_name:
-            trial.asked_tick = trial.start_tick = self.tick
+            trial.chosen_tick = trial.start_tick = self.tick
             self._enter(trial)
             self._record.add_trial(trial, self.seconds)
 
@@ -175,7 +175,7 @@ class Ledger:
         """Enters trials that are on record; the sampler is asked and told what it was, in the same order."""
         last, sampler = self.tick, self._context.sampler
         for trial in trials:
-            self.tick = trial.asked_tick
+            self.tick = trial.chosen_tick
             self.tell_ends()
             point = self._context.space.point_of(trial.params)
             if point is not None:

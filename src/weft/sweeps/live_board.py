@@ -49,7 +49,7 @@ class LiveBoard:
         elif kind == "failed":
             self._screen.print_line(f"{who}failed: {text}", "red")
         elif not self._screen.is_redrawn and trial is not None:
-            self._say_plainly(kind, trial, text)
+            self._print_plain(kind, trial, text)
 
     def render(self) -> RenderableType:
         """The table as it stands."""
@@ -61,7 +61,7 @@ class LiveBoard:
         left_s = remaining_s(ledger.trials, self._run.num_planned, ledger.seconds, self._run.context.spec)
         return Group(table, Text(), status_line(board, left_s))
 
-    def _say_plainly(self, kind: str, trial: Trial, text: str) -> None:
+    def _print_plain(self, kind: str, trial: Trial, text: str) -> None:
         """The lines a log gets: the start, the values, and the end of each trial."""
         metric = "" if self._run is None else self._run.context.objective.metric
         value = f"{metric} {readable.loss(trial.value)}"

@@ -70,7 +70,7 @@ class SweepEngine(RunEngine, Protocol):
         """Lets a job take no step beyond this one for now."""
         ...
 
-    def stand_still(self, name: str) -> None:
+    def hold_steps(self, name: str) -> None:
         """Lets a job take no further step; `jobs` knows where it stands then."""
         ...
 

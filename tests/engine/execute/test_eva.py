@@ -28,8 +28,8 @@ from weft.engine.execute.eva import MOST_PASSES, PASS_TOKENS, passes, principal_
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.errors import ConfigError
 from weft.methods.lora.config import EvaSpec
-from weft.model.packed import Placed, pack_samples
-from weft.parallel.stages.refusals import refuse_undivided
+from weft.model.packed import PlacedSample, pack_samples
+from weft.parallel.stages.refusals import refuse_indivisible
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.run_dir import RunDirectory
 from weft.store.run_record import RunRecord
@@ -96,7 +96,7 @@ def test_files_when_peft_has_moved_ranks_then_are_read_with_the_same_logits(tmp_
     stored, backbone = read_named(str(tmp_path / "a")), random_backbone("llama_bias")
     ranks = {len(a_RD) for a_RD, _ in stored.tensors.values()}
     assert len(ranks) > 1 and stored.spec.init_lora_weights is True
-    batch = pack_samples([Placed(samples[0], attach_adapter(backbone, stored))], None, backbone.device)
+    batch = pack_samples([PlacedSample(samples[0], attach_adapter(backbone, stored))], None, backbone.device)
     torch.testing.assert_close(backbone.logits(batch), expected.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -194,6 +194,6 @@ def test_spec_when_peft_would_move_no_rank_then_its_words_are_accepted():
 
 def test_job_when_shared_layers_or_another_adapter_are_asked_for_then_is_refused():
     with pytest.raises(ConfigError, match="eva looks at whole inputs, of which devices that share layers have parts"):
-        refuse_undivided(me()[0])
+        refuse_indivisible(me()[0])
     with pytest.raises(ConfigError, match="an adapter that goes on from another has no eva start"):
         JobSpec("a", ("rows",), adapter=AdapterSpec(**EVA), init_adapter="before")

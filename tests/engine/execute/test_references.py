@@ -25,13 +25,13 @@ from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, JobFailed, MicrobatchDone, StepDone
 from weft.engine.execute import microbatch
-from weft.engine.execute.references import Asked, JobReference, KnownRows, hear_references
+from weft.engine.execute.references import Asked, JobReference, ReferenceCache, hear_references
 from weft.engine.inference.attach import read_stored
 from weft.errors import AdapterFileError, ConfigError
 from weft.model.backbone import Backbone
 from weft.model.fused.inputs import InputShape
-from weft.model.fused.place import PlaceInFlight
-from weft.model.packed import Placed, pack_samples
+from weft.model.fused.place import InFlightBuffers
+from weft.model.packed import PlacedSample, pack_samples
 from weft.model.reference_rows import ReferenceRows
 from weft.objectives.distillation import Distillation
 from weft.objectives.preference.dpo import Dpo
@@ -83,7 +83,7 @@ def test_rows_when_heard_alone_or_among_others_then_the_same_bits(kernels, tmp_p
     for given in (None, adapter):
         found = []
         for order, limit in ((range(6), 20), (range(5, -1, -1), 500)):
-            reference = JobReference(KnownRows(backbone), dataset(samples), given)
+            reference = JobReference(ReferenceCache(backbone), dataset(samples), given)
             reference.take_slot()
             asked = {i: Asked(reference, None, reference.rows(samples[i], None, TILE)) for i in order}
             assert hear_references(backbone, list(asked.values()), TILE, limit) >= TILE
@@ -122,14 +122,14 @@ def test_reference_when_adapters_are_there_then_takes_their_kernels(monkeypatch)
     """Else what it says would depend on which graphs are captured: products round otherwise without adapters."""
     backbone = random_backbone("llama", kernels="fused")
     shapes: list[InputShape] = []
-    forward = PlaceInFlight.forward
+    forward = InFlightBuffers.forward
 
     def noted(place, batch, shape, *rest, **options):
         shapes.append(shape)
         return forward(place, batch, shape, *rest, **options)
 
-    monkeypatch.setattr(PlaceInFlight, "forward", noted)
-    batch = pack_samples([Placed(random_sample(np.random.default_rng(1), 9))], TILE, backbone.device)
+    monkeypatch.setattr(InFlightBuffers, "forward", noted)
+    batch = pack_samples([PlacedSample(random_sample(np.random.default_rng(1), 9))], TILE, backbone.device)
     backbone.path.read(batch, TILE)
     backbone.attach(backbone.new_adapter(AdapterSpec(r=2), 0))
     backbone.path.read(batch, TILE)

@@ -38,12 +38,12 @@ def test_status_when_searched_for_writers_then_only_transitions_assign_it():
 def test_job_when_it_waits_for_the_same_thing_again_then_its_owner_hears_it_once(engine):
     """A job that is queued anew is told anew."""
     job, transitions = engine.jobs["a"], engine._lifecycle.transitions
-    assert transitions.tell_waiting(job, REASON) == [JobWaiting("a", 0, REASON)]
-    assert transitions.tell_waiting(job, REASON) == []
+    assert transitions.report_waiting(job, REASON) == [JobWaiting("a", 0, REASON)]
+    assert transitions.report_waiting(job, REASON) == []
     assert list(transitions.pause([job], None)) == [JobPaused("a", 0)]
     transitions.queue(job)
     assert job.state is JobState.QUEUED
-    assert transitions.tell_waiting(job, REASON) == [JobWaiting("a", 0, REASON)]
+    assert transitions.report_waiting(job, REASON) == [JobWaiting("a", 0, REASON)]
 
 
 def test_job_when_it_has_ended_then_nothing_can_follow(engine):

@@ -25,7 +25,7 @@ from weft.errors import AdapterFileError, ConfigError
 from weft.kernels.dropout import mix, module_key
 from weft.methods.diff_pruning import gates, weights
 from weft.methods.diff_pruning.positions import smallest_positions
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.spec import AdapterSpec
 from weft.store.peft_files import CONFIG_FILE, read_adapter, write_adapter
 
@@ -197,7 +197,7 @@ def test_files_when_gates_are_closed_then_hold_the_open_ones_and_compute_the_sam
     assert sum(len(values) for *_, values in tensors.values()) == num_open < adapter.num_parameters // 3
     sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
     slots = [backbone.attach(adapter), attach_adapter(backbone, read_named(str(tmp_path / "a"))), None]
-    mine, stored, bare = (backbone.logits(pack_samples([Placed(sample, slot)], None, CPU)) for slot in slots)
+    mine, stored, bare = (backbone.logits(pack_samples([PlacedSample(sample, slot)], None, CPU)) for slot in slots)
     assert stored.equal(mine) and not mine.equal(bare)
 
 

@@ -18,7 +18,7 @@ from weft.kernels.lora.tables import ANY_ORDER
 from weft.model.ahead import compile_ahead
 from weft.model.ahead.compile_ahead import CompileAhead, read_config, start
 from weft.model.ahead.request import KernelRequest
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.model.resolve import resolve
 from weft.model.source import find_source
 from weft.plan.cost.hardware import DEVICES
@@ -180,7 +180,9 @@ def test_backbone_when_its_kernels_are_being_compiled_then_says_so_and_the_first
         backbone, notes = load_within(BackboneSpec("tiny", device="cpu"), None, expected)
         assert notes == (COMPILING,) and not ahead.is_ready
         gate.write_text("go on")
-        batch = pack_samples([Placed(Sample(np.arange(4), np.array([False, True, True, True])))], 4, backbone.device)
+        batch = pack_samples(
+            [PlacedSample(Sample(np.arange(4), np.array([False, True, True, True])))], 4, backbone.device
+        )
         backbone.scores(batch, 4)
         assert ahead.is_ready
 

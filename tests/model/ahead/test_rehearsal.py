@@ -108,7 +108,7 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     from weft.engine.execute.optimizers.step_together import step_together
     from weft.model.backbone import Backbone
     from weft.model.load import _store_linears
-    from weft.model.packed import Placed, pack_samples
+    from weft.model.packed import PlacedSample, pack_samples
     from weft.model.path import Memory
     from weft.spec import JobSpec
 
@@ -131,8 +131,8 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
         adapter._take({name: group.params.to(meta) for name, group in adapter.groups.items()})
         slot = backbone.attach(adapter)
         optimizers.append(AdamW(adapter, JobSpec(name="a", train_data="a.jsonl", adapter=spec)))
-        placed.append(Placed(sample, slot, dropout_key=1))
-        looked_at.append(Placed(sample, slot))
+        placed.append(PlacedSample(sample, slot, dropout_key=1))
+        looked_at.append(PlacedSample(sample, slot))
     tile = backbone.path.row_tile(sample.length * len(jobs))
     running = backbone.launch(pack_samples(placed, tile, meta), tile)
     finite_J = running.finite(range(len(jobs)), len(jobs))

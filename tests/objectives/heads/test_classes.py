@@ -15,7 +15,7 @@ from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.errors import ConfigError, DataError
 from weft.objectives.heads.classes import Classification, TokenClassification
-from weft.objectives.metrics import Tally
+from weft.objectives.metrics import MetricTotals
 from weft.spec import JobSpec
 
 TEXTS = [{"text": "good", "label": "pos"}, {"sentence": "bad", "label": "neg"}, {"prompt": "so so", "labels": "pos"}]
@@ -107,7 +107,7 @@ def test_labels_when_there_is_only_one_then_job_and_data_are_refused(tmp_path):
 
 def test_f1_when_classes_are_unevenly_right_then_is_the_mean_over_those_that_occur():
     """Class 0 has one hit, one miss and one false alarm, class 1 a hit and a false alarm, class 2 only a miss."""
-    objective, tally = Classification(("a", "b", "c", "d")), Tally()
+    objective, tally = Classification(("a", "b", "c", "d")), MetricTotals()
     for right, said in ((0, 0), (0, 1), (1, 1), (2, 0)):
         tally.add(objective.score(right, 0.5, [said]))
     means = tally.means()

@@ -12,7 +12,7 @@ from weft.engine.events import Event
 from weft.engine.train import execute_run, load_engine, prepare_run
 from weft.job_state import JobState
 from weft.parallel.replicas.load import load_replicated
-from weft.parallel.replicas.places import ReplicaPlaces, rank_order
+from weft.parallel.replicas.places import ReplicaHosts, rank_order
 from weft.spec import AdapterSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 
@@ -50,7 +50,7 @@ def train(
     spec: RunSpec,
     data: Path,
     out: Path,
-    places: ReplicaPlaces | None = None,
+    places: ReplicaHosts | None = None,
     on_event: Callable[[Any, Event], None] = lambda engine, event: None,
     *,
     resume: bool = False,

@@ -17,7 +17,7 @@ from cluster_runs import bytes_of, run_spec, train, write_data
 
 from weft.engine.events import Event, JobEnded, JobWarning, StepDone
 from weft.errors import JobError
-from weft.parallel.ray.load import find_places
+from weft.parallel.ray.load import find_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.filterwarnings("ignore")]
 SPEC = run_spec()
@@ -68,14 +68,14 @@ def test_run_through_a_client_when_an_actor_dies_and_then_the_cluster_then_is_wh
     def kill_actor(engine: Any) -> None:
         os.kill(next(iter(engine._ranks)).process.pid, signal.SIGKILL)
 
-    places = find_places(address, 2, SPEC.backbone)
+    places = find_hosts(address, 2, SPEC.backbone)
     states, events = train(SPEC, tmp_path, tmp_path / "far", places, at_step(18, kill_actor))
     assert set(states.values()) == {"succeeded"}
     assert Counter(event.job for event in events if isinstance(event, JobEnded)) == Counter(list(states))
     assert [event.message for event in events if isinstance(event, JobWarning)]
     assert bytes_of(tmp_path / "far", SPEC) == expected
 
-    places = find_places(address, 2, SPEC.backbone)
+    places = find_hosts(address, 2, SPEC.backbone)
     with pytest.raises(JobError, match=r"no replica is left: .* the cluster does not answer any more\. Every job goes"):
         train(SPEC, tmp_path, tmp_path / "lost", places, at_step(18, lambda engine: process.kill()))
     states, _ = train(SPEC, tmp_path, tmp_path / "lost", resume=True)

@@ -15,8 +15,8 @@ from cluster_runs import bytes_of, run_spec, train, write_data
 from weft.engine.events import Event, JobEnded, JobWarning, StepDone
 from weft.errors import ConfigError
 from weft.parallel.ray.connect import need_ray
-from weft.parallel.ray.load import find_places
-from weft.parallel.replicas.places import ReplicaPlaces
+from weft.parallel.ray.load import find_hosts
+from weft.parallel.replicas.places import ReplicaHosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 SPEC = run_spec()
@@ -75,8 +75,8 @@ def assert_well(states: dict[str, Any], events: list[Event], out: Path, expected
     assert bytes_of(out, SPEC) == expected
 
 
-def places(number: int | None = 2) -> ReplicaPlaces:
-    return find_places("auto", number, SPEC.backbone)
+def places(number: int | None = 2) -> ReplicaHosts:
+    return find_hosts("auto", number, SPEC.backbone)
 
 
 def test_run_when_an_actors_process_is_killed_then_jobs_go_on_to_the_bytes_of_one_process(

@@ -24,8 +24,8 @@ from weft.errors import ConfigError, JobError, StorageError
 from weft.job_state import Reason, ReasonCode
 from weft.parallel.replicas import rank as rank_module
 from weft.parallel.replicas import rank_group, replicated_engine
-from weft.parallel.replicas.known_job import KnownJob
-from weft.parallel.replicas.known_rank import KnownRank
+from weft.parallel.replicas.known_job import JobRecord
+from weft.parallel.replicas.known_rank import RankRecord
 from weft.plan.admit import Admission, HeldJob
 from weft.plan.place import JobPlacement, Move
 from weft.spec import AdapterSpec, JobSpec
@@ -71,7 +71,7 @@ def assert_same(out: Path, expected: dict[str, Any], events: Sequence[Event]) ->
 def dealing(rng: random.Random) -> Callable[..., JobPlacement]:
     """Deals all jobs out at random whenever it is asked, and now and then lets one wait."""
 
-    def decide(jobs: Sequence[KnownJob], ranks: Sequence[KnownRank], weights: object) -> JobPlacement:
+    def decide(jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], weights: object) -> JobPlacement:
         ready = [str(rank.index) for rank in ranks if rank.ready is not None]
         wanting = [job for job in jobs if job.wants_rank]
         seats = {job.name: rng.choice(ready) for job in wanting if ready and rng.random() < 0.8}

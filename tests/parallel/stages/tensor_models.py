@@ -32,9 +32,9 @@ class ThreadStages:
 
     def ask(self, what: str, *given: Any) -> list[Any]:
         """What every stage answers to the same question."""
-        return self.ask_each(what, dict.fromkeys(range(self.replica_sizes[0]), given))
+        return self.call_each(what, dict.fromkeys(range(self.replica_sizes[0]), given))
 
-    def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """Asks all threads at once, and hears the first."""
         running = [self._threads.submit(self._asked, column, what, given) for column in self.columns]
         errors = [error for one in running if (error := one.exception()) is not None]
@@ -44,7 +44,7 @@ class ThreadStages:
 
     def _asked(self, column: LocalStages, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         try:
-            return column.ask_each(what, given)
+            return column.call_each(what, given)
         except Exception:
             if what in ("run", "evaluate", "answer"):
                 self._leave(self._teams)

@@ -20,7 +20,7 @@ from weft.engine.engine import Engine
 from weft.engine.events import Event
 from weft.engine.lookahead import LookaheadPlanner
 from weft.parallel.stages.gradient import JobShare
-from weft.parallel.stages.spread_sums import SpreadPart, judge_sums
+from weft.parallel.stages.spread_sums import SpreadPart, combine_spread_sums
 from weft.plan.check import violations
 from weft.plan.cost.types import LinearCost
 from weft.plan.program import Measure, Program
@@ -263,5 +263,5 @@ def test_gradient_when_one_replica_has_a_loss_that_is_not_finite_then_no_replica
     """Also where the gradients themselves are finite."""
     share = JobShare(sizes={}, trained=(), modules=(), target_names=(), shared={})
     replicas = [([SpreadPart(is_finite, {}, None)], [share]) for is_finite in flags]
-    verdict, _ = judge_sums(replicas, lambda gradient: torch.tensor(1.0))
+    verdict, _ = combine_spread_sums(replicas, lambda gradient: torch.tensor(1.0))
     assert not verdict.is_finite

@@ -13,7 +13,7 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 
 from weft.engine.engine import Engine
 from weft.engine.execute import eva as execute_eva
-from weft.engine.execute.eva import HeardInputs
+from weft.engine.execute.eva import LinearInputs
 from weft.plan.pipeline.build import Schedule
 from weft.plan.pipeline.planner import PipelinePlanner
 
@@ -60,8 +60,8 @@ def test_start_when_the_model_is_divided_then_has_the_bits_of_one_device(layout,
 
 def test_passes_when_all_stages_know_enough_then_no_more_are_run(monkeypatch):
     monkeypatch.setattr(execute_eva, "PASS_TOKENS", 40)
-    num_run, run = [], HeardInputs.run
-    monkeypatch.setattr(HeardInputs, "run", lambda *given: num_run.append(1) or run(*given))
+    num_run, run = [], LinearInputs.run
+    monkeypatch.setattr(LinearInputs, "run", lambda *given: num_run.append(1) or run(*given))
     found = []
     for engine in (Engine(random_backbone("llama", num_hidden_layers=LAYERS), capacity=48), staged((1, 2))):
         num_run.clear()

@@ -20,8 +20,8 @@ from weft.parallel.stages.transport import Channel, LocalTransport, Route, Torch
 CPU = torch.device("cpu")
 LONGEST = datetime.timedelta(seconds=60)
 ROUTES = [
-    Route(Channel.VERDICT, 1, 0),
-    Route(Channel.VERDICT, 0, 1),
+    Route(Channel.NORM, 1, 0),
+    Route(Channel.NORM, 0, 1),
     Route(Channel.ACTIVATION, 0, 1),
     Route(Channel.PART, 1, 0),
 ]
@@ -34,12 +34,12 @@ def talk(stage: int, store: str, is_by_host: bool, told: Any) -> None:
     # One of them names the routes backwards: the order in which they are opened is that of the routes.
     transport.open(ROUTES[:: 1 if stage else -1])
     found: list[list[float]] = []
-    for channel in (Channel.VERDICT, Channel.ACTIVATION if stage == 0 else Channel.PART):
+    for channel in (Channel.NORM, Channel.ACTIVATION if stage == 0 else Channel.PART):
         for number in range(3):
             transport.send(
                 torch.full((2, 3), 10.0 * channel + number + 100 * stage, dtype=torch.bfloat16), 1 - stage, channel
             )
-    for channel in (Channel.PART if stage == 0 else Channel.ACTIVATION, Channel.VERDICT):
+    for channel in (Channel.PART if stage == 0 else Channel.ACTIVATION, Channel.NORM):
         received = [transport.receive((2, 3), torch.bfloat16, 1 - stage, channel) for _ in range(3)]
         found.append([float(tensor.mean()) for tensor in received])
     transport.finish()

@@ -18,7 +18,7 @@ from weft.model.backbone import Backbone
 from weft.model.fused.inputs import input_shape
 from weft.model.fused.path import FusedPath
 from weft.model.fused.step import Passed
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.model.path import Memory
 from weft.model.tensor_parallel import divide
 from weft.objectives.metrics import ACCURACY, LOSS, Score
@@ -62,7 +62,12 @@ def packed(slots: Sequence[int], *, drops: bool = True, only: int | None = None)
     """The samples of all adapters, or of one alone."""
     rng = np.random.default_rng(5)
     placed = [
-        (owner, Placed(random_sample(rng, n), None if owner is None else slots[owner], 0.01, 7 + n if drops else None))
+        (
+            owner,
+            PlacedSample(
+                random_sample(rng, n), None if owner is None else slots[owner], 0.01, 7 + n if drops else None
+            ),
+        )
         for n, owner in LENGTHS
     ]
     chosen = [sample for owner, sample in placed if only is None or owner == only]
@@ -184,9 +189,9 @@ def test_kept_when_compared_with_the_memory_model_then_equal_to_the_byte(name, m
         divide(backbone, EchoDevices(count))
     backbone.use_kernels("fused", Memory(mode))
     slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=4, rank_pattern={"down_proj": 20}), 0))
-    batch = pack_samples([Placed(random_sample(np.random.default_rng(0), 100), slot)], 128, backbone.device)
+    batch = pack_samples([PlacedSample(random_sample(np.random.default_rng(0), 100), slot)], 128, backbone.device)
     assert isinstance(backbone.path, FusedPath)
-    place = backbone.path.new_place()
+    place = backbone.path.new_buffers()
     place.forward(batch, input_shape(batch, with_longest=False), 128, needs_grad=True)
     passed = place._held
     assert isinstance(passed, Passed)

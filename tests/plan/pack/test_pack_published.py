@@ -66,5 +66,5 @@ def test_pack_published_when_the_last_bin_has_room_then_takes_from_the_next_batc
 def test_pack_published_when_one_job_is_alone_then_needs_noops():
     jobs = [JobQueue("a", tuple(Batch(b, 0, (24,)) for b in range(3)), True)]
     plan = pack_published(jobs, RoundLimits(24, 4))
-    assert plan.num_noops == 4
+    assert plan.num_empty_slots == 4
     assert plan.num_microbatches == 3

@@ -81,7 +81,7 @@ def test_pack_rounds_when_no_window_is_left_then_the_bound_counts_the_microbatch
 def test_pack_rounds_when_jobs_can_take_turns_then_no_noop_and_no_stage_waits():
     """With four jobs on four stages the next batch of each starts a full pipeline after its last."""
     plan = pack_rounds(steady(4, 6, (5, 6, 7, 3)), RoundLimits(CAPACITY, 4), cost=COST)
-    assert plan.num_noops == 0
+    assert plan.num_empty_slots == 0
     assert lemma_violations(plan.stream, 4) == []
 
 
@@ -136,7 +136,7 @@ def test_pack_rounds_when_planned_round_by_round_then_still_no_noop():
         plan = pack_rounds(rest, limits, cost=COST, previous=plan, num_started=r, max_rounds=1)
         assert len(plan.rounds) == r + 1
     assert problems(plan, jobs) == []
-    assert plan.num_noops == 0
+    assert plan.num_empty_slots == 0
 
 
 def test_pack_rounds_when_in_two_processes_then_the_plan_is_the_same():

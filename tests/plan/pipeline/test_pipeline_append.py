@@ -12,7 +12,7 @@ from random_streams import streams
 from weft.plan.check import violations
 from weft.plan.check.between import stuck
 from weft.plan.cost.types import LinearCost
-from weft.plan.pipeline.append import DealtStream, EndlessProgram, Lists, joined, joined_all, open_pipe
+from weft.plan.pipeline.append import ContinuedProgram, DealtStream, Lists, joined, joined_all, open_pipe
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.program import Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.simulate.interpret import simulate
@@ -62,14 +62,14 @@ def test_lists_when_told_then_none_waits_for_what_has_not_been_told(
     drawn: list[list[Microbatch]], num_stages: int
 ) -> None:
     """So a stage is never caught in the middle of what it knows."""
-    endless, told, microbatches = EndlessProgram(open_pipe(num_stages)), [()] * num_stages, list[Microbatch]()
+    endless, told, microbatches = ContinuedProgram(open_pipe(num_stages)), [()] * num_stages, list[Microbatch]()
     for place, stream in enumerate(several(drawn)):
         told = add(told, endless.append(DealtStream(stream, [range(len(stream))]), [(COST, None)]))
         microbatches += stream
         assert list(stuck(Program(tuple(microbatches), tuple(told)))) == []
-        assert not endless.has_told(place)
+        assert not endless.is_issued(place)
     told = add(told, endless.end())
-    assert endless.has_told(len(drawn) - 1)
+    assert endless.is_issued(len(drawn) - 1)
     assert tuple(told) == joined(several(drawn), num_stages, COST).stages
 
 
@@ -100,7 +100,7 @@ def test_programs_of_several_replicas_when_appended_then_no_list_waits_for_what_
     """Jobs at home and jobs that are spread; they come, end and stay, and replicas are unlike."""
     costs = tuple(LinearCost(fixed_s=data.draw(st.sampled_from([0.0, 5.0])), token_s=1 / size) for size in sizes)
     planner, pipes = SpreadPlanner(tuple(sizes), costs), [open_pipe(size, max_lead=[2 * size] * size) for size in sizes]
-    endless, told = EndlessProgram(*pipes), [()] * sum(sizes)
+    endless, told = ContinuedProgram(*pipes), [()] * sum(sizes)
     whole: dict[str, JobQueue] = {}
     given, microbatches, measuring = list[DealtStream](), list[Microbatch](), dict[Measure, tuple[int, ...]]()
     next_step: dict[str, int] = {}
@@ -125,7 +125,7 @@ def test_programs_of_several_replicas_when_appended_then_no_list_waits_for_what_
         for step in (i for own in told for i in own if isinstance(i, Step)):
             assert so_far.measuring[of := Measure(step.job, step.step)] == measuring[of], "nobody steps unjudged"
     told = add(told, endless.end())
-    assert all(endless.has_told(place) for place in range(len(given)))
+    assert all(endless.is_issued(place) for place in range(len(given)))
     found = joined_all(given, pipes, [(cost, None) for cost in costs])
     assert tuple(told) == found.stages
     assert violations(found, list(whole.values()), Limits(64, 99)) == []
@@ -134,12 +134,12 @@ def test_programs_of_several_replicas_when_appended_then_no_list_waits_for_what_
 
 def test_replica_when_it_has_no_part_of_the_next_program_then_is_told_the_end_of_the_one_before() -> None:
     """Else nobody could count that one before the replica has jobs again."""
-    planner, endless = SpreadPlanner((2, 2), (COST, COST)), EndlessProgram(open_pipe(2), open_pipe(2))
+    planner, endless = SpreadPlanner((2, 2), (COST, COST)), ContinuedProgram(open_pipe(2), open_pipe(2))
     queues = [JobQueue(name, (Batch(0, 0, (9,) * 4),), is_all=True, home=home) for home, name in enumerate("ab")]
     endless.append(DealtStream.of(planner(queues, Limits(9))), [(COST, None)] * 2)
     longer = replace(queues[0], batches=(Batch(1, 0, (9,) * 9), Batch(2, 0, (9,) * 9)))
     endless.append(DealtStream.of(planner([longer], Limits(9))), [(COST, None)] * 2)
-    assert endless.has_told(0) and not endless.has_told(1)
+    assert endless.is_issued(0) and not endless.is_issued(1)
 
 
 def drawn_queue(data: st.DataObject, name: str, first: int, home: int | None) -> JobQueue:

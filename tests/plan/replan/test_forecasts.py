@@ -20,7 +20,7 @@ from weft.plan.replan.devices import DeviceForecaster
 
 HOLDS = {1: 512, 2: 1024}
 """Tokens that replicas of so many stages hold."""
-ONE, UNLIKE = parse_layout("stages:1"), parse_layout("stages:1+stages:2")
+ONE, EVENNESS_WEIGHTS = parse_layout("stages:1"), parse_layout("stages:1+stages:2")
 
 
 def kinds(*_: object) -> list[ReplicaKind]:
@@ -39,7 +39,7 @@ CLUSTER = ClusterForecaster({"cpu": 3}, kinds)
 
 def test_cluster_when_the_long_job_ends_then_small_replicas_are_best_for_those_left():
     long, short = job("long", 1000, 5), job("short", 100, 100)
-    both = CLUSTER([long, short], UNLIKE)
+    both = CLUSTER([long, short], EVENNESS_WEIGHTS)
     assert any(replica.stages == 2 for replica in both.planned.layout.replicas) and both.longest == 1000
     left = CLUSTER([short], both.planned.layout)
     assert str(left.planned.layout) == "spread:3"
@@ -88,4 +88,4 @@ def test_devices_when_jobs_end_then_the_layout_goes_from_shared_replicas_to_stag
 
 def test_devices_when_a_layout_is_none_of_theirs_then_it_cannot_be():
     forecaster = DeviceForecaster(lambda jobs: AnalyticCost(SHAPE, find_hardware("h100")), 8192, 4, 10_000 * 2**30)
-    assert forecaster([RemainingJob("a", 8, (100,), 16, 1)], UNLIKE).now is None
+    assert forecaster([RemainingJob("a", 8, (100,), 16, 1)], EVENNESS_WEIGHTS).now is None

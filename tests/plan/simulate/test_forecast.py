@@ -65,11 +65,11 @@ def test_forecast_when_a_job_keeps_less_than_adamw_then_so_much_less_memory_is_t
 def test_forecast_when_a_job_trains_rows_of_its_own_then_they_take_memory():
     """Weight, gradient, the step's own copy and two bytes of moments each."""
     usual = [outline("a", 2, (30, 40), rank=8)]
-    rows = [replace(usual[0], state_bytes=2.0, num_own_rows=7)]
+    rows = [replace(usual[0], state_bytes=2.0, num_trained_rows=7)]
     lean = [replace(usual[0], state_bytes=2.0)]
     with_rows, without = (planned(jobs, 100, cost()) for jobs in (rows, lean))
     expected = 7 * SHAPE.hidden * (cost().memory.adapter_bytes_each - 8 + 2)
-    assert (with_rows.own_rows_bytes, without.own_rows_bytes) == (expected, 0)
+    assert (with_rows.trained_rows_bytes, without.trained_rows_bytes) == (expected, 0)
     assert with_rows.stage_bytes[0] - without.stage_bytes[0] == expected
 
 

@@ -102,9 +102,9 @@ def test_rung_when_a_trial_is_to_be_seen_then_it_is_known_before_whether_it_is_j
     seen = [Observation(step, 10 * step, 0.0, 0.0) for step in (5, 10, 20, 30, 40)]
     before = [None, *seen]
     for given in ({}, {"unit": "tokens", "grace": 100}, {"rule": "halving"}):
-        judged = [rules(**given).is_judged(mine, *pair) for pair in zip(seen, before, strict=False)]
+        judged = [rules(**given).is_compared(mine, *pair) for pair in zip(seen, before, strict=False)]
         assert judged == [False, True, False, True, False]
-    judged = [rules(rule="median").is_judged(mine, *pair) for pair in zip(seen, before, strict=False)]
+    judged = [rules(rule="median").is_compared(mine, *pair) for pair in zip(seen, before, strict=False)]
     assert judged == [False, True, True, True, True]
 
 

@@ -255,11 +255,11 @@ def _add_scores(
     compared: StoredAdapter | None,
 ) -> None:
     from weft.engine.execute.evaluate import ScoreRequest, mean_scores
-    from weft.engine.execute.references import JobReference, KnownRows
+    from weft.engine.execute.references import JobReference, ReferenceCache
 
     reference = None
     if compared is not None:
-        reference = JobReference(KnownRows(loaded.backbone), next(iter(datasets.values())), compared)
+        reference = JobReference(ReferenceCache(loaded.backbone), next(iter(datasets.values())), compared)
         reference.take_slot()
     asked = [
         ScoreRequest(slot, replace(datasets[name], num_leading=loaded.backbone.leading_rows(slot)), reference)

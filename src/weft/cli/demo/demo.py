@@ -28,7 +28,7 @@ def demo(
 ) -> None:
     """Train several adapters together on a small backbone and see what they learnt."""
     from weft.cli.demo import demo_run as steps
-    from weft.cli.watch import conclude, follow, settle, tell_time
+    from weft.cli.watch import conclude, follow, print_time, settle
     from weft.engine.train import prepare_run
     from weft.model.source import find_source
     from weft.report.page import ReportExtra, SkillGain
@@ -50,7 +50,7 @@ def demo(
         if stopped or set(states.values()) != {"succeeded"}:
             with wall.spending(Activity.WRITING):
                 conclude(out, console, time=time)
-            tell_time(wall, console)
+            print_time(wall, console)
             raise typer.Exit(130 if stopped else 1)
         with console.status("asking the adapters, then training each alone for a few steps to compare"):
             with wall.spending(Activity.EVALUATING):
@@ -68,7 +68,7 @@ def demo(
         )
         with wall.spending(Activity.WRITING):
             conclude(out, console, extra, time=time)
-    tell_time(wall, console)
+    print_time(wall, console)
     console.print(
         f"speed     {speed.together:,.0f} tokens/s together, {speed.one_by_one:,.0f} one by one: "
         f"{speed.factor:.1f}x (each job alone for {steps.SOLO_STEPS} steps)",

@@ -54,7 +54,7 @@ def from_openai(
     What cannot be carried over is said of each such job, and the others go on (exit code 1).
     """
     from weft.serve.migrate.openai_job import move_job, read_export
-    from weft.serve.migrate.to_service import with_own_names
+    from weft.serve.migrate.to_service import with_unique_names
 
     models = _models(model or [])
     exported = read_export(export)
@@ -72,7 +72,7 @@ def from_openai(
         typer.echo(f"left out {problem}", err=True)
     if not moved:
         raise ConfigError(f"none of its {counted(len(problems), 'job')} can be carried over.", where=str(export))
-    moved = with_own_names(moved)
+    moved = with_unique_names(moved)
     for mine in moved:
         for note in mine.notes:
             typer.echo(f"note {mine.id}: {note}", err=True)

@@ -131,7 +131,7 @@ class SampleColumns:
 
     def finish(self) -> tuple[Samples, npt.NDArray[np.int64]]:
         optional = {name: column.finish() for name, column in self._optional.items()}
-        arrays = TokenArrays(self._tokens.finish(), self._supervised.finish(), **optional, known_range=self._range)
+        arrays = TokenArrays(self._tokens.finish(), self._supervised.finish(), **optional, cached_range=self._range)
         fingerprint = self._digest.hexdigest()
         return _samples(arrays, self._lengths.finish(), self._num_supervised.finish(), fingerprint), self._rows.finish()
 
@@ -173,15 +173,15 @@ class SampleColumns:
 
 
 def open_samples(
-    folder: Path, known_range: tuple[int, int], known_fingerprint: str
+    folder: Path, cached_range: tuple[int, int], cached_fingerprint: str
 ) -> tuple[Samples, npt.NDArray[np.int64]]:
     """Maps samples that were written to a folder, and the row of every group."""
     paths = {name: folder / f"{name}.npy" for name in (*OPTIONAL, *TEACHER)}
     optional = {name: open_column(path) for name, path in paths.items() if path.exists()}
     tokens, supervised = open_column(folder / "tokens.npy"), open_column(folder / "supervised.npy")
-    arrays = TokenArrays(tokens, supervised, **optional, known_range=known_range)
+    arrays = TokenArrays(tokens, supervised, **optional, cached_range=cached_range)
     lengths, num_supervised = open_column(folder / "lengths.npy"), open_column(folder / "num_supervised.npy")
-    return _samples(arrays, lengths, num_supervised, known_fingerprint), open_column(folder / "rows.npy")
+    return _samples(arrays, lengths, num_supervised, cached_fingerprint), open_column(folder / "rows.npy")
 
 
 def _samples(

@@ -20,7 +20,7 @@ from weft.data.chat.chat_template import ChatTemplate, Tokenizer
 from weft.data.chat.renderer import Renderer
 from weft.data.conversation import Conversation, Form, Passage, Tokens, Words
 from weft.data.formats import convert_rows, refuse_media
-from weft.data.prepared.sieve import Account, Sieve
+from weft.data.prepared.sieve import LengthFilter, RowCounts
 from weft.data.rows.columns import ColumnMap
 from weft.data.rows.row import Row
 from weft.data.sample import Sample
@@ -63,7 +63,7 @@ class ConvertedChunk:
     samples: Samples
     rows: npt.NDArray[np.int64]
     """Row of every group, counted from the first of the chunk."""
-    account: Account
+    account: RowCounts
     data_format: str
     objective: str
     """Objective that its samples were made for."""
@@ -73,7 +73,7 @@ class ConvertedChunk:
     @classmethod
     def empty(cls, objective: Objective) -> ConvertedChunk:
         name = objective.name
-        return cls(Samples.of([]), np.empty(0, np.int64), Account(), "", objective=name, claimed=name)
+        return cls(Samples.of([]), np.empty(0, np.int64), RowCounts(), "", objective=name, claimed=name)
 
 
 class RowGroups(NamedTuple):
@@ -126,7 +126,7 @@ class Converter:
             _check_grouped(data_format, chosen)
             max_length = sys.maxsize
         keeps_end = isinstance(chosen, HeadObjective) and chosen.labels_end
-        sieve = Sieve(max_length, settings.long_samples, keeps_end=keeps_end)
+        sieve = LengthFilter(max_length, settings.long_samples, keeps_end=keeps_end)
         if isinstance(chosen, Distillation):
             _check_teachers(rows, groups)
         for row, of_row in zip(rows, groups, strict=True):

@@ -20,7 +20,7 @@ from weft.data.prepared.convert import ConvertedChunk, Converter, DataSettings, 
 from weft.data.prepared.digests import FileDigests
 from weft.data.prepared.key import prepared_key
 from weft.data.prepared.progress import PreparingBar
-from weft.data.prepared.sieve import Account, BlockCutter
+from weft.data.prepared.sieve import BlockCutter, RowCounts
 from weft.data.prepared.workers import Workers
 from weft.data.rows.chunks import Chunk, chunks_of
 from weft.data.rows.columns import ColumnMap
@@ -74,7 +74,7 @@ class _Preparing:
         self._objective = objective
         self._claimed: Objective = SUPERVISED
         self._columns, self._bar = columns, bar
-        self._account = Account()
+        self._account = RowCounts()
         self._formats: list[str] = []
         self._num_kept = 0
         """Groups so far."""
@@ -184,7 +184,7 @@ def _noting(chunks: Iterator[Chunk], sizes: deque[int]) -> Iterator[Chunk]:
         yield chunk
 
 
-def _notes(chosen: Objective, claimed: Objective, account: Account) -> Iterator[str]:
+def _notes(chosen: Objective, claimed: Objective, account: RowCounts) -> Iterator[str]:
     if chosen is not claimed:
         # Others read columns that mean another objective where none is named: pairs are also for orpo.
         is_passed_over = chosen is SUPERVISED and claimed is not SUPERVISED

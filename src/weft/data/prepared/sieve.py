@@ -14,7 +14,7 @@ from weft.errors import DataError
 
 
 @dataclass
-class Account:
+class RowCounts:
     """Counts of rows by outcome; counts of parts of a file add up to those of the file."""
 
     num_rows: int = 0
@@ -31,7 +31,7 @@ class Account:
     num_without_tools: int = 0
     """Rows with tools that the chat template does not render."""
 
-    def add(self, other: Account) -> None:
+    def add(self, other: RowCounts) -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -48,14 +48,14 @@ class Account:
 
 
 @dataclass
-class Sieve:
+class LengthFilter:
     """Filters the groups of one row after the other."""
 
     max_length: int
     long_samples: str
     keeps_end: bool = False
     """True if the label of the last token moves to the last token left of a sample that is cut."""
-    account: Account = field(default_factory=Account)
+    account: RowCounts = field(default_factory=RowCounts)
     kept: list[Sample] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     """Row of every group that was kept."""

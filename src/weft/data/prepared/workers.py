@@ -20,7 +20,7 @@ from weft.data.tokens.without_torch import do_without_torch
 from weft.errors import WeftError
 from weft.processes import ChildProgram
 
-AT_HAND = 2
+IN_MEMORY = 2
 """Chunks of a process: one in work, and the next."""
 
 
@@ -69,7 +69,7 @@ class Workers:
 
     def convert(self, chunks: Iterable[Chunk], objective: str, first_format: str) -> Iterator[ConvertedChunk]:
         """The result of each chunk of a source, in order."""
-        idle, busy = deque(self._workers * AT_HAND), deque[Worker]()
+        idle, busy = deque(self._workers * IN_MEMORY), deque[Worker]()
         reading, later = iter(chunks), None
         while True:
             try:

@@ -23,7 +23,7 @@ from weft.kernels.dropout import mix, module_key
 from weft.methods.lora.config import EvaSpec
 from weft.methods.lora.principal_inputs import PrincipalInputs
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 
 PASS_TOKENS = 4096
 """Most tokens of one pass, unless a sample is longer."""
@@ -35,10 +35,12 @@ def start_from_inputs(backbone: Backbone, adapter: Adapter, batches: GlobalBatch
     """Gives A its start; rows for which the data has no direction, and B, stay as they are."""
     assert adapter.spec.eva is not None
     ranks = {path: adapter.spec.rank_for(path) for path in adapter.modules}
-    give_start(adapter, principal_inputs(backbone, passes(batches.samples_from(0)), ranks, adapter.spec.eva, seed))
+    set_initial_directions(
+        adapter, principal_inputs(backbone, passes(batches.samples_from(0)), ranks, adapter.spec.eva, seed)
+    )
 
 
-def give_start(adapter: Adapter, found: Mapping[str, torch.Tensor]) -> None:
+def set_initial_directions(adapter: Adapter, found: Mapping[str, torch.Tensor]) -> None:
     """Puts directions, by path, into A."""
     tensors = adapter.tensors()
     for path, directions_RD in found.items():
@@ -65,7 +67,7 @@ def principal_inputs(
     backbone: Backbone, passes: Iterable[list[Sample]], ranks: Mapping[str, int], eva: EvaSpec, seed: int
 ) -> dict[str, torch.Tensor]:
     """The leading directions (R, D) of the inputs of some linears, by path; R is at most what `ranks` says."""
-    inputs = HeardInputs(backbone, ranks, eva, seed)
+    inputs = LinearInputs(backbone, ranks, eva, seed)
     for samples in passes:
         inputs.run(samples)
         if inputs.are_enough:
@@ -73,7 +75,7 @@ def principal_inputs(
     return inputs.directions()
 
 
-class HeardInputs:
+class LinearInputs:
     """What has entered some linears of a backbone, or of a part of one, pass by pass."""
 
     def __init__(self, backbone: Backbone, ranks: Mapping[str, int], eva: EvaSpec, seed: int) -> None:
@@ -85,7 +87,7 @@ class HeardInputs:
     def run(self, samples: list[Sample], entering_TD: torch.Tensor | None = None) -> torch.Tensor:
         """Runs a pass forward, which leaves as what is returned; it enters a later part of a model as the one before
         has left it."""
-        batch = pack_samples([Placed(sample) for sample in samples], self._row_tile, self._backbone.device)
+        batch = pack_samples([PlacedSample(sample) for sample in samples], self._row_tile, self._backbone.device)
         self._listener.rows_N = _rows(batch, samples, self._eva)
         with ExitStack() as hooks:
             for path in self._paths:

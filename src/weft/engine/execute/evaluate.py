@@ -9,12 +9,12 @@ import numpy as np
 
 from weft.data.dataset import Dataset
 from weft.engine.execute.protocol import EvaluationOutcome
-from weft.engine.execute.references import Asked, JobReference, KnownRows, hear_references
+from weft.engine.execute.references import Asked, JobReference, ReferenceCache, hear_references
 from weft.kernels.device_event import DeviceEvent
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.model.scores import PendingScores
-from weft.objectives.metrics import MeanScores, Tally
+from weft.objectives.metrics import MeanScores, MetricTotals
 
 
 class ScoreRequest(NamedTuple):
@@ -35,7 +35,7 @@ class EvaluationInFlight:
         self._begun = DeviceEvent(backbone.device)
         self._running: list[tuple[list[int], PendingScores]] = []
         """Each microbatch with the request of each of its samples."""
-        known = KnownRows(backbone)
+        known = ReferenceCache(backbone)
         requests = [
             request._replace(reference=JobReference(known, request.data))
             if request.data.reads_reference and request.reference is None
@@ -44,7 +44,7 @@ class EvaluationInFlight:
         ]
         for owners, placed in evaluation_microbatches(backbone, requests, capacity, row_tile):
             batch = pack_samples(placed, row_tile, backbone.device)
-            hear_references(backbone, evaluation_asked(requests, owners, batch), row_tile, capacity)
+            hear_references(backbone, evaluation_rows(requests, owners, batch), row_tile, capacity)
             self._running.append((owners, backbone.look(batch, row_tile)))
         self._ended = DeviceEvent(backbone.device)
 
@@ -54,7 +54,7 @@ class EvaluationInFlight:
         return EvaluationOutcome(means, self._ended.seconds_since(self._begun), self._ended.wait())
 
 
-def evaluation_asked(requests: Sequence[ScoreRequest], owners: Sequence[int], batch: PackedBatch) -> list[Asked]:
+def evaluation_rows(requests: Sequence[ScoreRequest], owners: Sequence[int], batch: PackedBatch) -> list[Asked]:
     """What a microbatch has to know of references; given: the request of each sample."""
     return [
         Asked(reference, slot, rows)
@@ -65,7 +65,7 @@ def evaluation_asked(requests: Sequence[ScoreRequest], owners: Sequence[int], ba
 
 def mean_of(running: Sequence[tuple[list[int], PendingScores]], num_requests: int) -> list[MeanScores]:
     """Per request its means, summed sample by sample; given: microbatches with the request of each sample."""
-    tallies = [Tally() for _ in range(num_requests)]
+    tallies = [MetricTotals() for _ in range(num_requests)]
     for owners, pending in running:
         for owner, score in zip(owners, pending.scores(), strict=True):
             tallies[owner].add(score)
@@ -79,7 +79,7 @@ def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: 
 
 def evaluation_microbatches(
     backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int
-) -> Iterator[tuple[list[int], list[Placed]]]:
+) -> Iterator[tuple[list[int], list[PlacedSample]]]:
     """Groups of samples that share a path and fit a microbatch, in the order of the requests; and whose each is."""
     sizes = [request.data.num_groups for request in requests]
     owners_of = np.repeat(np.arange(len(requests)), sizes)
@@ -101,11 +101,11 @@ def evaluation_microbatches(
         start = end
 
 
-def _placed(request: ScoreRequest, group: int, row_tile: int) -> list[Placed]:
+def _placed(request: ScoreRequest, group: int, row_tile: int) -> list[PlacedSample]:
     """One group of a request."""
     slot, data, reference = request
     return [
-        Placed(
+        PlacedSample(
             member.sample,
             slot,
             objective=data.likelihood_objective,

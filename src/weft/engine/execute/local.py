@@ -27,6 +27,7 @@ from weft.engine.execute.protocol import (
     CheckpointWork,
     EvaluationWork,
     Executor,
+    MemoryTrial,
     MicrobatchWork,
     NewJob,
     OutcomeT,
@@ -37,10 +38,9 @@ from weft.engine.execute.protocol import (
     StateWork,
     StepsWork,
     Ticket,
-    TrialRun,
     Work,
 )
-from weft.engine.execute.references import JobReference, KnownRows
+from weft.engine.execute.references import JobReference, ReferenceCache
 from weft.engine.execute.weights import JobWeights
 from weft.engine.inference.answers import answers
 from weft.engine.inference.attach import adapter_on
@@ -65,7 +65,7 @@ class LocalExecutor:
         self.jobs: dict[str, ExecutedJob] = {}
         self._unseen: set[str] = set()
         """Jobs whose adapters have yet to look at their data."""
-        self._known = KnownRows(backbone)
+        self._known = ReferenceCache(backbone)
         self._ready: tuple[MicrobatchWork, PackedBatch] | None = None
         self._started: dict[int, Callable[[], Any]] = {}
         self._files = FileWriter(is_beside=backbone.works_on)
@@ -153,7 +153,7 @@ class LocalExecutor:
         weights, reference = self.jobs[job].weights, self.jobs[job].reference
         has_place = False
         try:
-            with told_of_device():
+            with device_errors_as_replica_errors():
                 if job in self._unseen:
                     given = self.jobs[job].given
                     start_from_inputs(self.backbone, weights.adapter, given.batches, given.spec.seed)
@@ -193,7 +193,7 @@ class LocalExecutor:
 
     def keep_best(self, job: str) -> None:
         """Keeps a copy of a job's weights as the best so far."""
-        with told_of_device():
+        with device_errors_as_replica_errors():
             self.jobs[job].weights.keep_best()
 
     def use_best(self, job: str) -> None:
@@ -244,14 +244,14 @@ class LocalExecutor:
 
     def prepare(self, work: MicrobatchWork) -> None:
         """Packs a microbatch; it is used if the very same is started before a job comes or goes."""
-        with told_of_device():
+        with device_errors_as_replica_errors():
             self._ready = (work, pack_microbatch(self.backbone, self.jobs, work))
 
     def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
         """Starts work on the device; on a CPU most of it is done when this returns."""
         self._num_started += 1
         number = self._num_started
-        with told_of_device():
+        with device_errors_as_replica_errors():
             if isinstance(work, CheckpointWork | AdapterWork):
                 job, names = self.jobs[work.job], self.target_names(work.job)
                 write = writing(work, job, self.facts.base_model, names, self.backbone.embeddings)
@@ -265,7 +265,7 @@ class LocalExecutor:
         if ticket.number in self._writing:
             written: Any = self._writing.pop(ticket.number).result()
             return written  # type: ignore[no-any-return]
-        with told_of_device():
+        with device_errors_as_replica_errors():
             outcome: OutcomeT = self._started.pop(ticket.number)()
         return outcome
 
@@ -273,7 +273,7 @@ class LocalExecutor:
         """Whether files that were asked for are there, or could not be written."""
         return self._writing[ticket.number].done()
 
-    def try_out(self, work: MicrobatchWork) -> TrialRun:
+    def try_out(self, work: MicrobatchWork) -> MemoryTrial:
         """Runs a microbatch with stand-ins: the same data, and adapters of the same shapes on slots of their own."""
         twins = {name: self._twin(name) for name in work.microbatch.job_tokens}
 
@@ -281,7 +281,7 @@ class LocalExecutor:
             MicrobatchInFlight(self.backbone, twins, work, pack_microbatch(self.backbone, twins, work)).outcome()
 
         try:
-            with told_of_device():
+            with device_errors_as_replica_errors():
                 return measure(self.backbone, run)
         finally:
             for twin in twins.values():
@@ -384,7 +384,7 @@ def environment(backbone: Backbone) -> dict[str, Any]:
 
 
 @contextmanager
-def told_of_device() -> Iterator[None]:
+def device_errors_as_replica_errors() -> Iterator[None]:
     """Whoever runs out of memory inside or meets a failed device, the engine hears it in its own words."""
     try:
         with memory_errors():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.adapters.devices import Devices
-from weft.engine.execute.protocol import TrialRun
+from weft.engine.execute.protocol import MemoryTrial
 from weft.errors import ModelError
 from weft.kernels.device import (
     allocated_bytes,
@@ -64,7 +64,7 @@ def release_memory(backbone: Backbone) -> None:
     empty_cache(backbone.device)
 
 
-def measure(backbone: Backbone, run: Callable[[], None]) -> TrialRun:
+def measure(backbone: Backbone, run: Callable[[], None]) -> MemoryTrial:
     """Seconds and bytes of what is run, once it is warm."""
     run()
     # A captured graph would hide its memory: it allocates when it is captured and not when it is replayed.
@@ -72,7 +72,7 @@ def measure(backbone: Backbone, run: Callable[[], None]) -> TrialRun:
     held_bytes = _held_bytes(backbone.device, run) if is_gpu(backbone.device) else _saved_bytes(run)
     start = time.perf_counter()
     run()
-    return TrialRun(time.perf_counter() - start, held_bytes)
+    return MemoryTrial(time.perf_counter() - start, held_bytes)
 
 
 def _saved_bytes(run: Callable[[], None]) -> int:
@@ -163,12 +163,12 @@ def load_within(
     if limit is not None and not is_gpu(device):
         notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
     ahead = expected.compile_ahead(resolved)
-    backbone = load_part_within(resolved, limit)
+    backbone = load_part_within_memory(resolved, limit)
     backbone.ahead = ahead
     return backbone, notes if ahead is None or ahead.is_ready else (*notes, COMPILING)
 
 
-def load_part_within(
+def load_part_within_memory(
     resolved: ResolvedModel,
     limit: float | str | None,
     part: ModelPart | None = None,

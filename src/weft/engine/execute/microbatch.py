@@ -16,13 +16,13 @@ import torch
 
 from weft.engine.execute.optimizers.step_together import step_together
 from weft.engine.execute.protocol import MicrobatchOutcome, MicrobatchWork, NewJob, StepOrder
-from weft.engine.execute.references import Asker, JobReference, asked_for, hear_references
+from weft.engine.execute.references import JobReference, ReferenceRequest, hear_references, requested_rows
 from weft.engine.execute.weights import JobWeights
 from weft.kernels.adamw import Updated
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.model.scores import PendingScores
 from weft.plan.types import Segment
 
@@ -37,29 +37,31 @@ class ExecutedJob:
     """What its objective compares with, where it does."""
 
     @property
-    def asker(self) -> Asker | None:
+    def asker(self) -> ReferenceRequest | None:
         """It, where it compares."""
-        return None if self.reference is None else Asker(self.reference, self.weights.slot, self.given.batches)
+        return (
+            None if self.reference is None else ReferenceRequest(self.reference, self.weights.slot, self.given.batches)
+        )
 
-    def place(self, segment: Segment, row_tile: int) -> Placed:
+    def place(self, segment: Segment, row_tile: int) -> PlacedSample:
         """The sample of a segment with all the backbone needs to know of it; changes nothing."""
-        return place_segment(self.given, self.weights.slot, segment, self.reference, row_tile)
+        return packed_sample(self.given, self.weights.slot, segment, self.reference, row_tile)
 
 
-def place_segment(
+def packed_sample(
     job: NewJob, slot: int | None, segment: Segment, reference: JobReference | None, row_tile: int
-) -> Placed:
+) -> PlacedSample:
     """The sample of a segment whose job sits on a slot, and compares with this reference or with nobody."""
     batches, seed, step = job.batches, job.spec.seed, segment.step
     batch = batches[step]
     member = batch.members[segment.index]
-    return Placed(
+    return PlacedSample(
         sample=member.sample,
         slot=slot,
         weight=1.0 / batch.divisor,
         dropout_key=mix(seed, step, segment.index),
         step_key=mix(seed, step),
-        is_apart=job.spec.gradient_sum == "any_order",
+        is_separate=job.spec.gradient_sum == "any_order",
         objective=batches.data.likelihood_objective,
         head=batches.data.head,
         reference=None if reference is None else reference.rows(member.own, slot, row_tile),
@@ -83,7 +85,7 @@ class MicrobatchInFlight:
         self._owners = [segment.job for segment in work.microbatch.segments]
         self._begun = DeviceEvent(backbone.device)
         askers = {name: jobs[name].asker for name in work.microbatch.job_tokens}
-        asked = asked_for(work.microbatch, batch, work.row_tile, askers)
+        asked = requested_rows(work.microbatch, batch, work.row_tile, askers)
         self._num_heard = hear_references(backbone, asked, work.row_tile, batch.num_rows)
         self._num_rows = batch.num_rows + self._num_heard
         self._running: PendingScores = backbone.launch(batch, work.row_tile)

@@ -27,7 +27,7 @@ def outlines(model: ResolvedModel, jobs: Sequence[JobSpec], base_dir: Path, num_
         replace(
             _outline(job, load_job_data(job, tokenizer, base_dir), num_planned, is_fused=model.is_fused),
             # New tokens have a row on either side, unless these are tied.
-            num_own_rows=job.adapter.own_rows.count(vocabulary) + 2 * len(job.adapter.new_tokens),
+            num_trained_rows=job.adapter.own_rows.count(vocabulary) + 2 * len(job.adapter.new_tokens),
         )
         for job in jobs
     ]

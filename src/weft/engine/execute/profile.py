@@ -32,7 +32,7 @@ from weft.kernels.device import (
     synchronise,
 )
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.plan.cost.fit import MicrobatchLoad
 from weft.plan.cost.profile import Measurement, Profile, Setup, fit_profile
 from weft.spec import AdapterSpec, JobSpec
@@ -215,7 +215,7 @@ def _pack(backbone: Backbone, case: ProfileCase, slots: Sequence[int], row_tile:
         weight = 1.0 / sum(length - 1 for length in lengths)
         for length in lengths:
             tokens = rng.integers(0, backbone.vocabulary, length, dtype=np.int32)
-            placed.append(Placed(Sample(tokens, np.ones(length, dtype=np.bool_)), slot, weight))
+            placed.append(PlacedSample(Sample(tokens, np.ones(length, dtype=np.bool_)), slot, weight))
     return pack_samples(placed, row_tile, backbone.device)
 
 

@@ -154,7 +154,7 @@ class MicrobatchOutcome:
     seconds: float
     ended_s: float
     """When that was first known, by `time.perf_counter`."""
-    num_heard: int = 0
+    num_reference_rows: int = 0
     """Of the rows, those that went through references, forward only."""
 
 
@@ -234,7 +234,7 @@ class MoveWork(Work[None]):
 
 
 @dataclass(frozen=True)
-class RestWork(Work[None]):
+class FinishWork(Work[None]):
     """The rest of the last program that goes on, where nothing follows it."""
 
     lists: Lists
@@ -308,7 +308,7 @@ class AdapterWork(Work[None]):
 
 
 @dataclass(frozen=True)
-class TrialRun:
+class MemoryTrial:
     """The time and memory of a microbatch that was only tried out."""
 
     seconds: float
@@ -414,7 +414,7 @@ class Executor(Protocol):
         """Whether waiting for files would take no time."""
         ...
 
-    def try_out(self, work: MicrobatchWork) -> TrialRun:
+    def try_out(self, work: MicrobatchWork) -> MemoryTrial:
         """Runs a microbatch with stand-ins for its jobs, which stay as they are."""
         ...
 

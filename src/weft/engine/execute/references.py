@@ -26,19 +26,19 @@ from weft.engine.inference.attach import StoredAdapter, attach_adapter, own_part
 from weft.kernels.device_event import sent
 from weft.model.backbone import Backbone
 from weft.model.distill import top_tokens
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 from weft.model.path import Path
 from weft.model.reference_rows import ReferenceRows
 from weft.plan.types import Microbatch
 
 
-class KnownRows:
+class ReferenceCache:
     """What references say of samples, for as long as somebody keeps it."""
 
-    def __init__(self, backbone: Backbone, *, only_kept: bool = False) -> None:
-        """`only_kept`: what is not kept is made anew for each microbatch, however long another one holds on to it."""
+    def __init__(self, backbone: Backbone, *, kept_only: bool = False) -> None:
+        """`kept_only`: what is not kept is made anew for each microbatch, however long another one holds on to it."""
         self.backbone = backbone
-        self.only_kept = only_kept
+        self.kept_only = kept_only
         self._rows: weakref.WeakValueDictionary[bytes, ReferenceRows] = weakref.WeakValueDictionary()
 
     def rows(self, reference: str, sample: Sample) -> ReferenceRows:
@@ -57,7 +57,7 @@ class KnownRows:
         self._rows.clear()
 
 
-class Wanted(NamedTuple):
+class WantedValues(NamedTuple):
     """What an objective wants to know of each supervised token."""
 
     is_whole: bool
@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
     """So many of the most likely tokens; None and not whole: only the token that is there."""
 
     @classmethod
-    def of(cls, data: Dataset) -> Wanted:
+    def of(cls, data: Dataset) -> WantedValues:
         """What the objective of some data wants."""
         taught = data.distillation
         return cls(taught is not None and taught.top_k is None, None if taught is None else taught.top_k)
@@ -86,11 +86,11 @@ class Wanted(NamedTuple):
 class JobReference:
     """What one job compares with."""
 
-    def __init__(self, known: KnownRows, data: Dataset, adapter: StoredAdapter | None = None) -> None:
+    def __init__(self, known: ReferenceCache, data: Dataset, adapter: StoredAdapter | None = None) -> None:
         """`adapter`: the reference, which takes part once it has a slot; None: the bare backbone."""
         self._known = known
         self._adapter = adapter
-        self.wanted = Wanted.of(data)
+        self.wanted = WantedValues.of(data)
         self.keeps = not (self.wanted.is_whole or data.has_teacher)
         """Whether what is known is kept: it is little, and not at hand anyway."""
         self._identity = f"{'' if adapter is None else adapter_digest(adapter)} {self.wanted}"
@@ -122,8 +122,8 @@ class JobReference:
     def rows(self, sample: Sample, slot: int | None, row_tile: int) -> ReferenceRows:
         """What it says of a sample that an adapter learns on a slot, known or not; what the data holds is known."""
         if sample.teacher is not None:
-            return told_rows(sample, self.wanted.top_k, self._known.backbone.device)
-        if self._known.only_kept and not self.keeps:
+            return teacher_reference_rows(sample, self.wanted.top_k, self._known.backbone.device)
+        if self._known.kept_only and not self.keeps:
             return ReferenceRows(sample)
         return self._known.rows(f"{self._identity} {self.path(slot).name} {row_tile} ", sample)
 
@@ -132,10 +132,10 @@ class JobReference:
         assert self._adapter is None or self.has_place, "a reference takes part while it has a slot"
         return self._known.backbone.path_of(slot if self._slot is None else self._slot)
 
-    def placed(self, sample: Sample) -> Placed:
+    def placed(self, sample: Sample) -> PlacedSample:
         """A sample as the reference reads it."""
         leading = 0 if self._adapter is None else self._adapter.spec.num_leading_rows
-        return Placed(sample.led_by(leading), self._slot)
+        return PlacedSample(sample.led_by(leading), self._slot)
 
     def keep(self, rows: ReferenceRows) -> None:
         """Holds on to what it has said, if it is to be kept."""
@@ -157,16 +157,16 @@ class Asked(NamedTuple):
         return self.reference.placed(self.rows.sample).sample.length if self.rows.is_missing else 0
 
 
-def told_rows(sample: Sample, top_k: int | None, device: torch.device) -> ReferenceRows:
+def teacher_reference_rows(sample: Sample, top_k: int | None, device: torch.device) -> ReferenceRows:
     """What the data holds of a sample's teacher, or of that so many of the most likely tokens."""
     assert sample.teacher is not None
     said = [each[:, :top_k].copy() for each in sample.teacher]
-    rows = ReferenceRows(sample, num_told=said[0].shape[1])
+    rows = ReferenceRows(sample, num_reference_values=said[0].shape[1])
     rows.learn(*(sent(torch.from_numpy(each), device) for each in said))
     return rows
 
 
-class Asker(NamedTuple):
+class ReferenceRequest(NamedTuple):
     """A job that compares."""
 
     reference: JobReference
@@ -180,8 +180,8 @@ class Asker(NamedTuple):
         return Asked(self.reference, self.slot, rows)
 
 
-def asked_for(
-    microbatch: Microbatch, batch: PackedBatch, row_tile: int, askers: Mapping[str, Asker | None]
+def requested_rows(
+    microbatch: Microbatch, batch: PackedBatch, row_tile: int, askers: Mapping[str, ReferenceRequest | None]
 ) -> list[Asked]:
     """What a microbatch has to know of references; where somebody has to speak anyway, also what its jobs will have to,
     as far as there is room for it in one pass as large as the microbatch. `askers`: its jobs."""
@@ -226,7 +226,7 @@ class ReferencePass(NamedTuple):
     """Samples that run through their references together."""
 
     path: Path
-    wanted: Wanted
+    wanted: WantedValues
     asked: Sequence[Asked]
 
     def packed(self, row_tile: int, device: torch.device) -> PackedBatch:
@@ -243,7 +243,7 @@ class ReferencePass(NamedTuple):
 
 def reference_passes(asked: Sequence[Asked], limit: int) -> list[ReferencePass]:
     """What has to run to know all that is asked, in passes of at most `limit` tokens or one sample; it is kept."""
-    kinds: dict[tuple[Path, Wanted], dict[ReferenceRows, Asked]] = {}
+    kinds: dict[tuple[Path, WantedValues], dict[ReferenceRows, Asked]] = {}
     for each in asked:
         each.reference.keep(each.rows)
         if each.rows.is_missing:

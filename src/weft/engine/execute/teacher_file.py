@@ -18,7 +18,7 @@ from weft.data.dataset import Dataset
 from weft.data.sample import Sample
 from weft.model.backbone import Backbone
 from weft.model.distill import top_tokens
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.objectives.teacher_columns import IDS, LOGPROBS
 from weft.store.atomic import storage_errors
 
@@ -50,7 +50,7 @@ def teacher_rows(
     path, leading = backbone.path_of(slot), backbone.leading_rows(slot)
     row_tile = path.row_tile(capacity)
     for samples in _microbatches(data, capacity, leading):
-        placed = [Placed(sample.led_by(leading), slot) for sample in samples]
+        placed = [PlacedSample(sample.led_by(leading), slot) for sample in samples]
         batch = pack_samples(placed, row_tile, backbone.device)
         said = top_tokens(backbone.head, path.read(batch, row_tile), top_k)
         ids_of, logprobs_of = (values.cpu().split(list(batch.counts)) for values in said)

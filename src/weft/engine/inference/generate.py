@@ -12,7 +12,7 @@ import torch
 from weft.data.sample import Sample
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, Placed, pack_samples
+from weft.model.packed import PackedBatch, PlacedSample, pack_samples
 
 BATCH = 64
 """Sequences decoded at once."""
@@ -142,9 +142,9 @@ def pack_new(going: Sequence[Continuation], leading: Sequence[int], device: torc
     for item, num_leading in zip(going, leading, strict=True):
         sample = Sample(np.array(item.new, dtype=np.int32), np.zeros(len(item.new), dtype=bool))
         if item.num_read:
-            placed.append(Placed(sample, item.request.slot, position=num_leading + item.num_read))
+            placed.append(PlacedSample(sample, item.request.slot, position=num_leading + item.num_read))
         else:
-            placed.append(Placed(sample.led_by(num_leading), item.request.slot))
+            placed.append(PlacedSample(sample.led_by(num_leading), item.request.slot))
     return pack_samples(placed, None, device)
 
 

@@ -17,12 +17,12 @@ def find_homes(jobs: Sequence[LiveJob], plans: LookaheadPlanner, limits: Limits)
     Jobs of which something is under way stay; those that are to move once nothing is are returned.
     """
     own = {job.name: job for job in jobs if job.home is not None}
-    before = {name: job.home for name, job in own.items() if job.has_home and job.home is not None}
+    before = {name: job.home for name, job in own.items() if job.has_home_replica and job.home is not None}
     loads = {name: HomeLoad(own[name].step_tokens, own[name].longest) for name in sorted(own)}
     leaving = set[str]()
     for name, home in choose_homes(plans.home_seconds(loads, limits), before).items():
         if own[name].begun_step is None:
-            own[name].home, own[name].has_home = home, True
+            own[name].home, own[name].has_home_replica = home, True
         elif own[name].home != home:
             leaving.add(name)
     return leaving

@@ -21,7 +21,7 @@ from weft.job_state import JobState, Reason, ReasonCode
 from weft.wall_clock import Activity
 
 LOG = logging.getLogger("weft.engine")
-LESS_WAS_FREE = Reason(ReasonCode.NO_MEMORY_NOW, "waits for memory: less was free than its adapter takes")
+LESS_MEMORY_THAN_PLANNED = Reason(ReasonCode.NO_MEMORY_NOW, "waits for memory: less was free than its adapter takes")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Lifecycle:
         for name in decision.start:
             events += self._start_alone(self.jobs[name])
         for held in decision.wait:
-            events += self.transitions.tell_waiting(self.jobs[held.job], held.reason)
+            events += self.transitions.report_waiting(self.jobs[held.job], held.reason)
         return events
 
     def fit_microbatches(self) -> list[Event]:
@@ -118,7 +118,7 @@ class Lifecycle:
         LOG.error("%s failed", job.name, exc_info=error)
         return self.transitions.fail(job, Reason.of_bug(error))
 
-    def find_culprit(self, names: Sequence[str], error: Exception) -> list[Event]:
+    def isolate_failure(self, names: Sequence[str], error: Exception) -> list[Event]:
         """After a microbatch raised: a job that was alone in it fails; of several, each runs its next step alone.
 
         Nothing of the microbatch has been counted, so all jobs go on from their last step boundary, exact to the bit.
@@ -132,7 +132,7 @@ class Lifecycle:
             self.jobs[name].is_suspect = True
         return []
 
-    def make_room(self, names: Sequence[str]) -> list[Event]:
+    def free_memory(self, names: Sequence[str]) -> list[Event]:
         """After the memory ran out: smaller microbatches; the jobs concerned go on from their last step.
 
         Jobs with a sample that fills a whole microbatch are in the way of smaller ones, so they fail.
@@ -182,11 +182,11 @@ class Lifecycle:
             return
         if not job.status.has_started:
             self.timeline.offset_s = max(self.timeline.offset_s, self.keeper.elapsed_s(job))
-        yield from self.transitions.tell_running(job)
+        yield from self.transitions.report_running(job)
 
     def _do_without(self, job: LiveJob) -> list[Event]:
         """After the memory for a job turned out not to be there: it waits for others to end, or fails if alone."""
         self.executor.release_memory()
         if self.places.is_empty():
             return self.transitions.fail(job, NO_ROOM)
-        return self.transitions.wait(job, LESS_WAS_FREE)
+        return self.transitions.wait(job, LESS_MEMORY_THAN_PLANNED)

@@ -36,14 +36,14 @@ class JobStatus:
     reason: Reason | None = None
     has_started: bool = False
     """It has had a seat in this engine, so its state is the one in memory."""
-    has_heard: bool = False
+    wait_reported: bool = False
     """Its owner has been told that it waits."""
     is_closing: bool = False
     """It has done all its steps and given up its place; what is left is that its files are written."""
 
 
 @dataclass
-class SettledSteps:
+class FinishedSteps:
     """The last step after which each thing that is due has been done; `Settlement` writes it as it does them."""
 
     last: int = 0
@@ -52,7 +52,7 @@ class SettledSteps:
     saved: int = 0
     saved_s: float = 0.0
     """When the checkpoint was begun, or the job started here: seconds of this process."""
-    owes_checkpoint: bool = False
+    checkpoint_is_overdue: bool = False
     """One that was due could not be written."""
     untold: EvalResult | None = None
     """The evaluation after the last step, if it was done together with others."""
@@ -68,7 +68,7 @@ class LiveJob:
         self.data = data
         self.progress = JobProgress(spec, data)
         self.status = JobStatus()
-        self.settled = SettledSteps()
+        self.settled = FinishedSteps()
         self.is_suspect = False
         """A microbatch raised in which it took part with others; it runs its next step alone."""
         self.num_parameters = 0
@@ -83,7 +83,7 @@ class LiveJob:
         """It shares microbatches only with jobs of the same lane; the executor knows which."""
         self.home: int | None = None if spec.gradient_sum == "any_order" else 0
         """The replica that it trains on, of several; None: on all of them."""
-        self.has_home = False
+        self.has_home_replica = False
         """Whether that replica was chosen for it."""
         self.begun_step: int | None = None
         """Where stages have begun further steps, the one it will stand at then: its weights may be ahead."""
@@ -155,7 +155,7 @@ class LiveJob:
         return self.settled.last == self.step
 
     @property
-    def is_looked_at(self) -> bool:
+    def is_evaluated(self) -> bool:
         """The evaluation after the last step is done, but not yet told."""
         return self.settled.untold is not None and self.settled.untold.step == self.step
 
@@ -211,7 +211,7 @@ class LiveJob:
         if self.begun_step is not None and self.kept_step != self.step:
             # Its weights are not of this step any more.
             return False
-        if self.settled.owes_checkpoint:
+        if self.settled.checkpoint_is_overdue:
             return True
         return self.settled.saved != self.step and (self.progress.is_complete or self.is_save_due_at(self.step, own_s))
 

@@ -69,7 +69,7 @@ class Placement:
             hint = "Lower adapter.r or max_length, or quantize the backbone."
             raise JobError(reason.text, where=job.spec.name, hint=hint)
 
-    def is_any_to_fit(self, capacity: int) -> bool:
+    def fits_any_waiting(self, capacity: int) -> bool:
         """Whether microbatches of this many tokens leave memory for at least one of those that wait."""
         budget = self._budget(capacity)
         return any(budget.why_never(self.bytes_of(job)) is None for job in self.waiting())
@@ -213,7 +213,7 @@ class Placement:
         for job in list(self._jobs.values()):
             served[job.spec.tenant] = served.get(job.spec.tenant, 0) + job.num_tokens
         present = {job.spec.tenant for job in (*waiting, *running)}
-        stayed = {job.spec.tenant for job in (*waiting, *running) if self.has_place(job) or job.status.has_heard}
+        stayed = {job.spec.tenant for job in (*waiting, *running) if self.has_place(job) or job.status.wait_reported}
         had = {tenant: served[tenant] + self._credit.get(tenant, 0) for tenant in present}
         weight = {tenant: self._weights.get(tenant, 1.0) for tenant in present}
         least = min((had[tenant] / weight[tenant] for tenant in stayed), default=0.0)

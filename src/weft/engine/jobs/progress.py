@@ -12,7 +12,7 @@ from weft.data.global_batch import GlobalBatches
 from weft.data.order import BatchSchedule
 from weft.engine.jobs.schedules import learning_rate, warmup_steps
 from weft.job_state import Reason, ReasonCode
-from weft.objectives.metrics import MeanScores, Score, Tally
+from weft.objectives.metrics import MeanScores, MetricTotals, Score
 from weft.plan.program import Turn
 from weft.plan.types import Batch, JobQueue, Segment
 from weft.spec import JobSpec
@@ -66,7 +66,7 @@ class JobProgress:
         """Why the job cannot go on, once it cannot."""
         self.num_rewinds = 0
         """Times that what had run of a global batch was forgotten; what still runs of it then counts no more."""
-        self._scores = Tally()
+        self._scores = MetricTotals()
 
     @property
     def num_steps(self) -> int:
@@ -186,7 +186,7 @@ class JobProgress:
         self.stopped_early = counters["stopped_early"]
 
     def _begin_batch(self) -> None:
-        self.index, self._scores = 0, Tally()
+        self.index, self._scores = 0, MetricTotals()
 
     def _divergence(self, result: StepResult, largest: float) -> Reason | None:
         """Why the job cannot go on after this step, if it cannot."""

@@ -14,7 +14,7 @@ from weft.errors import StorageError
 from weft.job_state import JobState, Reason
 
 
-class Settlement:
+class StepFinisher:
     """Settles the steps of jobs, one at a time."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -64,7 +64,7 @@ class Settlement:
             yield from self._jobs.blame(job, failure)
         if not has_room:
             # The job is not settled, so the evaluation is tried again.
-            yield from self._jobs.make_room([job.name])
+            yield from self._jobs.free_memory([job.name])
 
     def receive(self, *, wait: bool = False) -> list[Event]:
         """Does what follows from what has been written by now; with `wait` also from the oldest that is under way.
@@ -95,7 +95,7 @@ class Settlement:
             self._keeper.note_time()
             return [CheckpointSaved(job.name, file.step)]
         except StorageError as failure:
-            job.settled.owes_checkpoint = file.kind is FileKind.CHECKPOINT
+            job.settled.checkpoint_is_overdue = file.kind is FileKind.CHECKPOINT
             return self._could_not_write(job, failure)
         except ReplicaFaultError:
             raise
@@ -111,7 +111,7 @@ class Settlement:
         with self._timeline.span("checkpoint", jobs={job.name: 0}):
             self._keeper.start_checkpoint(job, self._timeline.now())
         settled = job.settled
-        settled.saved, settled.saved_s, settled.owes_checkpoint = job.step, self._timeline.own_s(), False
+        settled.saved, settled.saved_s, settled.checkpoint_is_overdue = job.step, self._timeline.own_s(), False
 
     def _finish(self, job: LiveJob) -> Iterator[Event]:
         """Begins to write the adapter of a job that has done all its steps; it ends once that is there."""
@@ -126,10 +126,10 @@ class Settlement:
 
     def _evaluate(self, job: LiveJob) -> Event:
         """The evaluation of one job; all others that are due by now are done with it and told when it is their turn."""
-        if not job.is_looked_at:
+        if not job.is_evaluated:
             others = [other for other in self._jobs.running() if other is not job and not other.is_settled]
             due = [
-                other for other in others if other.is_eval_due() and not (other.is_looked_at or other.progress.diverged)
+                other for other in others if other.is_eval_due() and not (other.is_evaluated or other.progress.diverged)
             ]
             try:
                 self._look_at([job, *due])

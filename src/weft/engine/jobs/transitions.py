@@ -20,7 +20,7 @@ from weft.engine.events import (
 )
 from weft.engine.execute.protocol import Executor
 from weft.engine.job_files import FileKind
-from weft.engine.jobs.live_job import LiveJob, SettledSteps
+from weft.engine.jobs.live_job import FinishedSteps, LiveJob
 from weft.engine.jobs.placement import Placement
 from weft.engine.program_run import rewind
 from weft.engine.recorder import RunRecorder
@@ -43,25 +43,25 @@ class JobTransitions:
     def queue(self, job: LiveJob) -> None:
         """A paused job asks for a place again."""
         self._set(job, JobState.QUEUED, None)
-        job.status = replace(job.status, has_heard=False)
+        job.status = replace(job.status, wait_reported=False)
 
-    def tell_waiting(self, job: LiveJob, reason: Reason) -> list[Event]:
+    def report_waiting(self, job: LiveJob, reason: Reason) -> list[Event]:
         """The owner of a queued job hears, once, why the job waits."""
-        if job.status.has_heard:
+        if job.status.wait_reported:
             return []
-        job.status = replace(job.status, has_heard=True)
+        job.status = replace(job.status, wait_reported=True)
         return [JobWaiting(job.name, job.step, reason)]
 
     def wait(self, job: LiveJob, reason: Reason) -> list[Event]:
         """A job that was about to train is queued after all."""
         self.queue(job)
-        return self.tell_waiting(job, reason)
+        return self.report_waiting(job, reason)
 
     def preempt(self, job: LiveJob, reason: Reason) -> list[Event]:
         """A job waits at its last step boundary, with its state on the CPU."""
         self._stand([job])
         self._set(job, JobState.QUEUED, reason)
-        job.status = replace(job.status, has_heard=True)
+        job.status = replace(job.status, wait_reported=True)
         self._places.take(job)
         remarks: list[Event] = []
         try:
@@ -75,12 +75,12 @@ class JobTransitions:
         self._set(job, JobState.RUNNING, None)
         self._keeper.write_status(job, self._timeline.now())
 
-    def tell_running(self, job: LiveJob) -> list[Event]:
+    def report_running(self, job: LiveJob) -> list[Event]:
         """A job that is to train has its place: for the first time, or again."""
         if job.status.has_started:
             return [JobResumed(job.name, job.step)]
         job.status = replace(job.status, has_started=True)
-        job.settled = SettledSteps(job.step, evaluated=job.step, saved=job.step, saved_s=self._timeline.own_s())
+        job.settled = FinishedSteps(job.step, evaluated=job.step, saved=job.step, saved_s=self._timeline.own_s())
         if job.progress.is_complete:
             # A job restored at its end still has to write its adapter.
             job.settled.last = -1

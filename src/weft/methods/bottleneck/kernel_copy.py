@@ -53,8 +53,8 @@ class BottleneckCopy(ComputeCopy):
     def collect(self) -> None:
         """Adds the gradients of c."""
         self._adapter.groups[SHIFTS].grad.add_(self._grad_shifts_N, alpha=self._outer_scale)
-        self.forget_gradients()
+        self.clear_gradients()
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Those of scale · c."""
         self._grad_shifts_N.zero_()

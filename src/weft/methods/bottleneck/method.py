@@ -85,7 +85,7 @@ class Bottleneck(Method):
         """The matrices as those of a LoRA, and what is around them."""
         return BottleneckCopy(adapter, dtype, cast(dict[str, BottleneckWeights], adapter.modules))
 
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+    def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """What goes into the non-linearity."""
         return spec.bottleneck_size
 

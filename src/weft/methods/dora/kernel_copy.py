@@ -74,9 +74,9 @@ class DoraCopy(ComputeCopy):
         super().collect()
         self._forget_sums()
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """LoRA's, and both sums."""
-        super().forget_gradients()
+        super().clear_gradients()
         self._forget_sums()
 
     def _forget_sums(self) -> None:
@@ -104,7 +104,7 @@ class DoraCopy(ComputeCopy):
         return list(flat_N.split([len(w.m_O) for w in self._own.values()]))
 
 
-def rehearse_norms(rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
+def compile_norms(rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
     """Launches what finds the lengths of adapters of a rank."""
     width = padded(rank)
     RowNorms(

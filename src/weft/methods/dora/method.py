@@ -26,7 +26,7 @@ from weft.adapters.method import (
 )
 from weft.errors import ConfigError
 from weft.methods.dora.files import DoraFiles
-from weft.methods.dora.kernel_copy import DoraCopy, rehearse_norms
+from weft.methods.dora.kernel_copy import DoraCopy, compile_norms
 from weft.methods.dora.row_norms import squared_norms, updated_norms
 from weft.methods.dora.weights import DoraWeights, DroppingDoraWeights
 from weft.methods.lora.method import Lora
@@ -84,9 +84,9 @@ class Dora(Lora):
         """A LoRA's, and what its outputs are multiplied with."""
         return DoraCopy(adapter, dtype, cast(dict[str, DoraWeights], adapter.modules))
 
-    def rehearse_copy(self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
+    def compile_copy(self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
         """Measures lengths."""
-        rehearse_norms(rank, linears, like)
+        compile_norms(rank, linears, like)
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """W + scale · B A, with its rows made as long as m says."""
@@ -96,9 +96,9 @@ class Dora(Lora):
         updated_OD = weight_OD.float() + spec.scale_for(path) * (b_OR @ a_RD)
         weight_OD.copy_((factor_O1 * updated_OD).to(weight_OD.dtype))
 
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+    def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """S, and the outputs before they were scaled."""
-        return super().kept_width(spec, path, linear) + linear[0]
+        return super().saved_width(spec, path, linear) + linear[0]
 
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """LoRA's, and one more for m."""

@@ -82,7 +82,7 @@ class Ia3(Method):
         if bias_O is not None and not spec.is_feedforward(path):
             bias_O.copy_((bias_O.float() * scale.flatten()).to(bias_O.dtype))
 
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+    def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """The outputs before they were scaled."""
         return 0 if spec.is_feedforward(path) else linear[0]
 

@@ -85,7 +85,7 @@ class ComputeCopy(KernelCopy):
         for group, words in self._words.items():
             collect(words, self._adapter.groups[group].grad)
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Those of order-independent sums, and those left elsewhere."""
         for _, left_RD in self._parts:
             left_RD.zero_()

@@ -132,7 +132,7 @@ class Lora(Method):
         update_OD = spec.scale_for(path) * (b_OR.float() @ a_RD.float())
         weight_OD.copy_((weight_OD.float() + update_OD.to(weight_OD.device)).to(weight_OD.dtype))
 
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+    def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """S."""
         return spec.rank_for(path)
 

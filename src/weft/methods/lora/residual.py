@@ -94,7 +94,7 @@ class ResidualCopy(ComputeCopy):
             w.grad_b_OR.add_(entry.grad_b_OR[:, :rank])
             entry.grad_b_OR.zero_()
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Both halves'."""
         for flat in self._grads:
             flat.zero_()
@@ -179,7 +179,7 @@ class ResidualLora(Lora):
         }
         return plain, doubled
 
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+    def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """S of both halves."""
         return 2 * spec.rank_for(path)
 

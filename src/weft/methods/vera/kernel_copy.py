@@ -60,7 +60,7 @@ class VeraCopy(KernelCopy):
             torch._foreach_add_([w.grad_b_O for w in own], list(of_b))
             torch._foreach_add_([w.grad_d_R for w in own], list(of_d))
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Those of B."""
         for *_, grad_MOR in self._alike:
             grad_MOR.zero_()
@@ -95,7 +95,7 @@ def _frozen_a(modules: Mapping[str, VeraWeights], dtype: torch.dtype) -> dict[st
     return {path: made[corner][place] for path, (corner, place) in found.items()}
 
 
-def rehearse_scales(rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
+def compile_scales(rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
     """Launches what makes B of adapters of a rank, and what takes its gradient apart."""
     for num_out in dict.fromkeys(num_out for num_out, _ in linears):
         wide = like.new_empty(1, num_out, rank, dtype=torch.float32)

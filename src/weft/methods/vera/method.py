@@ -25,7 +25,7 @@ from weft.adapters.method import (
 )
 from weft.kernels.dropout import module_key
 from weft.methods.vera.files import VeraFiles
-from weft.methods.vera.kernel_copy import VeraCopy, rehearse_scales
+from weft.methods.vera.kernel_copy import VeraCopy, compile_scales
 from weft.methods.vera.projection import projection_for
 from weft.methods.vera.weights import VeraWeights
 from weft.spec import AdapterSpec
@@ -91,9 +91,9 @@ class Vera(Method):
         """A LoRA whose A is frozen."""
         return VeraCopy(adapter, dtype, cast(dict[str, VeraWeights], adapter.modules))
 
-    def rehearse_copy(self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
+    def compile_copy(self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
         """Makes B and takes its gradient apart."""
-        rehearse_scales(rank, linears, like)
+        compile_scales(rank, linears, like)
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         """W + (b ⊙ B) (d ⊙ A)."""
@@ -103,7 +103,7 @@ class Vera(Method):
         update_OD = (b_O[:, None] * b_OR[:num_out]) @ (d_R[:, None] * a_RD[:, :num_in])
         weight_OD.copy_((weight_OD.float() + update_OD).to(weight_OD.dtype))
 
-    def kept_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
+    def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
         """S."""
         return spec.vera_rank
 

@@ -56,9 +56,9 @@ class RowsCopy(KernelCopy):
         for path, w in self._parts.items():
             assert w.columns is not None
             w.grad_VD.index_add_(1, w.columns, self.others.rows[path].grad_VN)
-        self.forget_gradients()
+        self.clear_gradients()
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Those that are elsewhere."""
         for path in self._parts:
             self.others.rows[path].grad_VN.zero_()

@@ -67,7 +67,7 @@ def _compile_all(launches: Sequence[RecordedLaunch], num_first: int, num_workers
     os.close(tell)
     build_driver()
     done: set[int] = set()
-    while not _is_deserted(finished):
+    while not _is_orphaned(finished):
         told = os.read(finished, _NUMBER.size)
         if not told:
             break
@@ -96,7 +96,7 @@ def _work(launches: Sequence[RecordedLaunch], queue: int, tell: int) -> NoReturn
     os._exit(0)
 
 
-def _is_deserted(finished: int) -> bool:
+def _is_orphaned(finished: int) -> bool:
     """Waits for news of a kernel; whether instead whoever asked is gone."""
     ready, _, _ = select.select([_STDIN, finished], [], [])
     return _STDIN in ready

@@ -33,7 +33,7 @@ from weft.methods.registry import has_kernels, method_of
 from weft.model.ahead.request import READY, KernelRequest
 from weft.model.resolve import ResolvedModel
 from weft.model.source import Source
-from weft.plan.families.registry import why_unfit
+from weft.plan.families.registry import why_unsupported
 from weft.spec import AdapterSpec
 
 PROGRAM = (sys.executable, "-P", "-W", "ignore", "-m", "weft.model.ahead.child")
@@ -143,7 +143,7 @@ def _request(
         return None
     try:
         config = read_config(resolved.source)
-        if config is None or why_unfit(config):
+        if config is None or why_unsupported(config):
             return None
     except Exception:  # whatever is wrong with the model's files, loading says it better
         return None

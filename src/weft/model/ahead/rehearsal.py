@@ -56,7 +56,7 @@ def _run(request: KernelRequest, needs: Sequence[Needs]) -> None:
             _step(model, shape, asked, Memory(request.recompute))  # type: ignore[arg-type]
     linears = [(size, site.num_in) for site in model.sites for size in site.sizes if site.role in ROLES]
     for method, rank in request.copies:
-        METHODS[method].rehearse_copy(rank, linears, torch.empty(0, dtype=dtype, device=META))
+        METHODS[method].compile_copy(rank, linears, torch.empty(0, dtype=dtype, device=META))
     loss = BlockedLoss(skeleton_head(request.config, dtype), LOSS_ROWS, cross_entropy_rows)
     hidden_ND = torch.empty(LOSS_ROWS, model.hidden, dtype=dtype, device=META)
     targets_N, weights_N = torch.empty(LOSS_ROWS, dtype=torch.int64, device=META), torch.empty(LOSS_ROWS, device=META)

@@ -14,7 +14,7 @@ from weft.adapters.frozen import FrozenWeight, join, quantise
 from weft.kernels.layers.rms_norm import RmsNorm
 from weft.kernels.layers.rotary import HeadNorms, Heads
 from weft.kernels.lora.tables import Site
-from weft.model.fused.model import ROLES, SIDES, FusedLayer, FusedModel, LayerPlaces, Product, RotaryTable
+from weft.model.fused.model import ROLES, SIDES, FusedLayer, FusedModel, LayerSites, Product, RotaryTable
 from weft.model.load import fp8_copies
 from weft.model.loss import Head
 from weft.plan.families.description import Decoder
@@ -33,7 +33,7 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, quantize: str, tenso
     sizes = decoder.sizes
     assert sizes.form.activation is not None
     maker = _Maker(decoder, dtype, quantize, tensor)
-    telling = _telling_layers(decoder)
+    telling = _distinct_layers(decoder)
     layers = tuple(maker.layer(place, index, len(telling)) for place, index in enumerate(telling))
     return FusedModel(
         device=META,
@@ -66,7 +66,7 @@ def with_rotary(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "rope_parameters": {"partial_rotary_factor": config["partial_rotary_factor"]}}
 
 
-def _telling_layers(decoder: Decoder) -> list[int]:
+def _distinct_layers(decoder: Decoder) -> list[int]:
     """The first layer and the second, which differ in what comes before them, and the first of each other kind."""
     first = {decoder.layers[index]: index for index in reversed(range(1, len(decoder.layers)))}
     return sorted({0, *first.values()})
@@ -120,7 +120,7 @@ class _Maker:
             post_in=self.norm(sizes.hidden) if names.after_mlp and index else None,
             post_mid=self.norm(sizes.hidden) if names.after_attention else None,
             head_norms=head_norms,
-            places=LayerPlaces.of(place, number, number * len(sizes.linears), sizes.hidden),
+            places=LayerSites.of(place, number, number * len(sizes.linears), sizes.hidden),
             window=kind.window,
             rotary=kind.rotary,
         )

@@ -27,7 +27,7 @@ from weft.kernels.methods.sparse_grad import sparse_grad
 
 
 @dataclass(frozen=True)
-class KeptEnd:
+class SavedBlockEnd:
     """What the way back through bottlenecks at the end of a block needs."""
 
     y_TD: torch.Tensor
@@ -104,7 +104,7 @@ class OtherChanges:
         if self._asks("inputs", site.role):
             column_sums(dx_TD, x_TD, site, self.rows, self.table, INPUTS, divides=True)
 
-    def end(self, site: Site, y_TD: torch.Tensor) -> KeptEnd | None:
+    def end(self, site: Site, y_TD: torch.Tensor) -> SavedBlockEnd | None:
         """Adds the bottlenecks behind a block to what it adds."""
         if not self._asks("inner", site.role):
             return None
@@ -115,9 +115,9 @@ class OtherChanges:
         before_TD = self.outputs(site, y_TD)
         assert before_TD is not None, "a bottleneck has a shift"
         expand(y_TD, inner_TW, site, self.rows, self.table)
-        return KeptEnd(before_TD, a_TW, inner_TW)
+        return SavedBlockEnd(before_TD, a_TW, inner_TW)
 
-    def end_grad(self, site: Site, dy_TD: torch.Tensor, kept: KeptEnd | None) -> torch.Tensor:
+    def end_grad(self, site: Site, dy_TD: torch.Tensor, kept: SavedBlockEnd | None) -> torch.Tensor:
         """The gradient of what the block itself adds."""
         if kept is None:
             return dy_TD

@@ -17,7 +17,7 @@ from weft.kernels.lora.tables import BARE, RowTables, SampleRows, TableSizes, ta
 from weft.model.packed import PackedBatch
 
 MIN_SPANS = 16
-MIN_TOLD_SPANS = 32
+MIN_REFERENCE_SPANS = 32
 """Where attention is told of the samples: with fewer, its backward shares the queries of one out among multiprocessors,
 and adds their parts in an order that depends on how many samples there are."""
 MIN_LONGEST = 256
@@ -67,7 +67,7 @@ def input_shape(batch: PackedBatch, *, with_longest: bool) -> InputShape:
     longest = max(segment.end - segment.start for segment in batch.segments)
     return InputShape(
         batch.num_rows,
-        max(MIN_TOLD_SPANS if with_longest else MIN_SPANS, next_power_of_2(len(batch.segments))),
+        max(MIN_REFERENCE_SPANS if with_longest else MIN_SPANS, next_power_of_2(len(batch.segments))),
         max(MIN_LONGEST, next_power_of_2(longest)) if with_longest else 0,
         any(slot is not None for slot in batch.segment_slots),
         batch.drops,

@@ -39,7 +39,7 @@ from weft.kernels.lora.tables import Delta, SlotTable
 from weft.kernels.lora.weight_grad import weight_grad
 from weft.kernels.storage.fp8 import Rows8
 from weft.model.fused.attention import Attended, attention
-from weft.model.fused.changes import KeptEnd, OtherChanges
+from weft.model.fused.changes import OtherChanges, SavedBlockEnd
 from weft.model.fused.inputs import Inputs
 from weft.model.fused.model import FusedLayer, FusedModel, Product
 from weft.model.path import Recompute
@@ -63,7 +63,7 @@ class ResidualGrad:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedForBackward:
     """What a layer's backward needs of its forward; None: to be made again, or nothing this family needs."""
 
     x_TD: torch.Tensor
@@ -84,8 +84,8 @@ class Kept:
     """The rows of a site's outputs that other methods changed, as they were before."""
     before_out_TD: torch.Tensor | None = None
     before_down_TD: torch.Tensor | None = None
-    attention_end: KeptEnd | None = None
-    mlp_end: KeptEnd | None = None
+    attention_end: SavedBlockEnd | None = None
+    mlp_end: SavedBlockEnd | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def added(y_TD: torch.Tensor | None, post: RmsNorm | None) -> Added | None:
     return None if y_TD is None or post is None else (y_TD, post)
 
 
-def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tuple[ResidualStream, Kept]:
+def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tuple[ResidualStream, SavedForBackward]:
     """The stream after the layer, and what its backward needs."""
     model = context.model
     x_TD, h_TD = add_norm(stream.x_TD, stream.y_TD, layer.norm_in, layer.post_in)
@@ -224,8 +224,8 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
     mlp_end = changes.end(places.mlp_end, y_TD)
     after = ResidualStream(mid_TD, y_TD)
     if not context.needs_grad or context.recompute == "full":
-        return after, Kept(x_TD, y_in_TD)
-    return after, Kept(
+        return after, SavedForBackward(x_TD, y_in_TD)
+    return after, SavedForBackward(
         x_TD=x_TD,
         y_TD=y_in_TD,
         s_qkv=s_qkv,
@@ -246,7 +246,7 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
 
 
 def backward(
-    layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Context, *, is_first: bool
+    layer: FusedLayer, kept: SavedForBackward, grad: ResidualGrad, context: Context, *, is_first: bool
 ) -> ResidualGrad | None:
     """The gradient before the layer (None before the first); adds to all adapters' gradients."""
     if kept.attended is None:
@@ -257,7 +257,7 @@ def backward(
     return _backward_attention(layer, kept, mid, context, is_first=is_first)
 
 
-def _backward_mlp(layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Context) -> ResidualGrad:
+def _backward_mlp(layer: FusedLayer, kept: SavedForBackward, grad: ResidualGrad, context: Context) -> ResidualGrad:
     activation, is_adapted = context.model.activation, context.inputs.shape.is_adapted
     changes = context.changes
     assert kept.mid_TD is not None
@@ -297,7 +297,7 @@ def _backward_mlp(layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Co
 
 
 def _backward_attention(
-    layer: FusedLayer, kept: Kept, grad: ResidualGrad, context: Context, *, is_first: bool
+    layer: FusedLayer, kept: SavedForBackward, grad: ResidualGrad, context: Context, *, is_first: bool
 ) -> ResidualGrad | None:
     is_adapted = context.inputs.shape.is_adapted
     assert kept.attended is not None

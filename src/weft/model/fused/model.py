@@ -28,7 +28,7 @@ from weft.model.shards.ring import LayerRing
 from weft.plan.families.description import Decoder
 from weft.plan.families.kept import moved_names
 from weft.plan.families.layer_form import Activation, LayerForm
-from weft.plan.families.registry import describe, why_unfit
+from weft.plan.families.registry import describe, why_unsupported
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ SIDES: dict[str, Side] = {"qkv": "outputs", "out": "inputs", "gate_up": "outputs
 ROLES = tuple(SIDES)
 
 
-class LayerPlaces(NamedTuple):
+class LayerSites(NamedTuple):
     """Where in a layer adapters sit that sit on no linear; numbered behind all linears."""
 
     attention_end: Site
@@ -56,7 +56,7 @@ class LayerPlaces(NamedTuple):
     """Where rows of keys and values are replaced."""
 
     @classmethod
-    def of(cls, layer: int, num_layers: int, num_linears: int, hidden: int) -> LayerPlaces:
+    def of(cls, layer: int, num_layers: int, num_linears: int, hidden: int) -> LayerSites:
         """Those of one of the layers."""
         first = num_linears + 2 * layer
         ends = [Site(first + i, (hidden,), hidden, role) for i, role in enumerate(("attention", "mlp"))]
@@ -78,7 +78,7 @@ class FusedLayer:
     post_mid: RmsNorm | None
     """Of what attention adds."""
     head_norms: HeadNorms | None
-    places: LayerPlaces
+    places: LayerSites
     window: int | None
     """Keys a query sees; None: all before it."""
     rotary: int
@@ -166,7 +166,7 @@ def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device,
     if len({type(linear.frozen) for linear in linears.values()}) > 1:
         return "some of its weights could not be quantised"
     config = model.config.to_dict()
-    if obstacle := why_unfit(config):
+    if obstacle := why_unsupported(config):
         return obstacle
     size = describe(config).sizes.head_size
     if is_gpu(device) and dtype == torch.float32:
@@ -228,7 +228,7 @@ def _layer(index: int, part: ModelPart, decoder: Decoder, blocks: Any, linears: 
         post_in=_norm_of(blocks[index - 1], form.norms.after_mlp, form) if index > part.first else None,
         post_mid=_norm_of(block, form.norms.after_attention, form),
         head_norms=head_norms,
-        places=LayerPlaces.of(index - part.first, part.end - part.first, len(paths), decoder.sizes.hidden),
+        places=LayerSites.of(index - part.first, part.end - part.first, len(paths), decoder.sizes.hidden),
         window=decoder.layers[index].window,
         rotary=decoder.layers[index].rotary,
     )

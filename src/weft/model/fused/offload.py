@@ -12,21 +12,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.kernels.device import Stream, current_stream, has_streams, on_stream
-from weft.model.fused.layer import Kept
+from weft.model.fused.layer import SavedForBackward
 
 
 @dataclass(frozen=True)
-class Parked:
+class OffloadedLayer:
     """What a layer keeps, with the large tensors in the machine's own memory."""
 
-    kept: Kept
+    kept: SavedForBackward
     host: dict[str, torch.Tensor]
     device: dict[str, torch.Tensor]
     """On their way back."""
 
-    def with_large(self, tensors: dict[str, torch.Tensor]) -> Kept:
+    def with_large(self, tensors: dict[str, torch.Tensor]) -> SavedForBackward:
         """What was kept, with these in the large ones' places."""
-        kept: Kept = replace(self.kept, **tensors)  # type: ignore[arg-type]
+        kept: SavedForBackward = replace(self.kept, **tensors)  # type: ignore[arg-type]
         return kept
 
 
@@ -38,10 +38,10 @@ class Offload:
         self._names = names
         self._stream = Stream(device) if has_streams(device) else None
 
-    def store(self, kept: Kept) -> Parked:
+    def store(self, kept: SavedForBackward) -> OffloadedLayer:
         """Starts moving a layer's tensors out."""
         if self._stream is None:
-            return Parked(kept, {}, {})
+            return OffloadedLayer(kept, {}, {})
         self._stream.wait_stream(current_stream(self._stream.device))
         host = {}
         with on_stream(self._stream):
@@ -53,10 +53,10 @@ class Offload:
                 host[name].copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
         # What stands in for them is never read.
-        stub = Parked(kept, host, {}).with_large({name: torch.empty(0) for name in host})
-        return Parked(stub, host, {})
+        stub = OffloadedLayer(kept, host, {}).with_large({name: torch.empty(0) for name in host})
+        return OffloadedLayer(stub, host, {})
 
-    def fetch(self, parked: Parked, following: Parked | None) -> Kept:
+    def fetch(self, parked: OffloadedLayer, following: OffloadedLayer | None) -> SavedForBackward:
         """A layer's tensors back on the device; starts on those of the layer that comes after it."""
         if self._stream is None:
             return parked.kept
@@ -69,7 +69,7 @@ class Offload:
             self._start(following)
         return parked.with_large(parked.device)
 
-    def _start(self, parked: Parked) -> None:
+    def _start(self, parked: OffloadedLayer) -> None:
         assert self._stream is not None
         if parked.device:
             return

@@ -15,11 +15,11 @@ from weft.adapters.method import Keeps
 from weft.kernels.device import is_gpu
 from weft.kernels.device_event import DeviceEvent, sent
 from weft.kernels.layers.cross_entropy import cross_entropy_rows
-from weft.model.distill import TaughtPass, run_taught
+from weft.model.distill import DistillationPass, run_distillation
 from weft.model.fused.attention import needs_bounds
 from weft.model.fused.inputs import InputShape, input_shape
 from weft.model.fused.model import FusedModel
-from weft.model.fused.place import PlaceInFlight
+from weft.model.fused.place import InFlightBuffers
 from weft.model.fused.tiles import tile_for
 from weft.model.heads import HeadPass, run_heads
 from weft.model.judge import run_loss
@@ -61,8 +61,8 @@ class FusedPath:
         self._tiles: dict[tuple[int, int | None], int | None] = {}
         self._device = model.device
         self._lane = lane
-        self._places: list[PlaceInFlight] = []
-        self._only = self.new_place()
+        self._places: list[InFlightBuffers] = []
+        self._only = self.new_buffers()
         """Where microbatches of a model in one piece are."""
         block = LOSS_ROWS if is_gpu(self._device) else BLOCK
         self._loss = BlockedLoss(head, block, cross_entropy_rows)
@@ -78,7 +78,7 @@ class FusedPath:
         self.forget()
         self._model = replace(self._model, ring=ring)
         self._places.clear()
-        self._only = self.new_place()
+        self._only = self.new_buffers()
 
     @property
     def copy_bytes(self) -> int:
@@ -122,7 +122,7 @@ class FusedPath:
         What is returned is asked once all else has been asked of the device, and given when the microbatch began.
         """
         rows_N, targets_N, weights_N = self._supervised(batch)
-        found = run_loss(self._loss, hidden_TD[rows_N], targets_N, weights_N, batch.judgements)
+        found = run_loss(self._loss, hidden_TD[rows_N], targets_N, weights_N, batch.scored_groups)
         assert found.grad_ND is not None
         grad_TD.index_copy_(0, rows_N, found.grad_ND)
         headed, taught = self._other_rows(hidden_TD, batch, grad_TD)
@@ -136,7 +136,7 @@ class FusedPath:
     def judge(self, hidden_TD: torch.Tensor, batch: PackedBatch, begun: DeviceEvent) -> PendingScores:
         """The scores behind the last hidden states of a microbatch that began then; nothing learns from them."""
         rows_N, targets_N, _ = self._supervised(batch)
-        found = run_loss(self._loss, hidden_TD[rows_N], targets_N, None, batch.judgements)
+        found = run_loss(self._loss, hidden_TD[rows_N], targets_N, None, batch.scored_groups)
         return PendingScores(found, batch, begun, *self._other_rows(hidden_TD, batch))
 
     def read(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
@@ -145,10 +145,10 @@ class FusedPath:
 
     def _other_rows(
         self, hidden_TD: torch.Tensor, batch: PackedBatch, grad_TD: torch.Tensor | None = None
-    ) -> tuple[list[HeadPass], list[TaughtPass]]:
+    ) -> tuple[list[HeadPass], list[DistillationPass]]:
         """The rows whose loss is no cross entropy, and what they add to the gradient."""
         headed = run_heads(hidden_TD, batch.heads, self._heads, grad_TD)
-        return headed, run_taught(self._loss.head, hidden_TD, batch.taught, grad_TD)
+        return headed, run_distillation(self._loss.head, hidden_TD, batch.taught, grad_TD)
 
     def _hidden(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
         """The last hidden states of a microbatch that goes forward only; the next one may overwrite them.
@@ -199,9 +199,9 @@ class FusedPath:
         for place in self._places:
             place.forget()
 
-    def new_place(self) -> PlaceInFlight:
+    def new_buffers(self) -> InFlightBuffers:
         """Room for one more microbatch between its forward and its backward."""
-        self._places.append(PlaceInFlight(self._model, self.table, self.memory, self._tile, self._lane))
+        self._places.append(InFlightBuffers(self._model, self.table, self.memory, self._tile, self._lane))
         return self._places[-1]
 
     @property

@@ -29,7 +29,7 @@ Tile = Callable[[int, int | None], int | None]
 """The rows that a frozen product of so many rows is computed in, given those of the microbatch; None: all at once."""
 
 
-class PlaceInFlight:
+class InFlightBuffers:
     """Runs a microbatch forward and, when its gradient is known, back: graphs on a GPU, line by line elsewhere."""
 
     def __init__(self, model: FusedModel, table: SlotTable, memory: Memory, tile: Tile, lane: int = 0) -> None:

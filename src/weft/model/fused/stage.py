@@ -15,7 +15,7 @@ import torch
 from weft.kernels.device_event import DeviceEvent
 from weft.model.fused.inputs import InputShape
 from weft.model.fused.path import FusedPath
-from weft.model.fused.place import PlaceInFlight
+from weft.model.fused.place import InFlightBuffers
 from weft.model.model_part import ModelPart
 from weft.model.packed import PackedBatch
 from weft.model.scores import PendingScores
@@ -25,7 +25,7 @@ from weft.model.scores import PendingScores
 class _InFlight:
     """A microbatch between its forward and its backward."""
 
-    place: PlaceInFlight
+    place: InFlightBuffers
     begun: DeviceEvent
     grad_TD: torch.Tensor | None = None
     """Of the last hidden states, where this is the last stage."""
@@ -38,7 +38,7 @@ class FusedStageRunner:
     def __init__(self, path: FusedPath, part: ModelPart, device: torch.device) -> None:
         self.part = part
         self._path, self._device = path, device
-        self._free: list[PlaceInFlight] = []
+        self._free: list[InFlightBuffers] = []
         self._in_flight: dict[int, _InFlight] = {}
 
     def forward(
@@ -46,7 +46,7 @@ class FusedStageRunner:
     ) -> torch.Tensor:
         """Runs a microbatch forward and keeps it until its backward; what leaves goes to the next stage, if any."""
         begun = DeviceEvent(self._device)
-        place = self._take_place()
+        place = self._free_buffers()
         self._path.follow(batch)
         left_TD = place.forward(batch, self._shape(batch), row_tile, entering_TD, needs_grad=True)
         if not self.part.is_last:
@@ -90,7 +90,7 @@ class FusedStageRunner:
 
     def _look(self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None) -> torch.Tensor:
         """What leaves; the next microbatch in its place may overwrite it."""
-        place = self._take_place()
+        place = self._free_buffers()
         self._path.follow(batch)
         left_TD = place.forward(batch, self._shape(batch), row_tile, entering_TD, needs_grad=False)
         self._free.append(place)
@@ -103,8 +103,8 @@ class FusedStageRunner:
             self._free.append(kept.place)
         self._in_flight.clear()
 
-    def _take_place(self) -> PlaceInFlight:
-        return self._free.pop() if self._free else self._path.new_place()
+    def _free_buffers(self) -> InFlightBuffers:
+        return self._free.pop() if self._free else self._path.new_buffers()
 
     def _shape(self, batch: PackedBatch) -> InputShape:
         return replace(self._path.shape_of(batch), is_adapted=True)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from weft.kernels.layers.rms_norm import add, add_norm, norm_grad
 from weft.kernels.lora.tables import SlotTable
 from weft.model.fused.inputs import Inputs
-from weft.model.fused.layer import Context, Kept, ResidualGrad, ResidualStream, added, backward, forward
+from weft.model.fused.layer import Context, ResidualGrad, ResidualStream, SavedForBackward, added, backward, forward
 from weft.model.fused.model import FusedModel
-from weft.model.fused.offload import Offload, Parked
+from weft.model.fused.offload import Offload, OffloadedLayer
 from weft.model.path import Memory
 
 
@@ -34,12 +34,12 @@ class Passed:
     """Before the last norm."""
     y_TD: torch.Tensor | None = None
     """What the last layer here added, where a family norms that."""
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[SavedForBackward] = field(default_factory=list)
     """Layer by layer; with `offload` they are in `parked` instead."""
-    parked: list[Parked] = field(default_factory=list)
+    parked: list[OffloadedLayer] = field(default_factory=list)
     offload: Offload | None = None
 
-    def take_last(self) -> Kept:
+    def take_last(self) -> SavedForBackward:
         """What the last layer kept; its memory is free as soon as that layer is done."""
         if self.offload is None:
             return self.kept.pop()
@@ -66,8 +66,8 @@ def run_forward(
     context = Context(model, inputs, table, turns, row_tile, memory.recompute, needs_grad)
     stream = ResidualStream(_embedded(context) if entering_TD is None else entering_TD)
     offload = Offload(stream.x_TD.device, model.moved) if memory.offload and needs_grad else None
-    kept: list[Kept] = []
-    parked: list[Parked] = []
+    kept: list[SavedForBackward] = []
+    parked: list[OffloadedLayer] = []
     if model.ring is not None:
         model.ring.begin(back=False)
     for index, layer in enumerate(model.layers):

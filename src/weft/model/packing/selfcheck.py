@@ -16,7 +16,7 @@ from weft.data.sample import Sample
 from weft.errors import ModelError
 from weft.kernels.device import is_cpu
 from weft.model.backbone import Backbone
-from weft.model.packed import Placed, pack_samples
+from weft.model.packed import PlacedSample, pack_samples
 from weft.model.packing import attention, experts, own_attention
 from weft.plan.cost.rows import CPU_ROW_TILE
 from weft.spec import AdapterSpec
@@ -29,7 +29,7 @@ NEIGHBOURS = (150, 5, 140)
 def check_packing(backbone: Backbone) -> None:
     """Refuses a backbone whose packed results differ from its own, or depend on what lies beside a sample."""
     family, where = backbone.model.config.model_type, f"base_model {backbone.name}"
-    obstacle = _odd_call(backbone) or _leak(backbone)
+    obstacle = _unsupported_call(backbone) or _leak(backbone)
     if obstacle:
         raise ModelError(f"{family} {obstacle}, so it cannot be trained exactly.", where=where)
     error = packing_error(backbone)
@@ -48,7 +48,7 @@ def check_packing(backbone: Backbone) -> None:
 def packing_error(backbone: Backbone) -> float:
     """Largest difference of packed logits from the model's own, relative to the largest logit."""
     samples = _random_samples(backbone, LENGTHS)
-    packed = backbone.logits(pack_samples([Placed(s) for s in samples], None, backbone.device))
+    packed = backbone.logits(pack_samples([PlacedSample(s) for s in samples], None, backbone.device))
     backbone.routing.segments = ()
     with _running_plainly(backbone), torch.no_grad():
         ids = [torch.from_numpy(s.tokens.astype(np.int64))[None].to(backbone.device) for s in samples]
@@ -61,11 +61,11 @@ def keeps_bits(backbone: Backbone) -> bool:
     adapter = backbone.new_adapter(AdapterSpec(r=1, init_lora_weights=False), 0)
     slot = backbone.attach(adapter)
     mine, *others = _random_samples(backbone, (7, *(min(n, backbone.max_positions) for n in NEIGHBOURS)))
-    first, second, last = (Placed(other) for other in others)
+    first, second, last = (PlacedSample(other) for other in others)
     found: list[tuple[float, dict[str, torch.Tensor]]] = []
     for before, after in (((), ()), ((first, second), (last,))):
         adapter.zero_grad()
-        batch = pack_samples([*before, Placed(mine, slot), *after], CPU_ROW_TILE, backbone.device)
+        batch = pack_samples([*before, PlacedSample(mine, slot), *after], CPU_ROW_TILE, backbone.device)
         losses = backbone.forward_backward(batch, CPU_ROW_TILE)
         found.append((losses[len(before)], {name: group.grad.clone() for name, group in adapter.groups.items()}))
     backbone.detach(slot)
@@ -73,9 +73,9 @@ def keeps_bits(backbone: Backbone) -> bool:
     return loss == other_loss and all(torch.equal(alone[name], beside[name]) for name in alone)
 
 
-def _odd_call(backbone: Backbone) -> str | None:
+def _unsupported_call(backbone: Backbone) -> str | None:
     """What keeps the adapters on a linear from seeing each row of the microbatch once; None if nothing does."""
-    batch = pack_samples([Placed(s) for s in _random_samples(backbone, LENGTHS)], None, backbone.device)
+    batch = pack_samples([PlacedSample(s) for s in _random_samples(backbone, LENGTHS)], None, backbone.device)
     rows: dict[str, list[int]] = collections.defaultdict(list)
     with contextlib.ExitStack() as hooks:
         for path, linear in backbone.linears.items():
@@ -97,7 +97,7 @@ def _count_rows(rows: list[int], _: nn.Module, given: tuple[torch.Tensor, ...]) 
 def _leak(backbone: Backbone) -> str | None:
     """Says so if a sample notices that the one before it is made of NaN."""
     first, mine = _random_samples(backbone, LENGTHS)
-    batch = pack_samples([Placed(first), Placed(mine)], None, backbone.device)
+    batch = pack_samples([PlacedSample(first), PlacedSample(mine)], None, backbone.device)
     clean = backbone.logits(batch)[first.length :]
 
     def spoil(_: nn.Module, given: object, embeds_TD: torch.Tensor) -> torch.Tensor:

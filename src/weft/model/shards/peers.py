@@ -10,7 +10,7 @@ import torch.distributed as dist
 from weft.kernels.device import CPU, Stream, current_stream, has_streams, host_memory, on_stream
 
 
-class Arriving(Protocol):
+class PendingGather(Protocol):
     """A layer on its way."""
 
     def wait(self) -> object:
@@ -35,7 +35,7 @@ class Peers(Protocol):
         """What this device keeps of a layer's bytes, which are let go of then."""
         ...
 
-    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> Arriving:
+    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> PendingGather:
         """Starts to put a layer together; all devices have to ask for the same layers in the same order."""
         ...
 
@@ -61,9 +61,9 @@ class TorchPeers:
         """One slice."""
         return whole.chunk(self.count)[self.index].clone()
 
-    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> Arriving:
+    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> PendingGather:
         """All slices, one behind the other."""
-        work: Arriving | None = dist.all_gather_into_tensor(into, own, group=self.group, async_op=True)
+        work: PendingGather | None = dist.all_gather_into_tensor(into, own, group=self.group, async_op=True)
         assert work is not None, "this process belongs to the group"
         return work
 
@@ -89,7 +89,7 @@ class TorchHostPeers(TorchPeers):
         self._slices[layer] = own.cpu()
         return own
 
-    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> Arriving:
+    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> PendingGather:
         """Brings all slices to the machine's memory."""
         host = host_memory(into.shape, into.dtype, self._gpu)
         return _FromHost(super().gather(layer, self._slices[layer], host), host, into)
@@ -98,7 +98,7 @@ class TorchHostPeers(TorchPeers):
 class _FromHost:
     """A layer that comes to the machine's memory."""
 
-    def __init__(self, work: Arriving, host: torch.Tensor, into: torch.Tensor) -> None:
+    def __init__(self, work: PendingGather, host: torch.Tensor, into: torch.Tensor) -> None:
         self._work, self._host, self._into = work, host, into
 
     def wait(self) -> None:
@@ -130,7 +130,7 @@ class HostPeers:
         self._slices[layer] = host if self._stream is None else [one.pin_memory() for one in host]
         return own
 
-    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> Arriving:
+    def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> PendingGather:
         """Copies the others' slices, on a GPU beside whatever else it does."""
         if self._stream is None:
             self._copy(layer, own, into)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 
 from weft.model.shards.flat_layer import FlatLayer
-from weft.model.shards.peers import Arriving, Peers
+from weft.model.shards.peers import Peers, PendingGather
 
 NUM_BUFFERS = 2
 
@@ -39,7 +39,7 @@ class LayerRing:
         ]
         self._held: list[int | None] = [None] * NUM_BUFFERS
         """The layer in each buffer, or on its way there."""
-        self._arriving: list[Arriving | None] = [None] * NUM_BUFFERS
+        self._arriving: list[PendingGather | None] = [None] * NUM_BUFFERS
         self._way: deque[int] = deque()
         """Layers that the microbatch has still to pass."""
         self._is_back_next: bool | None = None
@@ -95,7 +95,7 @@ class LayerRing:
         finally:
             self._is_back_next = None
 
-    def go_empty(self, *, back: bool, then_back: bool = False) -> None:
+    def run_empty_pass(self, *, back: bool, then_back: bool = False) -> None:
         """A way without samples: others need what this device holds."""
         self.begin(back=back)
         self.end(then_back=then_back)

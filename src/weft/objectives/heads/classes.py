@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from weft.errors import ConfigError, DataError, closest
-from weft.objectives.heads.head_objective import HeadJudged, HeadObjective
+from weft.objectives.heads.head_objective import HeadLoss, HeadObjective
 from weft.objectives.metrics import CLASS_F1, LOSS, MetricSum, Score
 from weft.objectives.objective import Part, SettingsOfObjective
 from weft.settings.fields import describe, setting
@@ -77,13 +77,13 @@ class Classification(HeadObjective):
         """What has a class in the global batch."""
         return sum(sample_weights)
 
-    def judge_logits(self, logits_NL: Tensor, labels_N: Tensor) -> HeadJudged:
+    def head_loss(self, logits_NL: Tensor, labels_N: Tensor) -> HeadLoss:
         """The cross entropy of each row, and the class it would have said."""
         logprobs_NL, classes_N1 = logits_NL.log_softmax(dim=-1), labels_N.long()[:, None]
         losses_N = -logprobs_NL.gather(1, classes_N1)[:, 0]
         hits_NL = logits_NL.new_zeros(logits_NL.shape).scatter(1, classes_N1, 1.0)
         said_N1 = logits_NL.argmax(dim=-1, keepdim=True).to(logits_NL.dtype)
-        return HeadJudged(losses_N, logprobs_NL.exp() - hits_NL, said_N1)
+        return HeadLoss(losses_N, logprobs_NL.exp() - hits_NL, said_N1)
 
     def score(self, label: float, loss: float, measured: Sequence[float]) -> Score:
         """Loss, accuracy, and what F1 is made of."""

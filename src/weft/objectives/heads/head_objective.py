@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HeadJudged:
+class HeadLoss:
     """What an objective makes of logits."""
 
     losses_U: Tensor
@@ -48,7 +48,7 @@ class HeadObjective(Objective):
         return len(self.labels)
 
     @abstractmethod
-    def judge_logits(self, logits_NL: Tensor, labels_N: Tensor) -> HeadJudged:
+    def head_loss(self, logits_NL: Tensor, labels_N: Tensor) -> HeadLoss:
         """Losses and slopes, on the device: nothing here may wait for it."""
 
     @abstractmethod

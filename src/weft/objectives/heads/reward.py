@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.errors import DataError
-from weft.objectives.heads.head_objective import HeadJudged, HeadObjective
+from weft.objectives.heads.head_objective import HeadLoss, HeadObjective
 from weft.objectives.metrics import LOSS, MetricSum, Score
 from weft.objectives.objective import Part
 from weft.objectives.preference.pair_rows import read_preference
@@ -49,12 +49,12 @@ class Reward(HeadObjective):
         """The pairs of the global batch."""
         return len(sample_weights) / self.group_size
 
-    def judge_logits(self, logits_NL: Tensor, labels_N: Tensor) -> HeadJudged:
+    def head_loss(self, logits_NL: Tensor, labels_N: Tensor) -> HeadLoss:
         """The loss of each pair, and the rewards of both answers."""
         rewards_U2 = logits_NL.view(-1, 2)
         h_U = rewards_U2[:, 0] - rewards_U2[:, 1] - labels_N.view(-1, 2)[:, 0]
         slopes_U2 = opposed(-(-h_U).sigmoid())
-        return HeadJudged(-log_sigmoid(h_U), slopes_U2.reshape(-1, 1), rewards_U2)
+        return HeadLoss(-log_sigmoid(h_U), slopes_U2.reshape(-1, 1), rewards_U2)
 
     def score(self, label: float, loss: float, measured: Sequence[float]) -> Score:
         """Loss and rewards of one pair."""

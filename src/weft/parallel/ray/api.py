@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.engine.events import Event
-from weft.engine.resume import as_begun, check_same_data, plan_resume
+from weft.engine.resume import check_same_data, plan_resume, with_recorded_capacity
 from weft.engine.train import clock_of, execute_run, prepare_run
 from weft.errors import ConfigError
 from weft.job_state import JobState
 from weft.parallel.ray.connect import AUTO
-from weft.parallel.ray.load import find_places
+from weft.parallel.ray.load import find_hosts
 from weft.parallel.replicas.load import load_replicated
 from weft.parallel.replicas.places import rank_order
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
@@ -54,10 +54,10 @@ def train(
         directory = stack.enter_context(RunDirectory.open(folder, resume=True)) if resume else None
         if directory is not None:
             done = plan_resume(spec, directory).done
-            spec, began = as_begun(spec, directory), clock_of(directory.read_run()) or began
+            spec, began = with_recorded_capacity(spec, directory), clock_of(directory.read_run()) or began
         if len(done) == len(spec.jobs):
             return {}
-        places = find_places(cluster, replicas, spec.backbone, gpu_type=gpu_type, group=placement_group)
+        places = find_hosts(cluster, replicas, spec.backbone, gpu_type=gpu_type, group=placement_group)
 
         def open_engine(
             spec: RunSpec, jobs: Sequence[JobSpec], wall: WallClock | None

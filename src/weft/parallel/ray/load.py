@@ -8,7 +8,7 @@ from weft.errors import ConfigError
 from weft.parallel.ray.connect import LOCAL, connect
 from weft.parallel.ray.resources import ReplicaRequest, replica_request
 from weft.parallel.replicas.messages import RankOrder
-from weft.parallel.replicas.places import ReplicaPlaces
+from weft.parallel.replicas.places import ReplicaHosts
 from weft.parallel.replicas.rank_link import Ranks
 from weft.spec import BackboneSpec
 from weft.wording import counted
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 
-def find_places(
+def find_hosts(
     address: str,
     number: int | None,
     backbone: BackboneSpec,
     *,
     gpu_type: str | None = None,
     group: PlacementGroup | None = None,
-) -> ReplicaPlaces:
+) -> ReplicaHosts:
     """Connects to a cluster and says where the replicas of a run are on it; ConfigError for more than there are.
 
     `number` is None for a replica on every GPU, or on every node if there is no GPU. `group` is room of the caller's
@@ -46,7 +46,7 @@ def find_places(
         return RayRanks(order, request, connection, group)
 
     # Ray shows every rank its own GPU.
-    return ReplicaPlaces(
+    return ReplicaHosts(
         request.number, open_ranks, f"actors on a Ray cluster of {counted(len(connection.nodes), 'node')}"
     )
 

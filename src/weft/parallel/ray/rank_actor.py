@@ -19,7 +19,7 @@ from weft.parallel.replicas.messages import Command, Report
 
 HEAR_S = 1.0
 """Longest that a controller who asks for news waits for some."""
-FORSAKEN_S = 60.0
+CONTROLLER_LOST_S = 60.0
 """A rank whose controller asks for nothing for so long ends: somebody else may go on with the run."""
 LOOK_S = 5.0
 """Seconds between two looks at whether the controller still asks."""
@@ -35,7 +35,7 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class ActorPlace:
+class ActorHost:
     """Where an actor runs."""
 
     node_id: str
@@ -76,24 +76,24 @@ class RankActor:
         self._asked_s = time.monotonic()
         self._early: dict[int, Command] = {}
         """What the controller said later than something that has not come yet."""
-        self._num_obeyed = 0
+        self._num_applied = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._serve, name="weft-rank", daemon=True).start()
         threading.Thread(target=self._end_forsaken, name="weft-forsaken", daemon=True).start()
 
-    def where(self) -> ActorPlace:
+    def where(self) -> ActorHost:
         """The node that it is on."""
         import ray
 
-        return ActorPlace(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        return ActorHost(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
     def obey(self, number: int, command: Command) -> None:
         """Passes something on that the controller said, in the order of the numbers, which begin at 0."""
         with self._lock:
             self._early[number] = command
-            while self._num_obeyed in self._early:
-                self._connection.commands.put(self._early.pop(self._num_obeyed))
-                self._num_obeyed += 1
+            while self._num_applied in self._early:
+                self._connection.commands.put(self._early.pop(self._num_applied))
+                self._num_applied += 1
 
     def hear(self) -> Heard:
         """What the rank has told since the last call; waits a little for something."""
@@ -118,7 +118,7 @@ class RankActor:
         self._ending = ending
 
     def _end_forsaken(self) -> None:
-        while time.monotonic() - self._asked_s < FORSAKEN_S:
+        while time.monotonic() - self._asked_s < CONTROLLER_LOST_S:
             time.sleep(LOOK_S)
             if self._ending is not None:
                 return

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from weft.errors import ConfigError, WeftError, first_line
 from weft.parallel.ray.connect import ClusterConnection
-from weft.parallel.ray.rank_actor import ActorPlace, Heard, RankActor
+from weft.parallel.ray.rank_actor import ActorHost, Heard, RankActor
 from weft.parallel.ray.resources import ReplicaRequest, in_words
 from weft.parallel.replicas.messages import Command, EndRank, RankFailed, RankJoined, RankOrder, Report, SetUp
 from weft.parallel.replicas.rank_link import Inbox, RankEnded, RankHandle
@@ -63,7 +63,7 @@ class RayRank(RankHandle):
     """A rank in an actor."""
 
     actor: Any = None
-    place: ActorPlace | None = None
+    place: ActorHost | None = None
     """None until it runs."""
     pid: int | None = None
     is_gone: threading.Event = field(default_factory=threading.Event)

@@ -88,7 +88,7 @@ class FollowingEngine(ReplicatedEngine):
             point("replicas.move")
             self._release(job)
         while any(job.is_leaving for job in released) or not all(rank.is_idle for rank in self._ranks.loaded):
-            self._hear_next()
+            self._receive_next()
         held = [job.name for job in released if job.state is JobState.PAUSED and job.rank is not None]
         if held:
             raise WeftError(f"{held[0]} could not be saved.")

@@ -29,7 +29,7 @@ class JoinedRanks:
         self._ranks: list[JoinedRank] = []
         self._lock = threading.Lock()
         try:
-            self._listener = RankListener(address, key, order, self._find, self._say_gone)
+            self._listener = RankListener(address, key, order, self._find, self._report_exit)
         except OSError as error:
             said = f"cannot be listened on ({error.strerror or error})"
             raise ConfigError(f"{said}; name a free port of this machine.", where=_shown(address)) from None
@@ -52,7 +52,7 @@ class JoinedRanks:
             assert isinstance(rank.connection, Connection)
             hang_up(rank.connection)
         else:
-            self._say_gone(rank)
+            self._report_exit(rank)
 
     def close(self) -> None:
         """Tells all ranks that it is over, and waits a while for them to write their files."""
@@ -75,7 +75,7 @@ class JoinedRanks:
                     return rank
         return None
 
-    def _say_gone(self, rank: RankHandle) -> None:
+    def _report_exit(self, rank: RankHandle) -> None:
         assert isinstance(rank, JoinedRank)
         how = f"on {rank.host} has gone" if rank.host else "was joined by nobody"
         self.inbox.put((rank, RankEnded(how, is_accident=bool(rank.host))))

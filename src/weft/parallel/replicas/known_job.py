@@ -14,7 +14,7 @@ from weft.spec import JobSpec
 
 
 @dataclass
-class KnownJob:
+class JobRecord:
     """A job of a controller: what was asked for, where it is, and what its rank has told of it."""
 
     order: JobOrder
@@ -40,7 +40,7 @@ class KnownJob:
     """Where it is trained; after its end, where it was."""
     is_leaving: bool = False
     """Its rank has been asked to let go of it."""
-    has_heard: bool = False
+    wait_reported: bool = False
     """Its owner has been told that it waits."""
     is_parked: bool = False
     """Its owner lets it wait without a place."""
@@ -54,7 +54,7 @@ class KnownJob:
     """The weights of its best evaluation are kept."""
 
     @classmethod
-    def of(cls, order: JobOrder, data: JobData, arrival: int) -> KnownJob:
+    def of(cls, order: JobOrder, data: JobData, arrival: int) -> JobRecord:
         """A job that nobody has checked."""
         plan = LiveJob(order.spec, data)
         return cls(order, data, arrival, plan.num_steps, plan.longest)
@@ -95,7 +95,7 @@ class KnownJob:
         """What admission knows of it."""
         return Applicant(self.name, self.arrival, self.num_bytes, self.spec.priority, self.spec.tenant)
 
-    def lose_rank(self, step: int) -> None:
+    def rank_lost(self, step: int) -> None:
         """It has no rank any more, and goes on from this step wherever there is one, unless it has ended or waits."""
         self.rank, self.is_leaving = None, False
         if self.state in (JobState.RUNNING, JobState.QUEUED):
@@ -112,7 +112,7 @@ class KnownJob:
         match event:
             case JobStarted(_, step):
                 self.state, self.reason, self.step, self.saved_step = JobState.RUNNING, None, step, step
-                self.has_started, self.has_heard = True, False
+                self.has_started, self.wait_reported = True, False
             case StepDone():
                 self.step, self.num_tokens = event.step, event.num_tokens
             case EvalDone() if event.is_best:

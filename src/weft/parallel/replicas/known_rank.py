@@ -15,14 +15,14 @@ from weft.plan.place import Candidate, JobPlacement, Replica, place
 
 if TYPE_CHECKING:
     from weft.engine.execute.protocol import ReplicaFacts
-    from weft.parallel.replicas.known_job import KnownJob
+    from weft.parallel.replicas.known_job import JobRecord
 
 FIRST_PACE = 10_000.0
 """Tokens a second that a replica is taken to train before any microbatch has told."""
 
 
 @dataclass
-class KnownRank:
+class RankRecord:
     """A rank of a controller: its process, and what it has told."""
 
     process: RankHandle
@@ -67,7 +67,7 @@ class KnownRank:
         return Replica(str(self.index), budget, speed)
 
 
-def decide(jobs: Sequence[KnownJob], ranks: Sequence[KnownRank], weights: Mapping[str, float]) -> JobPlacement:
+def decide(jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], weights: Mapping[str, float]) -> JobPlacement:
     """Who trains where from now on."""
     seconds, tokens = sum(rank.seconds for rank in ranks), sum(rank.num_tokens for rank in ranks)
     pace = tokens / seconds if seconds else FIRST_PACE
@@ -84,7 +84,7 @@ def decide(jobs: Sequence[KnownJob], ranks: Sequence[KnownRank], weights: Mappin
     return place(candidates, [rank.replica(speed) for rank, speed in zip(ranks, speeds, strict=True)], shares)
 
 
-def _speeds(ranks: Sequence[KnownRank], pace: float) -> list[float]:
+def _speeds(ranks: Sequence[RankRecord], pace: float) -> list[float]:
     """How fast each rank is, on average 1: as predicted where replicas are unlike, measured where devices are."""
     ready = [rank.ready for rank in ranks if rank.ready is not None]
     if len({own.facts.layout for own in ready}) > 1:

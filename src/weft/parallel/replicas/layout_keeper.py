@@ -19,7 +19,7 @@ import numpy as np
 from weft.engine.events import LayoutDecided
 from weft.engine.timeline import TimelineRecorder
 from weft.methods.registry import cost_ranks
-from weft.parallel.replicas.known_job import KnownJob
+from weft.parallel.replicas.known_job import JobRecord
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.plan.deploy.workload import batch_samples
 from weft.plan.layout import Layout
@@ -65,7 +65,7 @@ class LayoutKeeper:
         """Seconds between their last two forecasts."""
         self._known: tuple[Prediction, float] | None = None
         """Of the layout of now, with the tokens of a step."""
-        self._since: tuple[list[tuple[KnownJob, int]], float] = ([], 0.0)
+        self._since: tuple[list[tuple[JobRecord, int]], float] = ([], 0.0)
         """Tokens that each job had trained when that began to count, and seconds of computing."""
         self.pace = 1.0
         """Seconds that go by for a predicted one, as far as that has been measured."""
@@ -84,7 +84,7 @@ class LayoutKeeper:
     def _is_due(self) -> bool:
         return self._asked is None and self._again_s is not None and time.perf_counter() >= self._again_s
 
-    def watch(self, jobs: Sequence[KnownJob], timeline: TimelineRecorder) -> None:
+    def watch(self, jobs: Sequence[JobRecord], timeline: TimelineRecorder) -> None:
         """Starts a forecast for these jobs, if the last one was for others, or long ago."""
         names = frozenset(job.name for job in jobs)
         has_changed = names != self._names
@@ -101,7 +101,7 @@ class LayoutKeeper:
 
     def decide(
         self,
-        jobs: Sequence[KnownJob],
+        jobs: Sequence[JobRecord],
         timeline: TimelineRecorder,
         cost: MoveCost,
         move: Callable[[Decision], LayoutDecided],
@@ -156,7 +156,7 @@ def _computing_s(timeline: TimelineRecorder) -> float:
     return timeline.wall.split().seconds(Activity.COMPUTING)
 
 
-def _remaining(job: KnownJob, num_steps: int) -> RemainingJob:
+def _remaining(job: JobRecord, num_steps: int) -> RemainingJob:
     """A job of a run, as a planner sees it; read beside training, so nothing of it that changes."""
     spec, data = job.spec, job.data.train
     lengths = np.sort(data.samples.lengths)

@@ -13,7 +13,7 @@ from weft.parallel.replicas.following_engine import FollowingEngine
 from weft.parallel.replicas.layout_keeper import LayoutKeeper
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
-from weft.parallel.replicas.steered_engine import SteeredEngine
+from weft.parallel.replicas.steered_engine import SweepReplicas
 from weft.spec import RunSpec
 from weft.wall_clock import Activity, WallClock
 
@@ -39,9 +39,9 @@ def load_replicated(
 
 def load_steered(
     spec: RunT, ranks: RankGroup, *, clock: datetime.datetime, wall: WallClock | None = None
-) -> tuple[RunT, SteeredEngine, tuple[str, ...]]:
+) -> tuple[RunT, SweepReplicas, tuple[str, ...]]:
     """The same for jobs that are steered while they train, such as the trials of a sweep."""
-    return _load(SteeredEngine, spec, ranks, clock, wall)
+    return _load(SweepReplicas, spec, ranks, clock, wall)
 
 
 def load_following(

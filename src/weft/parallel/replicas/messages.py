@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ALIVE_S = 1.0
 """Seconds from one sign of life of a rank to the next."""
-TELL_S = 0.05
+SEND_S = 0.05
 """Steps and microbatches are told together, at most so much late."""
 
 
@@ -51,7 +51,7 @@ class RankOrder:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     layouts: Sequence[StageLayout | None] = ()
     """How the replica of each rank is divided, by the rank's number; None, or none at all: it is on one device."""
-    is_steered: bool = False
+    is_controlled: bool = False
     """Whoever hears of an evaluation may decide something before its job goes on: the rank stands still until then."""
 
 
@@ -141,8 +141,8 @@ class ForgetJob(Command):
 
 
 @dataclass(frozen=True)
-class AskJob(Command):
-    """Asks something of a job once it has come to a step here; answered by `JobAnswered`, unless it leaves before."""
+class JobQuery(Command):
+    """Asks something of a job once it has come to a step here; answered by `QueryResult`, unless it leaves before."""
 
     job: str
     question: Question
@@ -159,7 +159,7 @@ class CheckAdapter(Command):
 
 
 @dataclass(frozen=True)
-class GoOn(Command):
+class ContinueJob(Command):
     """The evaluation of a job after a step has been heard; a rank that stands still because of it goes on."""
 
     job: str
@@ -254,7 +254,7 @@ class JobRefused(Report):
 
 
 @dataclass(frozen=True)
-class JobAnswered(Report):
+class QueryResult(Report):
     """What was asked of a job, where it stood then."""
 
     job: str
@@ -285,7 +285,7 @@ class JobView:
 
 
 @dataclass(frozen=True)
-class ToldEvent:
+class RankEvent:
     """Something that happened, and how its job stood then; None if it has no job, or the controller says so itself."""
 
     event: Event
@@ -293,15 +293,15 @@ class ToldEvent:
 
 
 @dataclass(frozen=True)
-class EventsTold(Report):
+class EventBatch(Report):
     """What happened, in order."""
 
-    events: tuple[ToldEvent, ...]
+    events: tuple[RankEvent, ...]
 
 
 @dataclass(frozen=True)
 class RankIdle(Report):
     """No job here can go on, and all files are written."""
 
-    num_obeyed: int
+    num_applied: int
     """Commands it has obeyed so far: with more under way, it is not idle for long."""

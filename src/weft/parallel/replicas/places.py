@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ReplicaPlaces:
+class ReplicaHosts:
     """Where the replicas of a run are."""
 
     number: int
@@ -40,21 +40,21 @@ class ReplicaPlaces:
         return RankGroup(self.open_ranks(order), self.number)
 
 
-def own_places(replicas: str | None, devices: str | None, backbone: BackboneSpec) -> ReplicaPlaces | None:
+def local_hosts(replicas: str | None, devices: str | None, backbone: BackboneSpec) -> ReplicaHosts | None:
     """On this machine; None where one replica in the controller's own process is all that is asked for."""
     variables = rank_variables(replicas, devices, backbone)
     if len(variables) == 1 and devices is None:
         return None
-    return ReplicaPlaces(len(variables), lambda order: RankPool(order, variables))
+    return ReplicaHosts(len(variables), lambda order: RankPool(order, variables))
 
 
-def layout_places(divided: Sequence[StageLayout | None], gpus: Sequence[str | None]) -> ReplicaPlaces:
+def layout_places(divided: Sequence[StageLayout | None], gpus: Sequence[str | None]) -> ReplicaHosts:
     """On this machine, each divided as it says; `gpus`: the one that the process of a whole replica sees."""
     variables = [{} if gpu is None else {VISIBLE: gpu} for gpu in gpus]
-    return ReplicaPlaces(len(divided), lambda order: RankPool(replace(order, layouts=divided), variables))
+    return ReplicaHosts(len(divided), lambda order: RankPool(replace(order, layouts=divided), variables))
 
 
-def joined_places(listen: str, replicas: str | None) -> ReplicaPlaces:
+def joined_hosts(listen: str, replicas: str | None) -> ReplicaHosts:
     """Wherever somebody starts a `weft rank` that connects to this address."""
     number = None if replicas is None else number_or_auto(replicas, "--replicas", least=1)
     if number is None:
@@ -69,7 +69,7 @@ def joined_places(listen: str, replicas: str | None) -> ReplicaPlaces:
     if key is None:
         key = secrets.token_hex(16)
         command = f"{KEY_VARIABLE}={key} {command}"
-    return ReplicaPlaces(
+    return ReplicaHosts(
         number,
         lambda order: JoinedRanks(order, address, key),
         manner="on the machines where they were started",
@@ -93,10 +93,10 @@ def rank_variables(replicas: str | None, devices: str | None, backbone: Backbone
     return [{VISIBLE: name} for name in chosen[:number]]
 
 
-def rank_order(spec: RunSpec, jobs: Sequence[JobSpec], *, is_steered: bool = False) -> RankOrder:
+def rank_order(spec: RunSpec, jobs: Sequence[JobSpec], *, is_controlled: bool = False) -> RankOrder:
     """How every rank of a run sets itself up; `jobs` are those to come, or some of each kind.
 
-    `is_steered`: what they tell may be decided upon before they go on, as in a sweep.
+    `is_controlled`: what they tell may be decided upon before they go on, as in a sweep.
     """
     return RankOrder(
         backbone=spec.backbone,
@@ -107,6 +107,6 @@ def rank_order(spec: RunSpec, jobs: Sequence[JobSpec], *, is_steered: bool = Fal
         have_any_order=any(job.gradient_sum == "any_order" for job in jobs),
         max_jobs=spec.max_jobs,
         memory_limit=spec.memory_limit,
-        is_steered=is_steered,
+        is_controlled=is_controlled,
         tenant_weights=dict(spec.tenant_weights),
     )

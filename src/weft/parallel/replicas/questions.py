@@ -19,12 +19,12 @@ class Question:
 
 
 @dataclass(frozen=True)
-class AskScores(Question):
+class ScoreQuery(Question):
     """How well it does on its evaluation data."""
 
 
 @dataclass(frozen=True)
-class AskAnswers(Question):
+class AnswerQuery(Question):
     """What it answers to prompts."""
 
     prompts: Sequence[Prompt]
@@ -32,7 +32,7 @@ class AskAnswers(Question):
 
 
 @dataclass(frozen=True)
-class AskAdapter(Question):
+class AdapterQuery(Question):
     """Its adapter, written to a directory that all processes see."""
 
     directory: Path
@@ -41,10 +41,10 @@ class AskAdapter(Question):
 def answer_to(question: Question, engine: Engine, job: str) -> Any:
     """What the engine that has the job finds."""
     match question:
-        case AskScores():
+        case ScoreQuery():
             return engine.evaluate(job)
-        case AskAnswers(prompts, decoding):
+        case AnswerQuery(prompts, decoding):
             return engine.answer(job, prompts, decoding)
-        case AskAdapter(directory):
+        case AdapterQuery(directory):
             engine.export_adapter(job, directory)
     return None

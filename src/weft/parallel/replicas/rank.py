@@ -24,26 +24,27 @@ from weft.model.weight_sample import weight_sample
 from weft.parallel.load_staged import stage_planner
 from weft.parallel.replicas.controller_link import ControllerLink, RankConnection
 from weft.parallel.replicas.messages import (
-    TELL_S,
+    SEND_S,
     AdapterChecked,
-    AskJob,
     CancelJob,
     CheckAdapter,
     CheckJob,
     Command,
+    ContinueJob,
     DirectoryOpened,
     EndRank,
-    EventsTold,
+    EventBatch,
     ForgetJob,
-    GoOn,
     HoldJob,
-    JobAnswered,
     JobChecked,
     JobOrder,
+    JobQuery,
     JobRefused,
     JobReleased,
     JobView,
     OpenDirectory,
+    QueryResult,
+    RankEvent,
     RankFailed,
     RankIdle,
     RankJoined,
@@ -53,7 +54,6 @@ from weft.parallel.replicas.messages import (
     ReleaseJob,
     SetUp,
     StopJobs,
-    ToldEvent,
     TrainJob,
 )
 from weft.parallel.replicas.questions import answer_to
@@ -114,15 +114,15 @@ class Rank:
         )
         self._releasing: set[str] = set()
         """Jobs that are let go of as soon as they are paused."""
-        self._untold: list[ToldEvent] = []
+        self._untold: list[RankEvent] = []
         self._told_s = time.perf_counter()
-        self._is_steered = order.is_steered
+        self._is_steered = order.is_controlled
         self._unheard: tuple[str, int] | None = None
         """The job and the step of an evaluation that nobody has heard of yet."""
-        self._asked: list[AskJob] = []
+        self._asked: list[JobQuery] = []
         """What jobs cannot be asked yet."""
         self._is_over = False
-        self._num_obeyed = 0
+        self._num_applied = 0
         budget = self.engine.budget(order.adapters)
         facts, capacity = self.engine.executor.facts, self.engine.limits.capacity
         speed = _speed(order, model, facts.layout, self.engine.row_tile, capacity)
@@ -134,16 +134,16 @@ class Rank:
             self._obey(self._link.connection.recv())
             while not self._is_over and self._link.connection.poll():
                 self._obey(self._link.connection.recv())
-            num_obeyed = -1
-            while not self._is_over and num_obeyed != self._num_obeyed:
+            num_applied = -1
+            while not self._is_over and num_applied != self._num_applied:
                 # Again after a command that came when no job could go on any more and only files were being written.
-                num_obeyed = self._num_obeyed
+                num_applied = self._num_applied
                 self._train_jobs()
             if self._is_over:
                 break
             self.engine.finish_files()
             self._tell()
-            self._link.tell(RankIdle(self._num_obeyed))
+            self._link.tell(RankIdle(self._num_applied))
 
     def _train_jobs(self) -> None:
         """Trains until no job can go on, and obeys between two events."""
@@ -176,8 +176,8 @@ class Rank:
             self._releasing.discard(event.job)
         if isinstance(event, EvalDone) and self._is_steered:
             self._unheard = event.job, event.step
-        self._untold.append(ToldEvent(event, self._view(event)))
-        is_old = time.perf_counter() - self._told_s > TELL_S
+        self._untold.append(RankEvent(event, self._view(event)))
+        is_old = time.perf_counter() - self._told_s > SEND_S
         if is_old or not isinstance(event, StepDone | MicrobatchDone):
             self._tell()
         self._answer_all()
@@ -200,16 +200,16 @@ class Rank:
             except (WeftError, ReplicaMemoryError) as error:
                 failure = error
             self._tell()
-            self._link.tell(JobAnswered(asked.job, job.step, job.num_tokens, answer, failure))
+            self._link.tell(QueryResult(asked.job, job.step, job.num_tokens, answer, failure))
 
     def _tell(self) -> None:
         if self._untold:
-            self._link.tell(EventsTold(tuple(self._untold)))
+            self._link.tell(EventBatch(tuple(self._untold)))
         self._untold, self._told_s = [], time.perf_counter()
 
     def _obey(self, command: Command) -> None:
         engine = self.engine
-        self._num_obeyed += 1
+        self._num_applied += 1
         match command:
             case OpenDirectory():
                 self._link.tell(DirectoryOpened(self._open(command)))
@@ -231,12 +231,12 @@ class Rank:
             case ForgetJob(job):
                 if job in engine.jobs:
                     engine.forget(job)
-            case AskJob():
+            case JobQuery():
                 self._asked.append(command)
                 self._answer_all()
             case CheckAdapter(adapter):
                 self._link.tell(AdapterChecked(self._flaw(adapter)))
-            case GoOn(job, step):
+            case ContinueJob(job, step):
                 if self._unheard == (job, step):
                     self._unheard = None
             case StopJobs():

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from weft.engine.execute.protocol import ReplicaFaultError
 from weft.errors import ConfigError, JobError
-from weft.parallel.replicas.known_rank import KnownRank
+from weft.parallel.replicas.known_rank import RankRecord
 from weft.parallel.replicas.messages import Command, RankFailed, RankIdle, RankReady, Report
 from weft.parallel.replicas.rank_link import RankEnded, Ranks
 from weft.plan.layout import Layout
@@ -46,19 +46,19 @@ class RankGroup:
         """What the first that was loaded said; all others must be like it."""
         self._layouts: dict[int, Layout] = {}
         """What each rank that was loaded said of its replica, or replicas."""
-        self._ranks = {index: KnownRank(ranks.start(index)) for index in range(number)}
+        self._ranks = {index: RankRecord(ranks.start(index)) for index in range(number)}
 
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def __iter__(self) -> Iterator[KnownRank]:
+    def __iter__(self) -> Iterator[RankRecord]:
         return iter(self._ranks.values())
 
-    def __getitem__(self, index: int) -> KnownRank:
+    def __getitem__(self, index: int) -> RankRecord:
         return self._ranks[index]
 
     def __contains__(self, rank: object) -> bool:
-        return isinstance(rank, KnownRank) and self._ranks.get(rank.index) is rank
+        return isinstance(rank, RankRecord) and self._ranks.get(rank.index) is rank
 
     @property
     def first(self) -> RankReady:
@@ -79,12 +79,12 @@ class RankGroup:
         return {index: end - size for (index, size), end in zip(sizes, ends, strict=True)}
 
     @property
-    def loaded(self) -> list[KnownRank]:
+    def loaded(self) -> list[RankRecord]:
         """Those that can be used."""
         return [rank for rank in self if rank.ready is not None]
 
     @property
-    def has_told_all(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether nothing that they have told is left to hear."""
         return self._pool.inbox.empty()
 
@@ -120,13 +120,13 @@ class RankGroup:
                     continue
                 raise JobError(f"{rank.failure or report.how}.", where=f"replica {rank.index}")
 
-    def send(self, rank: KnownRank, command: Command) -> None:
+    def send(self, rank: RankRecord, command: Command) -> None:
         """Tells a rank something; one that is still being loaded is told all it has to know once it is ready."""
         if rank.ready is not None:
             rank.is_idle = False
             rank.process.send(command)
 
-    def next_report(self) -> tuple[KnownRank, Report] | None:
+    def next_report(self) -> tuple[RankRecord, Report] | None:
         """What a rank tells next, if it comes soon; whoever waits for something looks after the silent meanwhile.
 
         One that has been replaced is not heard any more. After a `RankEnded`, the rank is there until it is replaced.
@@ -142,25 +142,25 @@ class RankGroup:
         match report:
             case RankReady():
                 return rank, self._note_ready(rank, report)
-            case RankIdle(num_obeyed):
-                rank.is_idle = num_obeyed == process.num_sent
+            case RankIdle(num_applied):
+                rank.is_idle = num_applied == process.num_sent
             case RankFailed(error):
                 rank.failure = f"failed: {str(error).rstrip('.')}"
         return rank, report
 
-    def least_loaded(self, loads: Collection[int | None]) -> KnownRank | None:
+    def least_loaded(self, loads: Collection[int | None]) -> RankRecord | None:
         """The loaded rank that comes least often among `loads`; None while none is loaded."""
         if not self:
             raise self.none_left()
         counts = list(loads)
         return min(self.loaded, key=lambda rank: (counts.count(rank.index), rank.index), default=None)
 
-    def give_up(self, rank: KnownRank, why: str) -> None:
+    def give_up(self, rank: RankRecord, why: str) -> None:
         """Ends a rank; `RankEnded` follows."""
         rank.is_ending, rank.failure = True, why
         self._pool.kill(rank.process)
 
-    def replace(self, rank: KnownRank, how: str, *, is_wanted: bool) -> None:
+    def replace(self, rank: RankRecord, how: str, *, is_wanted: bool) -> None:
         """Another process takes the place of one that is gone, if it `is_wanted` and has not died too often.
 
         One that nobody has joined for long is waited for again only while others are there to train.
@@ -169,7 +169,7 @@ class RankGroup:
         never_came = rank.is_ending and rank.process.connection is None
         may_come = not never_came or bool(self.loaded)
         if is_wanted and may_come and rank.num_restarts < MAX_RESTARTS:
-            self._ranks[rank.index] = KnownRank(self._pool.start(rank.index), num_restarts=rank.num_restarts + 1)
+            self._ranks[rank.index] = RankRecord(self._pool.start(rank.index), num_restarts=rank.num_restarts + 1)
         else:
             del self._ranks[rank.index]
 
@@ -178,7 +178,7 @@ class RankGroup:
         hint = "Every job goes on from its last checkpoint with --resume."
         return ReplicasLostError(f"no replica is left: the last one {self.last_end}.", hint=hint)
 
-    def _note_ready(self, rank: KnownRank, ready: RankReady) -> Report:
+    def _note_ready(self, rank: RankRecord, ready: RankReady) -> Report:
         """A rank is loaded; one that would give other bits than the others is ended."""
         self._first = self._first or ready
         difference = difference_between(self._first, ready, rank.index)

@@ -108,12 +108,12 @@ class RankListener:
                 connection.send(RefuseRank(ConfigError("the run has all its ranks.", where="weft rank")))
                 return
             try:
-                self._hear_rank(rank, connection, joined)
+                self._receive_rank(rank, connection, joined)
             finally:
                 rank.has_hung_up.set()
                 self._on_end(rank)
 
-    def _hear_rank(self, rank: RankHandle, connection: Connection, joined: RankJoined) -> None:
+    def _receive_rank(self, rank: RankHandle, connection: Connection, joined: RankJoined) -> None:
         difference = version_difference(joined, rank.index)
         if difference is not None:
             self.inbox.put((rank, RankFailed(difference)))

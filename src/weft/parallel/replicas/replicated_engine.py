@@ -35,23 +35,23 @@ from weft.engine.execute.protocol import ReplicaFacts
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, StorageError
 from weft.job_state import JobState
-from weft.parallel.replicas.known_job import KnownJob
-from weft.parallel.replicas.known_rank import KnownRank, decide
+from weft.parallel.replicas.known_job import JobRecord
+from weft.parallel.replicas.known_rank import RankRecord, decide
 from weft.parallel.replicas.messages import (
     CheckJob,
     Command,
     DirectoryOpened,
-    EventsTold,
+    EventBatch,
     JobChecked,
     JobOrder,
     JobRefused,
     JobReleased,
     OpenDirectory,
+    RankEvent,
     RankReady,
     ReleaseJob,
     Report,
     StopJobs,
-    ToldEvent,
     TrainJob,
 )
 from weft.parallel.replicas.rank_group import RankGroup
@@ -90,11 +90,11 @@ class ReplicatedEngine:
     ) -> None:
         """Waits until all ranks are loaded. `clock`: what time it is for the chat templates of its jobs."""
         self.timeline = TimelineRecorder(wall)
-        self.jobs: dict[str, KnownJob] = {}
+        self.jobs: dict[str, JobRecord] = {}
         self.clock = clock
         self._weights = tenant_weights or {}
         self._directory: RunDirectory | None = None
-        self._untold: deque[ToldEvent] = deque()
+        self._untold: deque[RankEvent] = deque()
         self._is_stale = True
         """Something has changed that decides who trains where."""
         self._is_stopping = False
@@ -149,10 +149,10 @@ class ReplicatedEngine:
         if spec.name in self.jobs:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
         order = JobOrder(spec, Path(base_dir).absolute(), self.clock)
-        checked = self._ask_any(CheckJob(order), JobChecked)
+        checked = self._call_any(CheckJob(order), JobChecked)
         if checked.error is not None:
             raise checked.error
-        job = KnownJob.of(order, data, self._num_jobs)
+        job = JobRecord.of(order, data, self._num_jobs)
         job.num_parameters, job.num_bytes, job.notes = checked.num_parameters, checked.num_bytes, checked.notes
         self._num_jobs += 1
         self.jobs[spec.name] = job
@@ -190,14 +190,14 @@ class ReplicatedEngine:
         while True:
             while self._untold:
                 yield from self._tell(self._untold.popleft())
-            if not self._is_stopping and self._ranks.has_told_all:
+            if not self._is_stopping and self._ranks.is_drained:
                 # Jobs that end together on many ranks lead to one placement, not to one each.
                 self._place()
             if self._untold:
                 continue
             if self._is_over():
                 break
-            self._hear_next()
+            self._receive_next()
         self._is_stopping = False
         try:
             self._write_times()
@@ -209,7 +209,7 @@ class ReplicatedEngine:
         """Where the wall clock of the run went so far, over all its sessions."""
         return self.timeline.wall.of_run()
 
-    def _tell(self, told: ToldEvent) -> Iterator[Event]:
+    def _tell(self, told: RankEvent) -> Iterator[Event]:
         """Tells something, unless it is of a job that its owner has forgotten."""
         event = told.event
         job = self.jobs.get(event.job) if isinstance(event, JobEvent) else None
@@ -220,7 +220,7 @@ class ReplicatedEngine:
 
     def _say(self, event: Event) -> None:
         """Something that no rank tells."""
-        self._untold.append(ToldEvent(event))
+        self._untold.append(RankEvent(event))
 
     def _is_over(self) -> bool:
         """Whether nothing is under way, and nothing can be."""
@@ -257,28 +257,28 @@ class ReplicatedEngine:
             self._ranks.send(self._ranks[job.rank], TrainJob(job.order, job.hold_step))
         for held in decided.admission.wait:
             job = self.jobs[held.job]
-            if not job.has_heard and not job.has_started:
-                job.has_heard = True
+            if not job.wait_reported and not job.has_started:
+                job.wait_reported = True
                 self._say(JobWaiting(job.name, job.step, held.reason))
         for held in decided.admission.refuse:
             job = self.jobs[held.job]
             self._end(job, JobFailed(job.name, job.step, held.reason))
 
-    def _open_directory(self, rank: KnownRank) -> None:
+    def _open_directory(self, rank: RankRecord) -> None:
         """Lets a rank write into the run directory, until it is given up."""
         assert self._directory is not None
         path = self._directory.path.absolute()
         rank.permit = grant_permit(path)
         self._ranks.send(rank, OpenDirectory(path, self._directory.owner, rank.permit))
 
-    def _release(self, job: KnownJob) -> None:
+    def _release(self, job: JobRecord) -> None:
         if job.is_leaving:
             return
         assert job.rank is not None
         job.is_leaving = True
         self._ranks.send(self._ranks[job.rank], ReleaseJob(job.name))
 
-    def _end(self, job: KnownJob, event: JobEnded, *, can_retry: bool = False) -> None:
+    def _end(self, job: JobRecord, event: JobEnded, *, can_retry: bool = False) -> None:
         """Ends a job that no rank has."""
         job.hear(event)
         more = {"step": job.step, "num_steps": job.num_steps, **({"can_retry": True} if can_retry else {})}
@@ -289,38 +289,38 @@ class ReplicatedEngine:
             self._say(JobWarning((job.name,), f"its end could not be recorded: {error}"))
         self._say(event)
 
-    def _ask_any(self, question: Command, kind: type[AnswerT]) -> AnswerT:
+    def _call_any(self, question: Command, kind: type[AnswerT]) -> AnswerT:
         """What the rank with the fewest jobs answers; another one, if that is gone before it does."""
         while True:
             rank = self._least_loaded()
             if rank is None:
-                self._hear_next()
+                self._receive_next()
                 continue
             self._ranks.send(rank, question)
             answer = self._await_report(rank, kind)
             if answer is not None:
                 return answer
 
-    def _least_loaded(self) -> KnownRank | None:
+    def _least_loaded(self) -> RankRecord | None:
         """The rank with the fewest jobs; None while none is loaded."""
         return self._ranks.least_loaded([job.rank for job in self.jobs.values() if not job.state.is_final])
 
-    def _await_report(self, rank: KnownRank, kind: type[AnswerT]) -> AnswerT | None:
+    def _await_report(self, rank: RankRecord, kind: type[AnswerT]) -> AnswerT | None:
         """What a rank was asked for; None if it is gone before it has told that."""
         while rank in self._ranks:
-            told = self._hear_next()
+            told = self._receive_next()
             if told is not None and told[0] is rank and isinstance(told[1], kind):
                 return told[1]
         return None
 
-    def _hear_next(self) -> tuple[KnownRank, Report] | None:
+    def _receive_next(self) -> tuple[RankRecord, Report] | None:
         """Takes note of what a rank tells next, if it comes soon, and returns it."""
         told = self._ranks.next_report()
         if told is not None:
             self._hear(*told)
         return told
 
-    def _hear(self, rank: KnownRank, report: Report) -> None:
+    def _hear(self, rank: RankRecord, report: Report) -> None:
         """Takes note of what a rank tells."""
         match report:
             case RankReady():
@@ -335,20 +335,20 @@ class ReplicatedEngine:
                 job = self.jobs[name]
                 self._end(job, JobFailed(name, job.step, reason), can_retry=True)
                 self._is_stale = True
-            case EventsTold(events):
+            case EventBatch(events):
                 for told in events:
-                    self._hear_event(rank, told)
+                    self._handle_event(rank, told)
             case RankEnded(how):
                 self._replace(rank, rank.failure or how)
 
-    def _lose(self, job: KnownJob, step: int) -> None:
+    def _lose(self, job: JobRecord, step: int) -> None:
         """A job is on no rank any more, and goes on from a step; one that was cancelled meanwhile ends here."""
-        job.lose_rank(step)
+        job.rank_lost(step)
         self._is_stale = True
         if job.is_cancelled and not job.state.is_final:
             self._end(job, JobCancelled(job.name, job.step))
 
-    def _hear_event(self, rank: KnownRank, told: ToldEvent) -> None:
+    def _handle_event(self, rank: RankRecord, told: RankEvent) -> None:
         event, now_s = told.event, time.perf_counter()
         if isinstance(event, MicrobatchDone):
             rank.learn(event)
@@ -372,7 +372,7 @@ class ReplicatedEngine:
             self._is_stale |= job.state is not JobState.RUNNING
         self._untold.append(told)
 
-    def _replace(self, rank: KnownRank, how: str) -> None:
+    def _replace(self, rank: RankRecord, how: str) -> None:
         """Starts another process for a rank that is gone; its jobs go on from their last checkpoints meanwhile."""
         index = rank.index
         # It may only seem to be gone, on a machine that cannot be reached: then it must not write any more.

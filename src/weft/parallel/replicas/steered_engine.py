@@ -17,21 +17,21 @@ from weft.engine.events import EvalDone, Event, JobCancelled
 from weft.errors import JobError
 from weft.job_state import JobState
 from weft.objectives.metrics import MeanScores
-from weft.parallel.replicas.known_job import KnownJob
-from weft.parallel.replicas.known_rank import KnownRank
+from weft.parallel.replicas.known_job import JobRecord
+from weft.parallel.replicas.known_rank import RankRecord
 from weft.parallel.replicas.messages import (
     AdapterChecked,
-    AskJob,
     CancelJob,
     CheckAdapter,
+    ContinueJob,
     ForgetJob,
-    GoOn,
     HoldJob,
-    JobAnswered,
-    ToldEvent,
+    JobQuery,
+    QueryResult,
+    RankEvent,
     TrainJob,
 )
-from weft.parallel.replicas.questions import AskAdapter, AskAnswers, AskScores, Question
+from weft.parallel.replicas.questions import AdapterQuery, AnswerQuery, Question, ScoreQuery
 from weft.parallel.replicas.replicated_engine import ReplicaInfo, ReplicatedEngine
 from weft.spec import AdapterSpec
 
@@ -45,29 +45,29 @@ if TYPE_CHECKING:
 class CheckingInfo(ReplicaInfo):
     """What all replicas have in common, and which adapters fit."""
 
-    find_flaw: Callable[[AdapterSpec], Exception | None]
+    find_problem: Callable[[AdapterSpec], Exception | None]
     _flaws: dict[str, Exception | None] = field(default_factory=dict)
     """What has been asked."""
 
     def check_adapter(self, adapter: AdapterSpec) -> None:
         """ConfigError for an adapter that the backbone cannot have."""
         if repr(adapter) not in self._flaws:
-            self._flaws[repr(adapter)] = self.find_flaw(adapter)
+            self._flaws[repr(adapter)] = self.find_problem(adapter)
         flaw = self._flaws[repr(adapter)]
         if flaw is not None:
             raise flaw
 
 
-class SteeredEngine(ReplicatedEngine):
+class SweepReplicas(ReplicatedEngine):
     """Trains jobs on several replicas; what is asked of a job is of its weights as they are at that moment."""
 
     @functools.cached_property
     def executor(self) -> CheckingInfo:
         """What all replicas have in common, and which adapters fit."""
-        return CheckingInfo(self._ranks.first.facts, self._tokenizer, self._find_flaw)
+        return CheckingInfo(self._ranks.first.facts, self._tokenizer, self._find_problem)
 
     @functools.cached_property
-    def _standing(self) -> dict[tuple[str, int], KnownRank]:
+    def _standing(self) -> dict[tuple[str, int], RankRecord]:
         """Ranks that stand still, by the job and the step of the evaluation they have told of."""
         return {}
 
@@ -78,7 +78,7 @@ class SteeredEngine(ReplicatedEngine):
             job.hold_step = step
             self._send_to(job, HoldJob(name, step))
 
-    def stand_still(self, name: str) -> None:
+    def hold_steps(self, name: str) -> None:
         """Lets a job take no further step; `jobs` knows where it stands then."""
         job = self.jobs[name]
         if not job.has_started or job.state.is_final:
@@ -93,7 +93,7 @@ class SteeredEngine(ReplicatedEngine):
         job = self.jobs[name]
         job.is_parked = True
         if job.rank is None:
-            job.lose_rank(job.step)
+            job.rank_lost(job.step)
         elif not job.state.is_final:
             self._release(job)
 
@@ -122,43 +122,43 @@ class SteeredEngine(ReplicatedEngine):
 
     def evaluate(self, name: str) -> MeanScores:
         """How a job does on its evaluation data."""
-        found: MeanScores = self._ask(self.jobs[name], AskScores())
+        found: MeanScores = self._ask(self.jobs[name], ScoreQuery())
         return found
 
     def answer(self, name: str, prompts: Sequence[Prompt], decoding: Decoding) -> list[Answer]:
         """What a job answers to prompts."""
-        found: list[Answer] = self._ask(self.jobs[name], AskAnswers(prompts, decoding))
+        found: list[Answer] = self._ask(self.jobs[name], AnswerQuery(prompts, decoding))
         return found
 
     def export_adapter(self, name: str, directory: Path | str) -> None:
         """Writes a job's adapter as a PEFT directory; its parent must exist."""
-        self._ask(self.jobs[name], AskAdapter(Path(directory).absolute()))
+        self._ask(self.jobs[name], AdapterQuery(Path(directory).absolute()))
 
-    def _tell(self, told: ToldEvent) -> Iterator[Event]:
+    def _tell(self, told: RankEvent) -> Iterator[Event]:
         yield from super()._tell(told)
         event = told.event
         if isinstance(event, EvalDone):
             # All that follows from it has been decided.
             rank = self._standing.pop((event.job, event.step), None)
             if rank is not None:
-                self._ranks.send(rank, GoOn(event.job, event.step))
+                self._ranks.send(rank, ContinueJob(event.job, event.step))
 
-    def _hear_event(self, rank: KnownRank, told: ToldEvent) -> None:
+    def _handle_event(self, rank: RankRecord, told: RankEvent) -> None:
         if isinstance(told.event, EvalDone):
             self._standing[told.event.job, told.event.step] = rank
-        super()._hear_event(rank, told)
+        super()._handle_event(rank, told)
 
-    def _send_to(self, job: KnownJob, command: HoldJob | CancelJob | ForgetJob) -> None:
+    def _send_to(self, job: JobRecord, command: HoldJob | CancelJob | ForgetJob) -> None:
         """Tells the rank that has a job, if one has."""
         rank = self._rank_of(job)
         if rank is not None:
             self._ranks.send(rank, command)
 
-    def _rank_of(self, job: KnownJob) -> KnownRank | None:
+    def _rank_of(self, job: JobRecord) -> RankRecord | None:
         """The rank that has a job, if one has."""
         return next((rank for rank in self._ranks if rank.index == job.rank), None)
 
-    def _ask(self, job: KnownJob, question: Question) -> Any:
+    def _ask(self, job: JobRecord, question: Question) -> Any:
         """What the rank that has the job answers; raises what it raised. A job that is nowhere is brought back first.
 
         A job that moves is asked where it comes to, and one whose rank ends is asked on another.
@@ -166,9 +166,9 @@ class SteeredEngine(ReplicatedEngine):
         is_ended = job.state.is_final
         while True:
             while job.is_leaving:
-                self._hear_next()
-            rank = self._rank_of(job) or self._bring_back(job)
-            self._ranks.send(rank, AskJob(job.name, question, job.shown_step, is_ended))
+                self._receive_next()
+            rank = self._rank_of(job) or self._restore_job(job)
+            self._ranks.send(rank, JobQuery(job.name, question, job.shown_step, is_ended))
             answered = self._await_answer(rank, job)
             if answered is not None:
                 break
@@ -177,15 +177,15 @@ class SteeredEngine(ReplicatedEngine):
             raise answered.error
         return answered.answer
 
-    def _await_answer(self, rank: KnownRank, job: KnownJob) -> JobAnswered | None:
+    def _await_answer(self, rank: RankRecord, job: JobRecord) -> QueryResult | None:
         """None if the job is gone from the rank before."""
         while job.rank == rank.index and rank in self._ranks:
-            told = self._hear_next()
-            if told is not None and told[0] is rank and isinstance(told[1], JobAnswered):
+            told = self._receive_next()
+            if told is not None and told[0] is rank and isinstance(told[1], QueryResult):
                 return told[1]
         return None
 
-    def _bring_back(self, job: KnownJob) -> KnownRank:
+    def _restore_job(self, job: JobRecord) -> RankRecord:
         """Gives a job that no rank has to one with room, which trains it to where it was last seen."""
         while True:
             rank = self._least_loaded()
@@ -193,15 +193,15 @@ class SteeredEngine(ReplicatedEngine):
                 break
             if len(self._ranks.loaded) == len(self._ranks):
                 raise JobError("it has no replica, and none has room for it.", where=job.name)
-            self._hear_next()
+            self._receive_next()
         job.rank = rank.index
         self._ranks.send(rank, TrainJob(job.order, None if job.state.is_final else job.shown_step))
         return rank
 
-    def _has_room(self, rank: KnownRank) -> bool:
+    def _has_room(self, rank: RankRecord) -> bool:
         limit = rank.replica(1.0).budget.max_jobs
         here = [job for job in self.jobs.values() if job.rank == rank.index and not job.state.is_final]
         return limit is None or len(here) < limit
 
-    def _find_flaw(self, adapter: AdapterSpec) -> Exception | None:
-        return self._ask_any(CheckAdapter(adapter), AdapterChecked).error
+    def _find_problem(self, adapter: AdapterSpec) -> Exception | None:
+        return self._call_any(CheckAdapter(adapter), AdapterChecked).error

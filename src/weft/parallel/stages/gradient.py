@@ -92,7 +92,7 @@ def part_of_step(norm: torch.Tensor, shares: Sequence[JobShare], stage: int) -> 
     return PartOfStep(norm, fills)
 
 
-def judge_gradient(
+def combine_gradient_norm(
     parts: Sequence[torch.Tensor], shares: Sequence[JobShare], norm_of: Callable[[list[torch.Tensor]], torch.Tensor]
 ) -> tuple[Verdict, dict[str, torch.Tensor]]:
     """The verdict about a gradient, and its groups that have twins, given what all stages hold of it, in their order.

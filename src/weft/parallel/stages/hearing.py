@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from weft.engine.execute.references import Asked, ReferencePass, asked_for, reference_passes
+from weft.engine.execute.references import Asked, ReferencePass, reference_passes, requested_rows
 from weft.model.packed import PackedBatch
 from weft.parallel.stages.stage import Stage
 from weft.parallel.stages.transport import Channel
@@ -75,7 +75,7 @@ class Hearing:
                 each.rows.let_go()
 
 
-def hear_for(stage: Stage, microbatch: Microbatch, batch: PackedBatch, row_tile: int) -> Hearing:
+def stage_reference_pass(stage: Stage, microbatch: Microbatch, batch: PackedBatch, row_tile: int) -> Hearing:
     """What a microbatch of a program has to know."""
     askers = {name: stage.asker(name) for name in microbatch.job_tokens}
-    return Hearing(stage, asked_for(microbatch, batch, row_tile, askers), row_tile, batch.num_rows)
+    return Hearing(stage, requested_rows(microbatch, batch, row_tile, askers), row_tile, batch.num_rows)

@@ -26,7 +26,7 @@ from weft.model.packed import PackedBatch
 from weft.model.reference_rows import ReferenceRows
 from weft.model.scores import PendingScores
 from weft.parallel.stages.gradient import part_of_step
-from weft.parallel.stages.hearing import Hearing, hear_for
+from weft.parallel.stages.hearing import Hearing, stage_reference_pass
 from weft.parallel.stages.routes import Due, StepOf
 from weft.parallel.stages.stage import Stage
 from weft.parallel.stages.step_exchange import StepExchange
@@ -56,7 +56,7 @@ class _Begun:
     work: StagedWork
     left: int
     """Of its instructions, those that have not run."""
-    left_behind: list[set[ReferenceRows]]
+    released_rows: list[set[ReferenceRows]]
     """What references have said for jobs that left before it, until its first microbatch."""
     outcome: StageOutcome = field(default_factory=StageOutcome)
     timed: list[tuple[str, DeviceEvent, DeviceEvent, Mapping[str, Any]]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class StageProgram:
         `due`: what it hears of steps meanwhile.
         """
         own = work.program.stages[self._stage.device]
-        begun = _Begun(number, work, len(own), self._stage.references.take_left_behind())
+        begun = _Begun(number, work, len(own), self._stage.references.pop_released_rows())
         self._begun.append(begun)
         self._stage.expect(work.program)
         self._exchange.know(work.program)
@@ -199,7 +199,7 @@ class StageProgram:
                 self._go_empty(self._num_more(k, 0))
             if ring is not None and isinstance(instruction, Forward | Backward):
                 with self._before_next():
-                    ring.go_empty(back=isinstance(instruction, Backward))
+                    ring.run_empty_pass(back=isinstance(instruction, Backward))
             return
         match instruction:
             case Receive():
@@ -256,9 +256,9 @@ class StageProgram:
         """A microbatch; when it is first asked for, it is also settled what references run in front of it."""
         if k not in self._batches:
             begun, microbatch = self._of_microbatch(k), self._microbatch(k)
-            begun.left_behind.clear()
+            begun.released_rows.clear()
             self._batches[k] = self._stage.packed(microbatch, begun.work.row_tile)
-            self._hearing[k] = hear_for(self._stage, microbatch, self._batches[k], begun.work.row_tile)
+            self._hearing[k] = stage_reference_pass(self._stage, microbatch, self._batches[k], begun.work.row_tile)
         return self._batches[k]
 
     def _hear(self, k: int) -> None:
@@ -282,7 +282,7 @@ class StageProgram:
         ring = self._stage.backbone.ring
         for _ in range(num_passes):
             assert ring is not None
-            ring.go_empty(back=False)
+            ring.run_empty_pass(back=False)
 
     def _forward(self, k: int) -> None:
         entering_TD = self._entering.pop(k, None)
@@ -320,7 +320,7 @@ class StageProgram:
         if weights is not None:
             self._end_step(job)
             started = DeviceEvent(stage.backbone.device)
-            part = part_of_step(verdict.norm, stage.own_shares(job), stage.index)
+            part = part_of_step(verdict.norm, stage.replica_shares(job), stage.index)
             self._stepping[job] = step, take_step(weights, begun.work.rates[step], verdict.is_finite, part)
             begun.timed.append(self._timed("step", started, {"jobs": {job: 0}, "step": step[1]}))
             if step in begun.work.kept:

@@ -11,8 +11,8 @@ from weft.errors import ConfigError, ModelError
 from weft.model.model_part import ModelPart
 from weft.model.resolve import ResolvedModel
 from weft.model.source import load_tokenizer
-from weft.model.tensor_parallel import why_undivided
-from weft.parallel.stages.refusals import refuse_cut, refuse_undivided, refuse_without_kernels
+from weft.model.tensor_parallel import why_not_divisible
+from weft.parallel.stages.refusals import refuse_divided, refuse_indivisible, refuse_without_kernels
 from weft.parallel.stages.stage_devices import find_gpus
 from weft.parallel.stages.stage_pool import StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
@@ -179,13 +179,13 @@ def check_layout(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> No
 
 def check_job(model: ResolvedModel, job: JobSpec, layout: StageLayout) -> None:
     """ConfigError for settings of a job that keep it from being trained by such replicas."""
-    refuse_cut(job, layout.replica_sizes)
+    refuse_divided(job, layout.replica_sizes)
     # What auto will mean on a GPU is only sure once the weights are there; who wants no kernels can say so.
     is_auto = model.spec.kernels == "auto" and not model.is_cpu
     if is_auto or model.spec.kernels == "fused":
         refuse_without_kernels(job.adapter, "adapter.method")
     if layout.tensor > 1:
-        refuse_undivided(job)
+        refuse_indivisible(job)
 
 
 def find_parts(model: ResolvedModel, num_stages: int, tensor: int = 1) -> list[ModelPart]:
@@ -202,7 +202,7 @@ def find_parts(model: ResolvedModel, num_stages: int, tensor: int = 1) -> list[M
             f"got {num_stages} stages; the model has {counted(count, 'layer')}, so use 1 to {count}.", where=WHERE
         )
     if tensor > 1:
-        why = why_undivided(model.config, tensor, spec.quantize)
+        why = why_not_divisible(model.config, tensor, spec.quantize)
         if why is not None:
             raise ModelError(f"{why}.", where=model.where)
     return cut_layers(model.shape, num_stages)

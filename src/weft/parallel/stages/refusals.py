@@ -16,16 +16,16 @@ WHOLE_STATES = ("adamw_8bit",)
 """Optimizers that remember blocks of numbers, which a border between two stages may cut."""
 
 
-def refuse_cut(spec: JobSpec, replica_sizes: Sequence[int]) -> None:
+def refuse_divided(spec: JobSpec, replica_sizes: Sequence[int]) -> None:
     """ConfigError for settings of a job that need its adapter in one piece, where a replica has several stages."""
     if spec.optim in WHOLE_STATES and max(replica_sizes) > 1:
         found = f"{spec.optim} keeps blocks of numbers, which a border between two stages may cut"
         raise ConfigError(f"{found}; use adamw, or a layout whose replicas have one stage each.", where="optim")
 
 
-def refuse_undivided(spec: JobSpec) -> None:
+def refuse_indivisible(spec: JobSpec) -> None:
     """ConfigError for settings of a job that need every layer in one piece."""
-    _refuse_undivided_method(spec.adapter, "adapter.method")
+    _refuse_indivisible_method(spec.adapter, "adapter.method")
     if spec.adapter.eva is not None:
         found = "eva looks at whole inputs, of which devices that share layers have parts; use another start."
         raise ConfigError(found, where="adapter.init_lora_weights")
@@ -38,7 +38,7 @@ def refuse_method(adapter: AdapterSpec, backbone: Backbone, where: str) -> None:
     if backbone.lane(adapter):
         refuse_without_kernels(adapter, where)
     if backbone.devices is not None:
-        _refuse_undivided_method(adapter, where)
+        _refuse_indivisible_method(adapter, where)
 
 
 def refuse_without_kernels(adapter: AdapterSpec, where: str) -> None:
@@ -53,7 +53,7 @@ def refuse_without_kernels(adapter: AdapterSpec, where: str) -> None:
     raise ConfigError(f"{what} has no kernels, and a layout runs one path; {way}.", where=where)
 
 
-def _refuse_undivided_method(adapter: AdapterSpec, where: str) -> None:
+def _refuse_indivisible_method(adapter: AdapterSpec, where: str) -> None:
     reason = adapter.config.undivided
     if reason is not None:
         known = ", ".join(sorted(name for name, config in CONFIGS.items() if config.undivided is None))

@@ -54,9 +54,7 @@ class StepOrders:
                 routes = [Route(Channel.PART, stage, judge)]
                 if stage == judge:
                     judged.append(measure)
-                    routes = [
-                        Route(Channel.VERDICT, judge, to) for to in self._stepping.get(measure, ()) if to != judge
-                    ]
+                    routes = [Route(Channel.NORM, judge, to) for to in self._stepping.get(measure, ()) if to != judge]
                 for route in routes:
                     found.setdefault(route, deque()).append((measure.job, measure.step))
         for measure in judged:
@@ -105,7 +103,7 @@ def all_routes(program: Program) -> frozenset[Route]:
     shares_jobs = max(firsts.values(), default=0) > 1
     for judge, stage in itertools.product(judges, range(program.num_stages)):
         if stage != judge and (shares_jobs or any({judge, stage} <= {*devices} for devices in replicas)):
-            found.add(Route(Channel.VERDICT, judge, stage))
+            found.add(Route(Channel.NORM, judge, stage))
             if stage > judge:
                 found.add(Route(Channel.PART, stage, judge))
     return frozenset(found)

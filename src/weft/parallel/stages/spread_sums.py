@@ -78,7 +78,7 @@ def receive_part(receive: Receive, share: JobShare) -> Generator[None, None, Spr
     return SpreadPart(is_finite, sums, penalties)
 
 
-def judge_sums(
+def combine_spread_sums(
     replicas: Sequence[tuple[Sequence[SpreadPart], Sequence[JobShare]]],
     norm_of: Callable[[list[torch.Tensor]], torch.Tensor],
 ) -> tuple[Verdict, dict[str, torch.Tensor]]:

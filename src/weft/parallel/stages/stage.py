@@ -16,13 +16,13 @@ from weft.adapters.side_by_side import SideBySide
 from weft.adapters.targets import leaf_names
 from weft.adapters.token_rows import INPUT_ROWS
 from weft.engine.execute.evaluate import ScoreRequest
-from weft.engine.execute.local import LocalExecutor, replica_facts, told_of_device
-from weft.engine.execute.microbatch import ExecutedJob, place_segment
+from weft.engine.execute.local import LocalExecutor, device_errors_as_replica_errors, replica_facts
+from weft.engine.execute.microbatch import ExecutedJob, packed_sample
 from weft.engine.execute.optimizers.optimizer import Optimizer
 from weft.engine.execute.optimizers.rate_pattern import refuse_idle_rates
 from weft.engine.execute.optimizers.registry import OPTIMIZER_KINDS
 from weft.engine.execute.protocol import NewJob, ReplicaFacts, ReplicaMemory
-from weft.engine.execute.references import Asker
+from weft.engine.execute.references import ReferenceRequest
 from weft.engine.execute.weights import JobWeights
 from weft.errors import ConfigError
 from weft.kernels.device import CPU, Stream, current_stream, has_streams, is_cpu, on_stream
@@ -31,10 +31,10 @@ from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, pack_samples
 from weft.model.stage_runner import stage_runner
 from weft.parallel.stages.gradient import JobShare
-from weft.parallel.stages.refusals import refuse_method, refuse_undivided
+from weft.parallel.stages.refusals import refuse_indivisible, refuse_method
 from weft.parallel.stages.stage_references import StageReferences
-from weft.parallel.stages.stage_start import PassHeard, StageStart
-from weft.parallel.stages.state_parts import without_twins
+from weft.parallel.stages.stage_start import StagePassResult, StageStart
+from weft.parallel.stages.state_parts import without_tied
 from weft.parallel.stages.transport import Channel, Transport
 from weft.plan.program import Program
 from weft.plan.types import Microbatch
@@ -43,7 +43,7 @@ from weft.store.row_files import ROWS
 
 
 @dataclass(frozen=True)
-class StagePlace:
+class StagePosition:
     """Where a stage is among all of them: those of the first replica come first, in their order."""
 
     replica: int
@@ -59,16 +59,16 @@ UNPAIRED = 4
 """Programs without pairs, one behind the other, from which on it is worth to capture graphs."""
 
 
-def stage_places(replica_sizes: Sequence[int]) -> list[StagePlace]:
+def stage_positions(replica_sizes: Sequence[int]) -> list[StagePosition]:
     """The places of all stages of replicas with so many each."""
     pairs = [(replica, index, size) for replica, size in enumerate(replica_sizes) for index in range(size)]
-    return [StagePlace(*pair, device) for device, pair in enumerate(pairs)]
+    return [StagePosition(*pair, device) for device, pair in enumerate(pairs)]
 
 
 class Stage:
     """A part of a backbone, and its share of the jobs."""
 
-    def __init__(self, place: StagePlace, backbone: Backbone, transport: Transport) -> None:
+    def __init__(self, place: StagePosition, backbone: Backbone, transport: Transport) -> None:
         self.index, self.num_stages, self.device = place.index, place.num_stages, place.device
         self.replica = place.replica
         self.backbone = backbone
@@ -161,7 +161,7 @@ class Stage:
         spec, method = job.spec, method_of(job.spec.adapter)
         refuse_method(spec.adapter, self.backbone, "adapter.method")
         if self.backbone.devices is not None:
-            refuse_undivided(spec)
+            refuse_indivisible(spec)
         targets = self.backbone.targets(spec.adapter)
         refuse_idle_rates(spec.learning_rate_pattern, targets)
         names = tuple(leaf_names(targets, self.backbone.paths_for(method)) or targets)
@@ -204,7 +204,7 @@ class Stage:
         """Learns what the other stages hold of a job, by replica."""
         self.shares[job] = shares
 
-    def own_shares(self, job: str) -> Sequence[JobShare]:
+    def replica_shares(self, job: str) -> Sequence[JobShare]:
         """What the stages of this replica hold of a job, in their order."""
         return self.shares[job][self.replica]
 
@@ -221,13 +221,13 @@ class Stage:
         self._kept.pop(job, None)
         self.local.jobs.pop(job, None)
 
-    def hear_pass(self, job: str, entering_TD: torch.Tensor | None) -> PassHeard | None:
+    def hear_pass(self, job: str, entering_TD: torch.Tensor | None) -> StagePassResult | None:
         """Runs the next of a job's first samples for its start; None if there are no more, or if others have the job.
 
         Where devices share the frozen weights, they all come by nevertheless.
         """
         found, ring = None, self.backbone.ring
-        with told_of_device():
+        with device_errors_as_replica_errors():
             if job in self._given:
                 weights = self.weights_of(job)
                 adapter = None if weights is None else weights.adapter
@@ -235,7 +235,7 @@ class Stage:
                     self._starts[job] = StageStart(self.backbone, self._given[job], adapter)
                 found = self._starts[job].hear(entering_TD)
             if found is None and ring is not None:
-                ring.go_empty(back=False)
+                ring.run_empty_pass(back=False)
         return found
 
     def end_passes(self, job: str, is_given: bool) -> None:
@@ -250,7 +250,7 @@ class Stage:
         if job in self.local.jobs:
             self.local.seat(job)
         elif reference is not None:
-            with told_of_device():
+            with device_errors_as_replica_errors():
                 reference.take_slot()
 
     def unseat(self, job: str) -> None:
@@ -298,7 +298,7 @@ class Stage:
         weights = self.weights_of(job)
         if weights is None:
             return {}
-        return without_twins(self._copy(job, weights, step, moments=True), self.own_shares(job)[self.index])
+        return without_tied(self._copy(job, weights, step, moments=True), self.replica_shares(job)[self.index])
 
     def modules(self, job: str, best: bool, step: int | None = None) -> dict[str, ModuleTensors]:
         """The adapter's tensors of a job's share by module path, as files hold them."""
@@ -328,7 +328,7 @@ class Stage:
             weights = self.weights_of(segment.job)
             slot = None if weights is None else weights.slot
             reference = self.references.of(segment.job)
-            placed.append(place_segment(self._given[segment.job], slot, segment, reference, row_tile))
+            placed.append(packed_sample(self._given[segment.job], slot, segment, reference, row_tile))
         return pack_samples(placed, row_tile, self.backbone.device)
 
     def border(self, num_rows: int) -> tuple[int, int]:
@@ -342,14 +342,14 @@ class Stage:
             yield
         return tensor
 
-    def asker(self, job: str) -> Asker | None:
+    def asker(self, job: str) -> ReferenceRequest | None:
         """A job, where it compares."""
         reference, weights = self.references.of(job), self.weights_of(job)
         if reference is None:
             return None
         slot = None if weights is None else weights.slot
         # Of a job that is spread, other replicas run samples too.
-        return Asker(reference, slot, self._given[job].batches, looks_ahead=len(self.shares[job]) == 1)
+        return ReferenceRequest(reference, slot, self._given[job].batches, looks_ahead=len(self.shares[job]) == 1)
 
     def slot_of(self, job: str) -> AbstractContextManager[int | None]:
         """The slot of a job's share, or one for the moment; None where it has no share."""

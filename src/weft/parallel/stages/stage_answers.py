@@ -50,7 +50,7 @@ def answer_prompts(stage: Stage, work: AnswersWork) -> Generator[None, None, lis
         stage.transport.finish()
         while ring is not None and ring.most(0):
             # Devices that share the frozen weights go on until the longest answer of all has ended.
-            ring.go_empty(back=False)
+            ring.run_empty_pass(back=False)
     return [[item.tokens for item, _ in own] for own in asked.values()] if stage.is_last else []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
-from weft.engine.execute.evaluate import ScoreRequest, evaluation_asked, evaluation_microbatches, mean_of
+from weft.engine.execute.evaluate import ScoreRequest, evaluation_microbatches, evaluation_rows, mean_of
 from weft.engine.execute.protocol import EvaluationWork
 from weft.model.packed import PackedBatch, pack_samples
 from weft.model.scores import PendingScores
@@ -49,7 +49,7 @@ def evaluate_jobs(stage: Stage, work: EvaluationWork) -> Generator[None, None, l
         stage.transport.finish()
         for _ in range(num_empty):
             assert ring is not None
-            ring.go_empty(back=False)
+            ring.run_empty_pass(back=False)
     return mean_of(running, len(requests)) if stage.is_last else []
 
 
@@ -61,5 +61,5 @@ def _microbatches(
         return
     for owners, placed in evaluation_microbatches(stage.backbone, requests, work.capacity, work.row_tile):
         batch = pack_samples(placed, work.row_tile, stage.backbone.device)
-        asked = evaluation_asked(requests, owners, batch)
+        asked = evaluation_rows(requests, owners, batch)
         yield owners, batch, Hearing(stage, asked, work.row_tile, work.capacity)

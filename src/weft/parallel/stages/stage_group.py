@@ -10,7 +10,7 @@ from weft.engine.execute.protocol import StagedWork
 from weft.model.backbone import Backbone
 from weft.parallel.stages.interpreter import StageOutcome, StageProgram
 from weft.parallel.stages.routes import Due, all_routes, due_at, routes_of, steps_due
-from weft.parallel.stages.stage import Stage, stage_places
+from weft.parallel.stages.stage import Stage, stage_positions
 from weft.parallel.stages.stage_answers import answer_prompts
 from weft.parallel.stages.stage_evaluation import evaluate_jobs
 from weft.parallel.stages.transport import Boxes, LocalTransport
@@ -31,7 +31,7 @@ class StageGroup(Protocol):
         """
         ...
 
-    def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """The same of some stages, by number, with another thing given to each."""
         ...
 
@@ -88,7 +88,7 @@ TOGETHER: dict[str, Callable[..., Generator[None, None, Any]]] = {
 """What stages do by waiting for each other."""
 
 
-class GoingStage:
+class RunningStage:
     """A stage whose programs go on."""
 
     def __init__(self, stage: Stage) -> None:
@@ -154,18 +154,18 @@ class LocalStages:
         self._transports = [LocalTransport(device, self._boxes) for device in range(len(parts))]
         self.stages = [
             Stage(place, part, transport)
-            for place, part, transport in zip(stage_places(self.replica_sizes), parts, self._transports, strict=True)
+            for place, part, transport in zip(stage_positions(self.replica_sizes), parts, self._transports, strict=True)
         ]
-        self._going = [GoingStage(stage) for stage in self.stages]
+        self._going = [RunningStage(stage) for stage in self.stages]
         self._ended: dict[int, dict[int, StageOutcome]] = defaultdict(dict)
         """What stages have told of programs that nobody has waited for."""
         self._num_appended = 0
 
     def ask(self, what: str, *given: Any) -> list[Any]:
         """What every stage answers to the same question."""
-        return self.ask_each(what, {stage.device: given for stage in self.stages})
+        return self.call_each(what, {stage.device: given for stage in self.stages})
 
-    def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """Lets the stages run in turn, each until it must wait for another. Where one fails, all end."""
         waiting = {device: answer(self.stages[device], what, own) for device, own in given.items()}
         try:

@@ -13,7 +13,7 @@ import torch
 from weft.engine.execute.protocol import ReplicaFaultError
 from weft.errors import JobError
 from weft.model.model_part import ModelPart
-from weft.parallel.stages.stage import StagePlace
+from weft.parallel.stages.stage import StagePosition
 from weft.spec import BackboneSpec
 
 JOIN = "join"
@@ -24,7 +24,7 @@ JOIN = "join"
 class StageOrder:
     """What a stage is to be."""
 
-    place: StagePlace
+    place: StagePosition
     backbone: BackboneSpec
     part: ModelPart
     num_devices: int

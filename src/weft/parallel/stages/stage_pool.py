@@ -21,7 +21,7 @@ from weft.errors import JobError, WeftError
 from weft.model.model_part import ModelPart
 from weft.parallel.stages.interpreter import StageOutcome
 from weft.parallel.stages.routes import Due, due_at
-from weft.parallel.stages.stage import stage_places
+from weft.parallel.stages.stage import stage_positions
 from weft.parallel.stages.stage_devices import choose_backend, process_variables
 from weft.parallel.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
 from weft.plan.layout import copies, rings, stage_names
@@ -80,7 +80,7 @@ class StageProcesses:
         parts, shared = [part for own in replicas for part in own], rings(self.replica_sizes, shards)
         self._orders = [
             StageOrder(place, backbone, part, len(parts), own, tensor, shared, choose_backend(gpus), memory_limit)
-            for place, part in zip(stage_places(self.replica_sizes), parts, strict=True)
+            for place, part in zip(stage_positions(self.replica_sizes), parts, strict=True)
             for own in range(tensor)
         ]
         self._silent_s = silent_s
@@ -93,7 +93,7 @@ class StageProcesses:
         """What has been heard and not been asked for, by stage and number of the question."""
         self.processes: list[ChildProcess] = []
         self._connections: list[Connection] = []
-        self._heard_s = [0.0] * len(self._orders)
+        self._last_seen_s = [0.0] * len(self._orders)
         try:
             self._load()
             self.ask(JOIN, str(self._folder.path / "store"))
@@ -103,9 +103,9 @@ class StageProcesses:
 
     def ask(self, what: str, *given: Any) -> list[Any]:
         """What every stage answers to the same question."""
-        return self.ask_each(what, dict.fromkeys(range(sum(self.replica_sizes)), given))
+        return self.call_each(what, dict.fromkeys(range(sum(self.replica_sizes)), given))
 
-    def ask_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """The same of some stages, with another thing given to each."""
         with self._asking:
             return self._asked(what, given)
@@ -114,7 +114,7 @@ class StageProcesses:
         # Processes that share a stage hold the same of a job, and answer the same.
         each = 1 if what in READ else self._num_tensor
         asked = [stage * self._num_tensor + place for stage in given for place in range(each)]
-        number = self._tell_each(what, given, asked)
+        number = self._send_each(what, given, asked)
         found = self._gather(asked, number, is_together=what in TOGETHER)
         return [found[index] for index in asked[::each]]
 
@@ -122,13 +122,13 @@ class StageProcesses:
         """Tells every stage of a program that goes on; its number."""
         given = {stage: (work, own, due_at(due, stage)) for stage, own in enumerate(lists)}
         with self._asking:
-            return self._tell_each("append", given, range(len(self.processes)))
+            return self._send_each("append", given, range(len(self.processes)))
 
     def go_on(self, lists: Lists, due: Due) -> None:
         """Tells every stage the rest."""
         given = {stage: (own, due_at(due, stage)) for stage, own in enumerate(lists)}
         with self._asking:
-            self._tell_each("go_on", given, range(len(self.processes)))
+            self._send_each("go_on", given, range(len(self.processes)))
 
     def outcomes(self, number: int) -> list[StageOutcome]:
         """Waits for what every stage tells of a program."""
@@ -163,10 +163,10 @@ class StageProcesses:
         process = ChildProcess(PROGRAM, connections=[its], variables=variables, name=f"weft-stage-{index}", log=log)
         self.processes.append(process)
         self._connections.append(mine)
-        self._heard_s[index] = time.monotonic() + JOIN_S - self._silent_s
+        self._last_seen_s[index] = time.monotonic() + JOIN_S - self._silent_s
         tell(mine, order)
 
-    def _tell_each(self, what: str, given: Mapping[int, tuple[Any, ...]], asked: Sequence[int]) -> int:
+    def _send_each(self, what: str, given: Mapping[int, tuple[Any, ...]], asked: Sequence[int]) -> int:
         """Asks processes of stages; the number of the question."""
         if self._lost is not None:
             raise self._lost
@@ -213,7 +213,7 @@ class StageProcesses:
 
     def _hear(self, index: int) -> StageAnswer | StageAlive:
         """What a stage tells."""
-        self._heard_s[index] = time.monotonic()
+        self._last_seen_s[index] = time.monotonic()
         try:
             told: StageAnswer | StageAlive = hear(self._connections[index])
         except (EOFError, OSError):
@@ -222,7 +222,7 @@ class StageProcesses:
 
     def _end_silent(self, waiting: Sequence[int]) -> None:
         for index in waiting:
-            if time.monotonic() - self._heard_s[index] > self._silent_s:
+            if time.monotonic() - self._last_seen_s[index] > self._silent_s:
                 self._lose(index, f"gave no sign of life for {self._silent_s:g} s")
 
     def _lose(self, index: int, how: str | None = None) -> NoReturn:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.engine.execute.memory import load_part_within
+from weft.engine.execute.memory import load_part_within_memory
 from weft.engine.execute.protocol import ReplicaMemoryError
 from weft.errors import WeftError
 from weft.model.out_of_memory import is_out_of_memory
@@ -24,7 +24,7 @@ from weft.model.shards.peers import TorchHostPeers, TorchPeers
 from weft.parallel.stages.host_transport import HostTransport
 from weft.parallel.stages.stage import Stage
 from weft.parallel.stages.stage_devices import goes_through_host
-from weft.parallel.stages.stage_group import GoingStage, answer
+from weft.parallel.stages.stage_group import RunningStage, answer
 from weft.parallel.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
 from weft.parallel.stages.tensor_devices import TorchDevices, join_devices, tensor_devices
 from weft.parallel.stages.transport import TorchTransport, Transport
@@ -76,7 +76,7 @@ def _loaded(order: StageOrder, say: Callable[[StageAnswer], None]) -> StageMembe
 
 def _serve(member: StageMember, connection: Connection, say: Callable[[StageAnswer], None]) -> None:
     """Answers questions; those that come while programs go on, between two instructions."""
-    going: GoingStage | None = None
+    going: RunningStage | None = None
     while True:
         if going is not None and going.has_work and not connection.poll():
             number = going.oldest
@@ -84,11 +84,11 @@ def _serve(member: StageMember, connection: Connection, say: Callable[[StageAnsw
                 for number, outcome in going.turn():
                     say(StageAnswer(number, outcome))
             except Exception as error:
-                _say_failed(member, number, error, say)
+                _report_failure(member, number, error, say)
             continue
         number, what, given = hear(connection)
         if what == "append":
-            going = going if going is not None and going.stage is member.stage else GoingStage(member.stage)
+            going = going if going is not None and going.stage is member.stage else RunningStage(member.stage)
             going.append(number, *given)
         elif what == "go_on":
             assert going is not None, "a program goes on that was begun"
@@ -97,12 +97,12 @@ def _serve(member: StageMember, connection: Connection, say: Callable[[StageAnsw
             try:
                 found = StageAnswer(number, _answered(member, what, given))
             except Exception as error:
-                _say_failed(member, number, error, say, what)
+                _report_failure(member, number, error, say, what)
                 continue
             say(found)
 
 
-def _say_failed(
+def _report_failure(
     member: StageMember, number: int, error: Exception, say: Callable[[StageAnswer], None], what: str = ""
 ) -> None:
     found = tellable(error, member.device, what)
@@ -138,7 +138,7 @@ class StageMember:
         self._devices: TorchDevices | None = None
         if order.num_tensor > 1:
             self._devices = tensor_devices(order.tensor, order.num_tensor, device, order.backend)
-        self._backbone = load_part_within(model, order.memory_limit, order.part, self._peers, self._devices)
+        self._backbone = load_part_within_memory(model, order.memory_limit, order.part, self._peers, self._devices)
         self._stage: Stage | None = None
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from weft.engine.execute.protocol import NewJob
-from weft.engine.execute.references import JobReference, KnownRows
+from weft.engine.execute.references import JobReference, ReferenceCache
 from weft.engine.inference.attach import adapter_on, own_part
 from weft.model.backbone import Backbone
 from weft.model.reference_rows import ReferenceRows
@@ -24,7 +24,7 @@ class StageReferences:
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
-        self._known = KnownRows(backbone, only_kept=True)
+        self._known = ReferenceCache(backbone, kept_only=True)
         self._of_jobs: dict[str, JobReference] = {}
         self._left_behind: list[set[ReferenceRows]] = []
         """What was kept for jobs that have left since the last program came."""
@@ -60,7 +60,7 @@ class StageReferences:
         if job in self._of_jobs:
             self._left_behind.append(self._of_jobs[job].forget())
 
-    def take_left_behind(self) -> list[set[ReferenceRows]]:
+    def pop_released_rows(self) -> list[set[ReferenceRows]]:
         """What jobs have left behind; whoever takes it lets go of it before the first microbatch of a program."""
         found, self._left_behind = self._left_behind, []
         return found

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.engine.execute.eva import HeardInputs, give_start, passes
+from weft.engine.execute.eva import LinearInputs, passes, set_initial_directions
 from weft.engine.execute.protocol import NewJob
 from weft.kernels.device import CPU
 from weft.model.backbone import Backbone
 
 
 @dataclass(frozen=True)
-class PassHeard:
+class StagePassResult:
     """What a stage tells of one pass."""
 
     left_TD: torch.Tensor | None
@@ -38,18 +38,18 @@ class StageStart:
         ranks = {} if adapter is None else {path: job.spec.adapter.rank_for(path) for path in adapter.modules}
         self._backbone, self._adapter = backbone, adapter
         self._is_last = backbone.part.is_last
-        self._inputs = HeardInputs(backbone, ranks, eva, job.spec.seed)
+        self._inputs = LinearInputs(backbone, ranks, eva, job.spec.seed)
         self._passes = passes(job.batches.samples_from(0))
 
-    def hear(self, entering_TD: torch.Tensor | None) -> PassHeard | None:
+    def hear(self, entering_TD: torch.Tensor | None) -> StagePassResult | None:
         """Runs the next pass; None if there are no more samples."""
         samples = next(self._passes, None)
         if samples is None:
             return None
         left_TD = self._inputs.run(samples, None if entering_TD is None else entering_TD.to(self._backbone.device))
-        return PassHeard(None if self._is_last else left_TD.to(CPU), self._inputs.are_enough)
+        return StagePassResult(None if self._is_last else left_TD.to(CPU), self._inputs.are_enough)
 
     def give(self) -> None:
         """Puts what has been heard into the share."""
         if self._adapter is not None:
-            give_start(self._adapter, self._inputs.directions())
+            set_initial_directions(self._adapter, self._inputs.directions())

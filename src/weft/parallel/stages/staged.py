@@ -25,22 +25,22 @@ from weft.engine.execute.protocol import (
     EvaluationOutcome,
     EvaluationWork,
     Executor,
+    FinishWork,
+    MemoryTrial,
     MicrobatchWork,
     MoveWork,
     NewJob,
     OutcomeT,
     ReplicaMemory,
-    RestWork,
     StagedWork,
     StateWork,
     Ticket,
-    TrialRun,
     Work,
 )
 from weft.engine.inference.answers import Answer, refuse_long, worded
 from weft.errors import ConfigError, StorageError
 from weft.model.ahead.compile_ahead import CompileAhead
-from weft.parallel.stages.refusals import refuse_cut
+from weft.parallel.stages.refusals import refuse_divided
 from weft.parallel.stages.routes import StepOrders
 from weft.parallel.stages.stage_group import StageGroup
 from weft.parallel.stages.staged_jobs import StagedJobs
@@ -142,7 +142,7 @@ class StagedExecutor:
 
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's shares."""
-        refuse_cut(job.spec, self.stages.replica_sizes)
+        refuse_divided(job.spec, self.stages.replica_sizes)
         own = self._jobs.add(job)
         num_trained = sum(share.run_of(group) for share in own for group in share.trained)
         return AddedJob(num_trained, "", sum(s.num_compared for s in own))
@@ -177,7 +177,7 @@ class StagedExecutor:
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
         """The adapter's tensors of a job by module path."""
-        return _merged(self._jobs.ask_home("adapter_of", job))
+        return _merged(self._jobs.call_home("adapter_of", job))
 
     def target_names(self, job: str) -> list[str]:
         """The adapted modules in the words of PEFT's target_modules."""
@@ -204,7 +204,7 @@ class StagedExecutor:
         """Files are written when they are asked for."""
         return True
 
-    def try_out(self, work: MicrobatchWork) -> TrialRun:
+    def try_out(self, work: MicrobatchWork) -> MemoryTrial:
         """Is not to be had: stages take whole programs."""
         raise ConfigError("one microbatch is tried on one device; leave --layout out.", where="--layout")
 
@@ -229,13 +229,13 @@ class StagedExecutor:
                 number = self.stages.append(told, work.lists, self._orders.due(work.lists))
                 return lambda: program_outcome(work, self.stages.outcomes(number))
             case MoveWork(program):
-                self._jobs.bring_home(program)
+                self._jobs.gather_to_home(program)
                 done = None
-            case RestWork(lists):
+            case FinishWork(lists):
                 self.stages.go_on(lists, self._orders.due(lists))
                 done = None
             case StagedWork():
-                self._jobs.bring_home(work.program)
+                self._jobs.gather_to_home(work.program)
                 told = dataclasses.replace(work, hears=self._hears(work.program))
                 done = program_outcome(work, self.stages.ask("run", told))
             case EvaluationWork():
@@ -243,7 +243,7 @@ class StagedExecutor:
             case AnswersWork():
                 done = self._answer(work)
             case StateWork(name):
-                done = join_state(self._jobs.ask_home("tensors", name))
+                done = join_state(self._jobs.call_home("tensors", name))
             case CheckpointWork() | AdapterWork():
                 return _kept(lambda: self._write(work))
             case _:
@@ -296,23 +296,23 @@ class StagedExecutor:
             for replica in together
             for device in self._replicas[replica]
         }
-        found = dict(zip(given, self.stages.ask_each(what, given), strict=True))
+        found = dict(zip(given, self.stages.call_each(what, given), strict=True))
         last = [found.get(devices[-1]) for devices in self._replicas]
         return [(tuple(named), told) for named, told in zip(own, last, strict=True) if named]
 
     def _write(self, work: CheckpointWork | AdapterWork) -> None:
         if isinstance(work, CheckpointWork):
-            tensors = join_state(self._jobs.ask_home("tensors", work.job, work.step))
+            tensors = join_state(self._jobs.call_home("tensors", work.job, work.step))
             checkpoint = Checkpoint(work.step, tensors, dict(work.state), dict(work.environment))
             save_checkpoint(work.directory, checkpoint, keep=work.keep)
             return
         job = self._jobs[work.job]
-        named, row_modules = self._jobs.ask_home("named", work.job)[0]
+        named, row_modules = self._jobs.call_home("named", work.job)[0]
         new_tokens = named.new_tokens
         write_adapter(
             work.directory,
             named,
-            _merged(self._jobs.ask_home("modules", work.job, work.best, work.step)),
+            _merged(self._jobs.call_home("modules", work.job, work.best, work.step)),
             base_model=self.facts.base_model,
             target_names=self.target_names(work.job),
             chat_template=job.given.spec.chat_template,

@@ -30,7 +30,7 @@ class StagedJob:
     shares: dict[int, list[JobShare]]
     """By the replicas that have it."""
     has_seat: bool = False
-    is_unseen: bool = False
+    is_unknown: bool = False
     """Its start is to be found in its data, which nobody has looked at."""
 
     @property
@@ -54,7 +54,7 @@ class StagedJobs:
         """Makes a job's shares, on all replicas or on the one where the least is trained so far; those of its home."""
         where = range(len(self._replicas)) if job.spec.gradient_sum == "any_order" else [self._emptiest()]
         shares = self._place(job, where)
-        added = self._jobs[job.spec.name] = StagedJob(job, shares, is_unseen=job.spec.adapter.eva is not None)
+        added = self._jobs[job.spec.name] = StagedJob(job, shares, is_unknown=job.spec.adapter.eva is not None)
         return shares[added.home]
 
     def drop(self, job: str) -> None:
@@ -65,11 +65,11 @@ class StagedJobs:
     def seat(self, job: str) -> None:
         """Takes a slot for a job on every stage that has a share, or on none."""
         try:
-            if self._jobs[job].is_unseen:
+            if self._jobs[job].is_unknown:
                 homes = self._jobs[job].shares.keys()
                 owners = [[self._replicas[k] for k in own] for own in self._owners if homes & {*own}]
                 find_start(self._stages, owners, job)
-                self._jobs[job].is_unseen = False
+                self._jobs[job].is_unknown = False
             self.ask("seat", job)
         except ReplicaMemoryError:
             self.ask("unseat", job)
@@ -83,10 +83,10 @@ class StagedJobs:
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
         """Gives every stage its part of a job's state."""
-        self._jobs[job].is_unseen = False
+        self._jobs[job].is_unknown = False
         self._restore(job, self._jobs[job].shares, tensors)
 
-    def bring_home(self, program: Program) -> None:
+    def gather_to_home(self, program: Program) -> None:
         """Moves every job that a program runs on another replica than the one it is at home on."""
         homes = {
             i.job: replica
@@ -101,26 +101,26 @@ class StagedJobs:
     def ask(self, what: str, job: str, *given: Any) -> list[Any]:
         """What every stage answers that has a job."""
         devices = [device for replica in self._jobs[job].shares for device in self._replicas[replica]]
-        return self._stages.ask_each(what, dict.fromkeys(devices, (job, *given)))
+        return self._stages.call_each(what, dict.fromkeys(devices, (job, *given)))
 
-    def ask_home(self, what: str, job: str, *given: Any) -> list[Any]:
+    def call_home(self, what: str, job: str, *given: Any) -> list[Any]:
         """What every stage answers of the replica that is asked about a job."""
-        return self._stages.ask_each(what, dict.fromkeys(self._replicas[self._jobs[job].home], (job, *given)))
+        return self._stages.call_each(what, dict.fromkeys(self._replicas[self._jobs[job].home], (job, *given)))
 
     def _place(self, job: NewJob, replicas: Iterable[int]) -> dict[int, list[JobShare]]:
         """Makes a job's shares on some replicas; what cannot be leaves nothing behind."""
         name, where = job.spec.name, list(replicas)
         devices = [device for replica in where for device in self._replicas[replica]]
         try:
-            found = dict(zip(devices, self._stages.ask_each("add", dict.fromkeys(devices, (job,))), strict=True))
+            found = dict(zip(devices, self._stages.call_each("add", dict.fromkeys(devices, (job,))), strict=True))
             shares = {replica: [found[device] for device in self._replicas[replica]] for replica in where}
             for own in shares.values():
                 refuse_unlike(own)
         except Exception:
-            self._stages.ask_each("drop", dict.fromkeys(devices, (name,)))
+            self._stages.call_each("drop", dict.fromkeys(devices, (name,)))
             raise
         known = {replica: [dataclasses.replace(share, shared={}) for share in own] for replica, own in shares.items()}
-        self._stages.ask_each("know_shares", dict.fromkeys(devices, (name, known)))
+        self._stages.call_each("know_shares", dict.fromkeys(devices, (name, known)))
         return shares
 
     def _restore(self, job: str, where: Mapping[int, Sequence[JobShare]], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -128,7 +128,7 @@ class StagedJobs:
         for replica, shares in where.items():
             parts = cut_state(tensors, shares)
             given |= {device: (job, part) for device, part in zip(self._replicas[replica], parts, strict=True)}
-        self._stages.ask_each("restore", given)
+        self._stages.call_each("restore", given)
 
     def _emptiest(self) -> int:
         """The replica with the fewest trained numbers for each of its stages."""
@@ -141,12 +141,12 @@ class StagedJobs:
     def _move(self, name: str, home: int) -> None:
         """Moves a job with all its state; it leaves the replica that it was on when it is whole on the other."""
         job = self._jobs[name]
-        tensors = join_state(self.ask_home("tensors", name))
+        tensors = join_state(self.call_home("tensors", name))
         try:
             shares = self._place(job.given, [home])
             self._restore(name, shares, tensors)
             if job.has_seat:
-                self._stages.ask_each("seat", dict.fromkeys(self._replicas[home], (name,)))
+                self._stages.call_each("seat", dict.fromkeys(self._replicas[home], (name,)))
         except Exception:
             self._remove(name, [home])
             raise
@@ -156,4 +156,4 @@ class StagedJobs:
     def _remove(self, name: str, replicas: Iterable[int]) -> None:
         """Takes a job off replicas that are not its home."""
         devices = [device for replica in sorted(replicas) for device in self._replicas[replica]]
-        self._stages.ask_each("remove", dict.fromkeys(devices, (name,)))
+        self._stages.call_each("remove", dict.fromkeys(devices, (name,)))

@@ -18,7 +18,7 @@ from weft.parallel.stages.gradient import JobShare
 Tensors = dict[str, torch.Tensor]
 
 
-def without_twins(tensors: Mapping[str, torch.Tensor], share: JobShare) -> Tensors:
+def without_tied(tensors: Mapping[str, torch.Tensor], share: JobShare) -> Tensors:
     """The tensors of a stage, but for those of groups that the first stage has as well."""
     return {name: tensor for name, tensor in tensors.items() if _owner(name)[0] not in share.twins}
 

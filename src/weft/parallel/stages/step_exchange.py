@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
-from weft.parallel.stages.gradient import JobShare, Verdict, by_group, gradient_part, judge_gradient, part_size
+from weft.parallel.stages.gradient import JobShare, Verdict, by_group, combine_gradient_norm, gradient_part, part_size
 from weft.parallel.stages.routes import Due, StepOf
-from weft.parallel.stages.spread_sums import SpreadPart, judge_sums, receive_part, slices
+from weft.parallel.stages.spread_sums import SpreadPart, combine_spread_sums, receive_part, slices
 from weft.parallel.stages.stage import Stage
 from weft.parallel.stages.transport import Channel, Route, StageGoneError
 from weft.plan.program import Measure, Program, Step
@@ -75,7 +75,7 @@ class StepExchange:
             for message in self._messages(step, is_finite):
                 self._stage.transport.send(message, judge, Channel.PART)
         elif self._is_spread(step[0]):
-            yield from self._judge_spread(step, is_finite)
+            yield from self._combine_spread(step, is_finite)
         else:
             yield from self._judge(step, is_finite)
 
@@ -85,8 +85,8 @@ class StepExchange:
         while step not in self._judged:
             judge = self._measuring[Measure(*step)][0]
             try:
-                coming = self._due[Route(Channel.VERDICT, judge, stage.device)].popleft()
-                self._judged[coming] = yield from self._hear_verdict(judge, coming)
+                coming = self._due[Route(Channel.NORM, judge, stage.device)].popleft()
+                self._judged[coming] = yield from self._receive_norm(judge, coming)
             except StageGoneError:
                 if not self._is_spread(step[0]):
                     raise
@@ -95,7 +95,7 @@ class StepExchange:
         found = self._judged.pop(step)
         self._measuring.pop(Measure(*step), None)
         if found.gradient and weights is not None:
-            weights.adapter.put_gradients(found.gradient)
+            weights.adapter.write_gradients(found.gradient)
         return found.verdict
 
     def _is_spread(self, job: str) -> bool:
@@ -115,21 +115,21 @@ class StepExchange:
 
     def _judge(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Judges a gradient that one replica has."""
-        stage, shares = self._stage, self._stage.own_shares(step[0])
+        stage, shares = self._stage, self._stage.replica_shares(step[0])
         parts = self._messages(step, is_finite)
         others = range(stage.device + 1, stage.device + len(shares))
         for device in others:
             part = yield from self._part(device, step)
             assert isinstance(part, torch.Tensor)
             parts.append(part)
-        verdict, twins = judge_gradient(parts, shares, stage.optimizer_kind(step[0]).norm_of)
+        verdict, twins = combine_gradient_norm(parts, shares, stage.optimizer_kind(step[0]).norm_of)
         self._judged[step] = Judged(verdict, twins)
         for device, share in zip(others, shares[1:], strict=True):
-            stage.transport.send(verdict.told, device, Channel.VERDICT)
+            stage.transport.send(verdict.told, device, Channel.NORM)
             for group in share.twins:
-                stage.transport.send(twins[group], device, Channel.VERDICT)
+                stage.transport.send(twins[group], device, Channel.NORM)
 
-    def _judge_spread(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
+    def _combine_spread(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
         """Judges the sum of what several replicas have, and gives every stage its part of it."""
         stage, all_shares = self._stage, self._stage.shares[step[0]]
         found = yield from self._summed(step, is_finite)
@@ -143,9 +143,9 @@ class StepExchange:
                 if device == stage.device:
                     self._judged[step] = Judged(verdict, by_group(own, self._share(device, step[0])))
                     continue
-                stage.transport.send(verdict.told, device, Channel.VERDICT)
+                stage.transport.send(verdict.told, device, Channel.NORM)
                 if len(own):
-                    stage.transport.send(own, device, Channel.VERDICT)
+                    stage.transport.send(own, device, Channel.NORM)
 
     def _summed(
         self, step: StepOf, is_finite: torch.Tensor
@@ -171,7 +171,7 @@ class StepExchange:
                 assert isinstance(part, SpreadPart)
                 parts.append(part)
             replicas.append((parts, shares))
-        return None if self._is_cut_off else judge_sums(replicas, stage.optimizer_kind(step[0]).norm_of)
+        return None if self._is_cut_off else combine_spread_sums(replicas, stage.optimizer_kind(step[0]).norm_of)
 
     def _left_out(self) -> Verdict:
         """What lets a job take no step."""
@@ -191,16 +191,16 @@ class StepExchange:
             self._parts[device, coming] = part
         return self._parts.pop((device, step))
 
-    def _hear_verdict(self, judge: int, step: StepOf) -> Generator[None, None, Judged]:
-        told = yield from self._received(judge, Channel.VERDICT, (2,), torch.float32)
+    def _receive_norm(self, judge: int, step: StepOf) -> Generator[None, None, Judged]:
+        told = yield from self._received(judge, Channel.NORM, (2,), torch.float32)
         share, gradient = self._share(self._stage.device, step[0]), dict[str, torch.Tensor]()
         if not self._is_spread(step[0]):
             for group in share.twins:
                 size = (share.sizes[group],)
-                gradient[group] = yield from self._received(judge, Channel.VERDICT, size, torch.float32)
+                gradient[group] = yield from self._received(judge, Channel.NORM, size, torch.float32)
         elif share.num_trained:
             size = (share.num_trained,)
-            gradient = by_group((yield from self._received(judge, Channel.VERDICT, size, torch.float32)), share)
+            gradient = by_group((yield from self._received(judge, Channel.NORM, size, torch.float32)), share)
         return Judged(Verdict(*told.unbind()), gradient)
 
     def _share(self, device: int, job: str) -> JobShare:

@@ -30,7 +30,7 @@ class Channel(IntEnum):
     """To the one before."""
     PART = 2
     """Of a job's gradient, to its judge: the first stage that has one."""
-    VERDICT = 3
+    NORM = 3
     """Of the judge, to every stage that steps."""
     CHOICE = 4
     """The next tokens of answers, from the last stage to all before it."""
@@ -54,8 +54,8 @@ DIRECTIONS = (
     (Channel.ACTIVATION, True),
     (Channel.GRADIENT, False),
     (Channel.PART, False),
-    (Channel.VERDICT, True),
-    (Channel.VERDICT, False),
+    (Channel.NORM, True),
+    (Channel.NORM, False),
     (Channel.CHOICE, False),
 )
 """All there are: a job's judge need not be on the first replica, if that had no sample of it."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.plan.check.batches import CheckedBatches, away_from_home
+from weft.plan.check.batches import CheckedBatches, off_home_replica
 from weft.plan.check.between import crossings, stuck
 from weft.plan.check.pairs import not_side_by_side
 from weft.plan.check.samples import misplaced, out_of_order, overfull, repeated, unknown_microbatches
@@ -53,7 +53,7 @@ def violations(
     if found:
         return found
     batches = CheckedBatches(program, queues)
-    found += away_from_home(program, batches)
+    found += off_home_replica(program, batches)
     for stage in range(program.num_stages):
         found += StageWalk(
             program, stage, batches, cost, None if memory_bytes is None else memory_bytes[stage]

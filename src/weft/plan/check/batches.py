@@ -69,7 +69,7 @@ def _replicas_of(program: Program) -> list[int]:
     return [found.get(k, 0) for k in range(len(program.microbatches))]
 
 
-def away_from_home(program: Program, batches: CheckedBatches) -> Iterator[str]:
+def off_home_replica(program: Program, batches: CheckedBatches) -> Iterator[str]:
     """Microbatches with samples of jobs that are at home on another replica."""
     for k, own in enumerate(batches.of):
         for job, _ in own:

@@ -94,7 +94,7 @@ class Fleet:
     """Replicas of one model have the same number, counted from 0 in the order of the replicas."""
     home_JR: IntArray
     """Samples, by bucket, of each job that has one replica as its home."""
-    given_homes: tuple[int, ...] | None = None
+    fixed_homes: tuple[int, ...] | None = None
     """The home of each such job; None: they are chosen for this batch."""
 
     @staticmethod
@@ -127,7 +127,7 @@ class Fleet:
             most_K=np.array([float(model.most_tokens) for model in models]),
             kind_K=kind_K,
             home_JR=np.array(buckets.at_home, dtype=np.int64).reshape(len(buckets.at_home), len(buckets.bounds)),
-            given_homes=None if homes is None else tuple(homes),
+            fixed_homes=None if homes is None else tuple(homes),
         )
 
     @property
@@ -149,8 +149,8 @@ class Fleet:
     @cached_property
     def homes(self) -> tuple[int, ...]:
         """The replica of each job that has one, by its place."""
-        if self.given_homes is not None:
-            return self.given_homes
+        if self.fixed_homes is not None:
+            return self.fixed_homes
         found = choose_homes({str(place): own for place, own in enumerate(self.home_s)})
         return tuple(found[str(place)] for place in range(len(found)))
 

@@ -55,7 +55,7 @@ def describe(config: Config, name: str = "") -> Decoder:
     return FAMILIES.get(str(config.get("model_type", "")), llama)(config, name)
 
 
-def why_unfit(config: Config) -> str | None:
+def why_unsupported(config: Config) -> str | None:
     """Reason why the fast path does not take the model of a transformers configuration; None if it does."""
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:

@@ -56,7 +56,7 @@ def slot_counts(fewest: int, num_samples: int, distance: int) -> range:
     return range(low, max(low, min(low + 2 * distance, num_samples + distance - 1)) + 1)
 
 
-def choose_places(demand: Demand, start_J: Whole, *, is_end: bool) -> list[Whole]:
+def choose_slots(demand: Demand, start_J: Whole, *, is_end: bool) -> list[Whole]:
     """Places of the jobs at every boundary, from before the first round (given) to after the last.
 
     Where nothing follows the last round, jobs may run up to its end.

@@ -23,10 +23,10 @@ import numpy as np
 
 from weft.errors import PlanError
 from weft.plan.cost.types import CostModel, LinearCost
-from weft.plan.lemma import with_noops
+from weft.plan.lemma import with_empty_slots
 from weft.plan.pack.balance import Whole
 from weft.plan.pack.bounds import fewest_bins
-from weft.plan.pack.layout import Demand, choose_places, round_s, slot_counts
+from weft.plan.pack.layout import Demand, choose_slots, round_s, slot_counts
 from weft.plan.pack.packer import Packer, PackingWork, RoundTask
 from weft.plan.pack.types import TOLERANCE, PackedRound, RoundLimits, RoundPlan, rounds_of
 from weft.plan.types import JobQueue, Microbatch, Segment
@@ -69,13 +69,13 @@ def pack_rounds(
     before = [*behind, *(m for r in started for m in r.slots)]
     to_pack = _RoundsToPack.of(samples, limits, work)
     is_end = num_rounds == len(samples) and all(q.is_all for q in jobs)
-    places = choose_places(to_pack.demand, to_pack.places_after(before), is_end=is_end)[: num_rounds + 1]
+    places = choose_slots(to_pack.demand, to_pack.slots_after(before), is_end=is_end)[: num_rounds + 1]
     tasks = [to_pack.task(r, places[r], places[r + 1]) for r in range(num_rounds)]
     packer = Packer(limits, work, keep_order)
     packed = _run(packer, tasks, len(started), budget_s, num_workers)
     _widen(to_pack, packer, packed, before, places[-1])
     rounds = (*started, *packed)
-    stream = with_noops((m for r in rounds for m in r.slots), limits.lemma_distance)
+    stream = with_empty_slots((m for r in rounds for m in r.slots), limits.lemma_distance)
     return RoundPlan(limits, rounds, stream, keep_order and (previous is None or previous.keeps_order))
 
 
@@ -123,7 +123,7 @@ class _RoundsToPack:
         places = {j: (int(before_J[i]), int(after_J[i])) for j, i in self.number.items()}
         return RoundTask(self.samples[r], self.fewest[r], places, bounds)
 
-    def places_after(self, slots: Sequence[Microbatch]) -> Whole:
+    def slots_after(self, slots: Sequence[Microbatch]) -> Whole:
         """First slots the jobs may use after these: who ran in one of the last has to wait."""
         distance = self.demand.distance
         first_J = np.zeros(len(self.number), dtype=np.int64)
@@ -134,7 +134,7 @@ class _RoundsToPack:
                     first_J[self.number[s.job]] = place
         return first_J
 
-    def places_before(self, slots: Sequence[Microbatch]) -> Whole:
+    def slots_before(self, slots: Sequence[Microbatch]) -> Whole:
         """The same seen from the other side: how late jobs may run before these slots."""
         last_J = np.full(len(self.number), self.demand.distance - 1, dtype=np.int64)
         for place, microbatch in reversed(list(enumerate(slots[: self.demand.distance - 1]))):
@@ -150,8 +150,8 @@ def _widen(
     for r, old in enumerate(packed):
         if old.is_fewest and old.gap <= TOLERANCE:
             continue
-        before_J = to_pack.places_after(packed[r - 1].slots if r else before)
-        after_J = to_pack.places_before(packed[r + 1].slots) if r + 1 < len(packed) else end_J
+        before_J = to_pack.slots_after(packed[r - 1].slots if r else before)
+        after_J = to_pack.slots_before(packed[r + 1].slots) if r + 1 < len(packed) else end_J
         task = to_pack.task(r, before_J, after_J)
         found = packer.even(task)
         if found is not None:

@@ -121,7 +121,7 @@ class RoundPlan:
         return sum(1 for m in self.stream if m.segments)
 
     @property
-    def num_noops(self) -> int:
+    def num_empty_slots(self) -> int:
         """Empty microbatches, there only to keep distances."""
         return len(self.stream) - self.num_microbatches
 

@@ -82,10 +82,10 @@ def open_pipe(
     num_stages: int, memory_bytes: Sequence[int] | None = None, max_lead: Sequence[int] | None = None
 ) -> Pipe:
     """A replica of so many stages, with so much memory for what is in flight, or so many microbatches of it."""
-    return Pipe((), num_stages, (), memory_bytes, max_lead, knows_verdicts=True)
+    return Pipe((), num_stages, (), memory_bytes, max_lead, waits_for_norms=True)
 
 
-class EndlessProgram:
+class ContinuedProgram:
     """The lists of all stages of one or more replicas, program after program; all microbatches are counted."""
 
     def __init__(self, *pipes: Pipe) -> None:
@@ -117,7 +117,7 @@ class EndlessProgram:
         """So far."""
         return len(self._num_untold)
 
-    def has_told(self, program: int) -> bool:
+    def is_issued(self, program: int) -> bool:
         """Whether stages have been told all of a program, by its number."""
         return not self._num_untold[program]
 
@@ -217,7 +217,7 @@ class EndlessProgram:
         for each in stage.passes[num_passes:]:
             self._tell(replica, place, each)
         for batch in ended:
-            whole_s = self._shared.went_back(batch, stage.free_at)
+            whole_s = self._shared.backward_done(batch, stage.free_at)
             for other, waiting in enumerate(self._plays if whole_s is not None else ()):
                 assert whole_s is not None
                 waiting.whole_at[batch] = whole_s
@@ -233,14 +233,14 @@ class EndlessProgram:
             del own.measured[job]
         shared.step_until(device, each.start_s, self._programs, self.num_programs - 1)
         if place == 0:
-            shared.judge_until(replica, each.start_s)
+            shared.compute_steps_until(replica, each.start_s)
         told += own.due(self._overdue(replica, own, each))
         numbers, first = self._numbers[replica], self._firsts[replica]
         for i in visited:
             match i:
                 case Step(job) if job in self._free:
                     continue
-                case Measure(job, step) if job in self._free and place == 0 and shared.is_judge(replica, (job, step)):
+                case Measure(job, step) if job in self._free and place == 0 and shared.is_root(replica, (job, step)):
                     continue
                 case Forward(k):
                     for batch in self._plays[replica].shared[k]:
@@ -253,7 +253,7 @@ class EndlessProgram:
         found = []
         for job, step in sorted(own.measured.items()):
             is_older = self._programs[job, step] + 1 < self.num_programs
-            if is_older and play.judged_at(ends[job, step]) <= each.start_s:
+            if is_older and play.step_ready_at(ends[job, step]) <= each.start_s:
                 found.append(job)
         return found
 
@@ -283,7 +283,7 @@ def joined(
 
 def joined_all(given: Sequence[DealtStream], pipes: Sequence[Pipe], costs: Sequence[PassCosts]) -> Program:
     """The same for any number of replicas."""
-    endless = EndlessProgram(*pipes)
+    endless = ContinuedProgram(*pipes)
     parts = [*(endless.append(stream, costs) for stream in given), endless.end()]
     stages = tuple(tuple(i for part in own for i in part) for own in zip(*parts, strict=True))
     sizes = tuple(pipe.num_stages for pipe in pipes)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from weft.errors import PlanError
 from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel, LinearCost
-from weft.plan.lemma import lemma_distance, with_noops
+from weft.plan.lemma import lemma_distance, with_empty_slots
 from weft.plan.pipeline.eager import eager_orders
 from weft.plan.pipeline.orders import StageOrder, orders_by_lead
 from weft.plan.pipeline.stream import BatchStream, StreamBatch, by_rounds, by_template, read_stream
@@ -126,7 +126,7 @@ def _arranged(schedule: Schedule, microbatches: Sequence[Microbatch], num_stages
     if schedule is Schedule.LORAPP:
         return by_rounds(microbatches)
     if schedule is Schedule.MULTI_ADAPTER:
-        return with_noops(microbatches, lemma_distance(num_stages))
+        return with_empty_slots(microbatches, lemma_distance(num_stages))
     return microbatches
 
 

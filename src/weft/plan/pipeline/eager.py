@@ -70,7 +70,7 @@ class Pipe:
     """The global batches of each clock that other replicas have samples of, too."""
     needs: Sequence[Collection[SharedBatch]] = ()
     """Those that must have been backward everywhere before each clock is forward."""
-    knows_verdicts: bool = False
+    waits_for_norms: bool = False
     """Whether a forward waits until the first stage, which judges steps, has gone back as far as it needs."""
 
 
@@ -173,7 +173,7 @@ class Play:
         self.own, self.wakes = own, wakes
         self.clocks, self.waits_for = list(pipe.clocks), list(pipe.waits_for)
         self.memory_bytes, self.max_lead = pipe.memory_bytes, pipe.max_lead
-        self.shared, self.needs, self.knows_verdicts = list(pipe.shared), list(pipe.needs), pipe.knows_verdicts
+        self.shared, self.needs, self.waits_for_norms = list(pipe.shared), list(pipe.needs), pipe.waits_for_norms
         size = len(pipe.clocks)
         self.stages = [_Stage([0.0 if s == 0 else NEVER] * size, [NEVER] * size) for s in range(pipe.num_stages)]
         self.whole_at: dict[SharedBatch, float] = {}
@@ -219,7 +219,7 @@ class Play:
         k = stage.num_forwards
         if k == len(self.clocks) or stage.activation_at[k] > now or self.waits_for[k] >= stage.num_backwards:
             return False
-        if self.knows_verdicts and self.waits_for[k] >= 0 and self.judged_at(self.waits_for[k]) > now:
+        if self.waits_for_norms and self.waits_for[k] >= 0 and self.step_ready_at(self.waits_for[k]) > now:
             return False
         if place == 0 and self.needs and any(self.whole_at.get(b, NEVER) > now for b in self.needs[k]):
             return False
@@ -250,12 +250,12 @@ class Play:
         stage.held -= clock.held_bytes[place]
         if place > 0:
             self._arrive(self.stages[place - 1].gradient_at, k, place - 1, end)
-        elif self.knows_verdicts:
+        elif self.waits_for_norms:
             for other in range(1, len(self.stages)):
                 heapq.heappush(self.wakes, (end, self.own, other))
         self._busy_until(stage, place, end + clock.step_s[place])
 
-    def judged_at(self, k: int) -> float:
+    def step_ready_at(self, k: int) -> float:
         """When the first stage has gone back through a clock."""
         first = self.stages[0]
         return first.backward_ends[k] if k < first.num_backwards else NEVER

@@ -51,11 +51,11 @@ class SharedSteps:
                     left.setdefault(job, deque()).append(step)
         return before
 
-    def is_judge(self, replica: int, batch: StreamBatch) -> bool:
+    def is_root(self, replica: int, batch: StreamBatch) -> bool:
         """Whether a replica judges a global batch that nobody has been told to judge."""
         return self._judges.get(batch) == replica
 
-    def went_back(self, batch: StreamBatch, end_s: float) -> float | None:
+    def backward_done(self, batch: StreamBatch, end_s: float) -> float | None:
         """A first stage has gone back through a part; when all of it has been backward everywhere, if it has."""
         self._parts[batch] -= 1
         self._ends[batch] = max(self._ends.get(batch, 0.0), end_s)
@@ -64,7 +64,7 @@ class SharedSteps:
         heapq.heappush(self._due[self._judges[batch]], (self._ends[batch], batch))
         return self._ends[batch]
 
-    def judge_until(self, replica: int, now: float) -> None:
+    def compute_steps_until(self, replica: int, now: float) -> None:
         """Has the first stage of a replica judge what it can by now."""
         due = self._due[replica]
         while due and due[0][0] <= now:
@@ -80,7 +80,7 @@ class SharedSteps:
     def step_until(self, device: int, now: float, batches: Mapping[StreamBatch, int], program: int) -> None:
         """Has a stage take the steps, judged by now, of those `batches` that belong to programs before this one."""
         for job, left in sorted(self._left[device].items()):
-            while left and batches[job, left[0]] < program and self._is_judged((job, left[0]), now):
+            while left and batches[job, left[0]] < program and self._is_stepped((job, left[0]), now):
                 self._step(device, (job, left[0]))
 
     def end(self) -> None:
@@ -92,7 +92,7 @@ class SharedSteps:
                 for step in list(left):
                     self._step(device, (job, step))
 
-    def _is_judged(self, batch: StreamBatch, now: float) -> bool:
+    def _is_stepped(self, batch: StreamBatch, now: float) -> bool:
         return batch not in self._judges and self._ends[batch] <= now
 
     def _judge(self, batch: StreamBatch) -> None:

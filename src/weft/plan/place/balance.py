@@ -94,8 +94,8 @@ class Balance:
         That ends: every round gives a job to a replica that had none, and taking back leaves none without.
         """
         while self._fill_idle():
-            self._take_back(floor_s)
-        self._take_back(floor_s)
+            self._undo_useless_moves(floor_s)
+        self._undo_useless_moves(floor_s)
 
     def _count(self) -> None:
         num = len(self._replicas)
@@ -250,7 +250,7 @@ class Balance:
                 if self._try(change, limit_s):
                     break
 
-    def _take_back(self, floor_s: float) -> None:
+    def _undo_useless_moves(self, floor_s: float) -> None:
         """Sends jobs home that gain nothing where they are, unless they are alone there."""
         limit_s = max(self.makespan_s, floor_s) * (1 + ROUNDING)
         while any(self._taken[self._at[j]] > 1 and self._try({j: int(self._home[j])}, limit_s) for j in self._away()):

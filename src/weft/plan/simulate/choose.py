@@ -30,9 +30,9 @@ from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.two_streams import PairTimes
 from weft.plan.types import JobQueue, Limits, Microbatch
 
-UNLIKE = (1.0, 0.25)
+EVENNESS_WEIGHTS = (1.0, 0.25)
 """How much alike the rows of microbatches are kept: more evenness, or fewer empty rows."""
-FEW_TILES = 8
+MIN_TILES = 8
 """Up to so many tiles in a microbatch, an empty one weighs enough that both are tried."""
 WORTH = 0.01
 """Part of the time that several groups, or pairs, must be predicted to save: a cost model tells no finer than that."""
@@ -177,11 +177,11 @@ class FastestPipeline:
         """All jobs packed together, evenly, their global batches ever further apart."""
         even = _AverageStage(self.cost, self.num_stages)
         keeping = [True] if any(queue.home is not None for queue in whole) else [True, False]
-        has_few_tiles = self.row_tile > 1 and capacity <= FEW_TILES * self.row_tile
+        has_few_tiles = self.row_tile > 1 and capacity <= MIN_TILES * self.row_tile
         # One stage has nobody to wait for, and takes no empty microbatches.
         slacks = (0, self.num_stages // 2, self.num_stages) if self.num_stages > 1 else (0,)
         for slack, keep_order in itertools.product(slacks, keeping):
-            for unlike in UNLIKE if keep_order and has_few_tiles else UNLIKE[:1]:
+            for unlike in EVENNESS_WEIGHTS if keep_order and has_few_tiles else EVENNESS_WEIGHTS[:1]:
                 apart = RoundLimits(capacity, self.num_stages + slack, row_tile=self.row_tile, unlike=unlike)
                 yield pack_rounds(
                     whole, apart, cost=even, budget_s=0.0, keep_order=keep_order, behind=self.behind

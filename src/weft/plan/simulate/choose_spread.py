@@ -21,7 +21,7 @@ from weft.plan.spread.deal import DealtQueues
 from weft.plan.spread.planner import SpreadPlanner
 from weft.plan.types import JobQueue, Limits, Microbatch
 
-Behind = tuple[tuple[Microbatch, ...], ...]
+PreviousMicrobatches = tuple[tuple[Microbatch, ...], ...]
 """Of each replica, the last microbatches of the program that the next one is appended to; none: all are empty."""
 
 
@@ -34,7 +34,7 @@ class FastestSpread:
     row_tile: int = 1
     measured: tuple[tuple[CostModel, AdapterTimes], ...] | None = None
     """What passes were measured to take on each replica; None: nothing is known beyond its cost model."""
-    behind: Behind = ()
+    behind: PreviousMicrobatches = ()
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         """The next program."""

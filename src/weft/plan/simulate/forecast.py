@@ -46,7 +46,7 @@ class JobOutline:
     """Run forward alone: by all of its evaluations together, and by its reference."""
     state_bytes: float = MOMENT_BYTES
     """Kept of each trainable parameter besides its weight and gradient; AdamW's moments if nothing else is said."""
-    num_own_rows: int = 0
+    num_trained_rows: int = 0
     """Rows of the embedding and the output head that it trains of its own."""
     is_any_order: bool = False
     """Its sums do not depend on any order, so that replicas may share its samples."""
@@ -77,7 +77,7 @@ class Forecast:
     """The largest microbatch that fits in the device's memory, by the memory model; 0: none does."""
     keeps_order: bool
     """True if every job's samples run in its own order: then its bits do not depend on the plan."""
-    own_rows_bytes: int = 0
+    trained_rows_bytes: int = 0
     """Of the memory, what rows of the embedding and the output head take that jobs train of their own."""
     tensor_parallel: int = 1
     """Devices that share every layer of a stage."""
@@ -239,7 +239,7 @@ def forecast(
             for stage, held in enumerate(num_held)
         ),
         keeps_order=keeps_order,
-        own_rows_bytes=sum(own_rows_bytes(job, cost) for job in jobs),
+        trained_rows_bytes=sum(trained_rows_bytes(job, cost) for job in jobs),
         tensor_parallel=cost.tensor_parallel,
         pairs=pairs,
     )
@@ -261,13 +261,13 @@ def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) ->
     memory = cost.memory
     numbers = [memory.adapter_bytes(job.cost_rank, stage=stage) / memory.adapter_bytes_each for job in jobs]
     found = ((job.state_bytes - MOMENT_BYTES) * num for job, num in zip(jobs, numbers, strict=True))
-    return math.ceil(sum(found)) + sum(own_rows_bytes(job, cost) for job in jobs)
+    return math.ceil(sum(found)) + sum(trained_rows_bytes(job, cost) for job in jobs)
 
 
-def own_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
+def trained_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
     """What a job's own rows of the embedding and the output head take, with gradients and moments."""
     each = cost.memory.adapter_bytes_each - MOMENT_BYTES + job.state_bytes
-    return math.ceil(job.num_own_rows * cost.shape.hidden * each)
+    return math.ceil(job.num_trained_rows * cost.shape.hidden * each)
 
 
 def _stage_bytes(

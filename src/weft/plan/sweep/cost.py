@@ -47,7 +47,7 @@ MANY = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PackOption:
     """One way of running a pack."""
 
     degree: int
@@ -91,14 +91,14 @@ class SweepSetting:
 
     def memory(self, degree: int, recompute: str = "none") -> MemoryModel:
         """The memory model of a pack on so many GPUs."""
-        return self.step_cost(Way(degree, 0, recompute), rank=0).memory
+        return self.step_cost(PackOption(degree, 0, recompute), rank=0).memory
 
-    def step_cost(self, way: Way, rank: int, targets: str | tuple[str, ...] = ALL_LINEAR) -> AnalyticCost:
+    def step_cost(self, way: PackOption, rank: int, targets: str | tuple[str, ...] = ALL_LINEAR) -> AnalyticCost:
         """The time model of a microbatch with adapters of one rank."""
         setup = BackboneSetup(self.shape, (rank,), self.quantize, way.recompute)
         return setup.cost(self.hardware, tensor_parallel=way.degree, targets=targets)
 
-    def ways(self, longest: int) -> list[Way]:
+    def ways(self, longest: int) -> list[PackOption]:
         """All ways, for samples of at most so many tokens."""
         if self.capacity is None:
             least = -(-longest // 64) * 64
@@ -110,7 +110,7 @@ class SweepSetting:
         else:
             capacities = [self.capacity]
         modes = RECOMPUTE if self.recompute is None else (self.recompute,)
-        return [Way(d, rows, mode) for d in self.degrees for rows in capacities for mode in modes]
+        return [PackOption(d, rows, mode) for d in self.degrees for rows in capacities for mode in modes]
 
 
 class PackCost:
@@ -160,7 +160,7 @@ class PackCost:
         """For adapters, where the widest has the rank class of the row; below 0: not even the microbatch fits."""
         self.width = np.array([self.rank_classes.index(rank_class([k.rank])) for k in kinds])
 
-    def _lines(self, way: Way) -> tuple[tuple[float, float], tuple[float, float]]:
+    def _lines(self, way: PackOption) -> tuple[tuple[float, float], tuple[float, float]]:
         """(intercept, slope) over rows of the frozen step where weights' reading bounds it, and where products do."""
         cost = self.setting.step_cost(way, rank=0)
         one, two, many, twice = (_both_s(cost, [1] * n) for n in (1, 2, MANY, 2 * MANY))
@@ -189,7 +189,7 @@ class PackCost:
         own_s = kind.num_samples * sample_s + visits * visit_s + kind.num_steps * step_s
         return own_s + kind.forward_tokens * token_s
 
-    def _base_bytes(self, way: Way, widest: int) -> int:
+    def _base_bytes(self, way: PackOption, widest: int) -> int:
         """On each GPU of a pack beside its adapters, the widest of which has that rank."""
         memory = self.setting.memory(way.degree, way.recompute)
         kept = memory.kept_bytes(way.capacity, widest) + memory.workspace_bytes(way.capacity, widest)
@@ -228,7 +228,7 @@ class PackCost:
         frozen = np.maximum(small[0] * count + small[1] * computed, large[0] * count + large[1] * computed)
         return np.asarray(frozen + own)
 
-    def gpu_bytes(self, kinds: Sequence[int], way: Way) -> int:
+    def gpu_bytes(self, kinds: Sequence[int], way: PackOption) -> int:
         """Of a pack on each of its GPUs."""
         memory, members = self.setting.memory(way.degree), [self.kinds[k] for k in kinds]
         adapters = sum(memory.adapter_bytes(kind.rank, kind.targets) for kind in members)

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.plan.sweep.cost import SweepSetting, Way
+from weft.plan.sweep.cost import PackOption, SweepSetting
 from weft.plan.sweep.types import Configuration
 
 LAYER_LAUNCH_S = 256 / 1731 / 22
@@ -60,7 +60,7 @@ class Solo:
         ):
             most += 1
         passes = -(-configuration.batch_size // most)
-        cost = self.setting.step_cost(Way(degree, 0, "none"), configuration.rank)
+        cost = self.setting.step_cost(PackOption(degree, 0, "none"), configuration.rank)
         cost = replace(cost, targets=configuration.targets)
         share, larger = divmod(configuration.batch_size, passes)
         counts = [share + 1] * larger + [share] * (passes - larger)

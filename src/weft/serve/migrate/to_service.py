@@ -88,7 +88,7 @@ jobs:
 """
 
 
-def with_own_names(jobs: Sequence[MovedJob]) -> list[MovedJob]:
+def with_unique_names(jobs: Sequence[MovedJob]) -> list[MovedJob]:
     """The jobs, each with a name of its own: its suffix if no other has it, else with the end of its id behind that."""
     taken = {name.lower() for name in RESERVED_NAMES}
     named = []

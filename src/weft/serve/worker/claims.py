@@ -83,7 +83,7 @@ class Claims:
         self._notices.append((name, notice))
 
     @property
-    def is_all_told(self) -> bool:
+    def is_all_delivered(self) -> bool:
         """Whether every notice has been given to its claim, and every checkpoint to the file store."""
         return not self._notices and self.uploads.is_idle
 

@@ -135,7 +135,7 @@ class DatabaseSync:
         try:
             due = 0.0
             while True:
-                is_last = self._has_left and (self._claims.is_all_told or time.monotonic() >= self._leave_by)
+                is_last = self._has_left and (self._claims.is_all_delivered or time.monotonic() >= self._leave_by)
                 if time.monotonic() >= due or self._hurry.is_set() or is_last or self._is_work_waiting():
                     self._hurry.clear()
                     due = time.monotonic() + self._options.pulse_s

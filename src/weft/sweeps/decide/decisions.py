@@ -245,14 +245,14 @@ class Decisions:
             if trial.name not in engine.jobs or trial.state.is_final:
                 continue
             step = step_at(trial, tick)
-            until = step if trial.held_step is not None else self._steps.next_judged(trial, step)
+            until = step if trial.held_step is not None else self._steps.next_comparison(trial, step)
             engine.hold(trial.name, until if self._budget is None else min(until, self._budget.end - trial.start_tick))
 
     def _cut(self, trials: list[Trial], spent: str) -> None:
         """Stops trials that others did not beat: each may be the best, so it is looked at and its adapter is kept."""
         engine = self._context.engine
         for trial in trials:
-            engine.stand_still(trial.name)
+            engine.hold_steps(trial.name)
             job = engine.jobs[trial.name]
             if job.step:
                 # Its last step may be done and not yet told; what is judged and kept has it.

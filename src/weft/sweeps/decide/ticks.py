@@ -40,7 +40,7 @@ class TrialSteps:
                 known.append(known[-1] + batches[place].num_tokens)
         return known[step]
 
-    def next_judged(self, trial: Trial, step: int) -> int:
+    def next_comparison(self, trial: Trial, step: int) -> int:
         """The first step after this one at which early stopping judges a trial; its last if there is none."""
         job = self._job(trial)
         data = self._configurations.data(job)
@@ -49,7 +49,7 @@ class TrialSteps:
         every = job.eval_steps or BatchSchedule.of(job, *data.train.sizes).steps_per_epoch
         for later in range(step - step % every + every, trial.total_steps, every):
             before = self._seen(trial, later - every) if later > every else None
-            if self._rules.is_judged(trial, self._seen(trial, later), before):
+            if self._rules.is_compared(trial, self._seen(trial, later), before):
                 return later
         return trial.total_steps
 
@@ -87,7 +87,7 @@ def next_tick(trials: Iterable[Trial], tick: int, steps: TrialSteps) -> int | No
         if trial.end_tick is not None:
             found.append(trial.end_tick)
         elif trial.held_step is None:
-            found.append(trial.start_tick + steps.next_judged(trial, tick - trial.start_tick))
+            found.append(trial.start_tick + steps.next_comparison(trial, tick - trial.start_tick))
     return min((later for later in found if later > tick), default=None)
 
 

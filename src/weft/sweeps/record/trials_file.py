@@ -85,7 +85,7 @@ class Trial:
     """When it began to train, since the sweep began; None while it waits."""
     ended_s: float | None = None
     """When it came to its end."""
-    asked_tick: int = 0
+    chosen_tick: int = 0
     """The sweep's tick at which it was chosen."""
     start_tick: int = 0
     """The sweep's tick at which it stood at step 0, had it never waited; see `sweeps/decide/ticks.py`."""
@@ -147,7 +147,7 @@ class TrialsFile:
     def add_trial(self, trial: Trial, at_s: float) -> None:
         """A configuration has been chosen."""
         told = _named(trial, "name", "number", "params", "total_steps")
-        self._append({"kind": "trial", **told, "tick": trial.asked_tick, "at_s": at_s})
+        self._append({"kind": "trial", **told, "tick": trial.chosen_tick, "at_s": at_s})
 
     def add_point(self, trial: Trial, point: Observation) -> None:
         """The objective of a trial was seen."""
@@ -185,7 +185,7 @@ class TrialsFile:
         if line["kind"] == "trial":
             params, total_steps = dict(line["params"]), int(line["total_steps"])
             trials[name] = trial = Trial(int(line["number"]), name, params, total_steps=total_steps, started_s=at_s)
-            trial.asked_tick = trial.start_tick = tick
+            trial.chosen_tick = trial.start_tick = tick
             return
         trial = trials[name]
         if line["kind"] == "point":

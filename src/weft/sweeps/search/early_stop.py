@@ -69,7 +69,7 @@ class EarlyStop:
         """Whether places are numbers of tokens."""
         return self._spec.unit == "tokens"
 
-    def is_judged(self, trial: Trial, point: Observation, before: Observation | None) -> bool:
+    def is_compared(self, trial: Trial, point: Observation, before: Observation | None) -> bool:
         """Whether a trial is judged where it is seen, given where it was seen before."""
         if self._spec.rule == "median":
             return self.place(trial, point) >= self._spec.first_rung * (1 - 1e-9)

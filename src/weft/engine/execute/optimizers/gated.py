@@ -81,9 +81,9 @@ class GatedOptimizer(Optimizer):
             if not self._states[name]:
                 self._states[name].update(self.fresh(params))
 
-    def make_room(self) -> None:
+    def free_memory(self) -> None:
         """Takes the memory for its states, and for what a step holds for a moment, which torch then has at hand."""
-        super().make_room()
+        super().free_memory()
         torch.empty(2 * self.adapter.num_parameters, device=self.adapter.device)
 
     def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
@@ -93,7 +93,7 @@ class GatedOptimizer(Optimizer):
 
     def start_part(self, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
         """The same step with a norm that is known."""
-        self.make_room()
+        self.free_memory()
         return self._start(is_finite > 0, part.norm)
 
     @classmethod

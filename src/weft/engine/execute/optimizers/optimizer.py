@@ -77,7 +77,7 @@ class Optimizer(ABC):
     def make_moments(self) -> None:
         """Takes the memory for what is not there yet, as the first step would; all of one state or nothing."""
 
-    def make_room(self) -> None:
+    def free_memory(self) -> None:
         """Takes all the memory that a step on a GPU needs, so that running out of it leaves every job as it was."""
         self.make_moments()
 

@@ -59,7 +59,7 @@ def step_by_kind(
     """The steps of each kind together."""
     places: dict[type[Optimizer], list[int]] = {}
     for place, optimizer in enumerate(optimizers):
-        optimizer.make_room()
+        optimizer.free_memory()
         places.setdefault(type(optimizer), []).append(place)
     started = []
     for kind, own in places.items():
