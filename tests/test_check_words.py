@@ -19,7 +19,7 @@ def reported(tmp_path, name, text):
     ("code", "words"),
     [
         ("def tell_all(x):\n    pass\n", [(1, "tell_all (tell)")]),
-        ("class RankEvent:\n    num_places = 1\n    place: int\n", [(1, "RankEvent (told)"), (3, "place")]),
+        ("class ToldTwice:\n    num_places = 1\n    place: int\n", [(1, "ToldTwice (told)"), (3, "place")]),
         ("import os as told\n", [(1, "told")]),
         ("replace, in_place, teller = 1, 2, 3\nother.tell()\n", []),
         ("# It is told\nx = 1\n", [(1, "told")]),

@@ -99,7 +99,7 @@ def test_resume_when_a_setting_was_recorded_under_its_former_name_then_it_has_no
         path = directory.path / "a" / "job.json"
         recorded = json.loads(path.read_text())
         assert recorded.pop("gradient_sum") == "any_order"
-        path.write_text(json.dumps({**recorded, "gradient_sum": "any_order"}))
+        path.write_text(json.dumps({**recorded, "sums": "free"}))
         assert plan_resume(spec, directory) == ResumePlan(frozenset({"a"}))
         with pytest.raises(ConfigError, match='gradient_sum: was "any_order" and is "in_order"'):
             plan_resume(run_of(place, a=FLAT), directory)
