@@ -239,7 +239,10 @@ def test_dry_run_when_the_layout_is_auto_then_says_what_the_first_trials_get_and
         (("--layout", "aut"), "Did you mean auto?"),
         (("--layout", "stages:2", "--replicas", "2"), "leave --replicas out, or --layout."),
         (("--layout", "stages:2", "space.optim=[adamw,adamw_8bit]"), "8bit]: adamw_8bit keeps blocks of numbers"),
-        (("--layout", "tensor:2", "job.sums=free"), "error: job.sums=free: any_order is not supported with tensor:N"),
+        (
+            ("--layout", "tensor:2", "job.gradient_sum=any_order"),
+            "error: job.gradient_sum=any_order: any_order is not supported with tensor:N",
+        ),
         (("--layout", "stages:2", "--dry-run", "--gpus", "2"), "error: --layout: is for the devices that are here"),
     ],
 )

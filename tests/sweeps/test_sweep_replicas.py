@@ -99,7 +99,7 @@ def test_asha_when_over_replicas_then_the_leaderboard_and_the_best_are_those_of_
     run_sweep(given, "many", num_ranks)
     assert found("many") == found_by_one(given)
     layouts = json.loads(Path("many/trials/run.json").read_text())["layouts"]
-    assert layouts == ["stages:1" if num_ranks == 1 else f"replicas:{num_ranks}"]
+    assert layouts == ["stages:1" if num_ranks == 1 else f"spread:{num_ranks}"]
     assert {row["state"] for row in found_by_one(given)["trials"]} == {"done", "stopped"}
 
 

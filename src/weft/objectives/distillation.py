@@ -62,7 +62,7 @@ class DistillationSettings(SettingsOfObjective):
     @classmethod
     def check_objective(cls, job: JobSpec) -> None:
         if job.distillation_top_k is not None and job.distillation_divergence == "reverse_kl":
-            found = "reverse_kl asks for all tokens of the teacher's"
+            found = "reverse_kl needs all tokens of the teacher"
             raise ConfigError(f"{found}; use forward_kl or jsd, or leave it out.", where="distillation_top_k")
         if job.objective == "distillation" and job.adapter.trains_rows:
             found = "rows of tokens are not trained by objective distillation"

@@ -11,7 +11,7 @@ than c, a microbatch has what there is, which takes longer for each token. N dev
 All of them keep every bit. Tensor parallelism does not and is not chosen. Where two are within 2 %, the simpler one is.
 
 The seconds are those of the simulator's cost models. The simulator (`simulate/layout_forecast.py`) plans and runs whole
-programs instead: of 8 jobs of 16 samples on 8 devices it takes 5 to 20 s of a processor for every layout in stages,
+programs instead: of 8 jobs of 16 samples on 8 devices it takes 5 to 10 s of a processor for every layout in stages,
 while all layouts together take 0.04 s here (2026-11).
 """
 
