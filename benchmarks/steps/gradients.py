@@ -9,10 +9,10 @@ the bit.
 
 Whether the fast path computes what the reference path does: every gradient of every job, whole steps, real widths.
 
-Kernels are compiled anew for each class of ranks and for dropout, and a compiler can get one of them wrong. So two
-layers of a shape train a step on both paths for each such class, and the largest relative error of a job's gradient,
-‖fast - reference‖ / ‖reference‖, is the figure. Both round to bf16 in places of their own, which alone makes 0.03 of
-difference on an H200; a kernel that was compiled wrongly made 2 and more.
+Kernels are compiled separately for each class of ranks and for dropout, and a compiler can get one of them wrong. So
+two layers of a shape train a step on both paths for each such class, and the largest relative error of a job's
+gradient, ‖fast - reference‖ / ‖reference‖, is the figure. Both round to bf16 at points of their own, which alone makes
+0.03 of difference on an H200; a kernel that was compiled wrongly made 2 and more.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class WallTime:
 
 def caches(folder: Path) -> dict[str, str]:
     """Variables that let a process keep what it may keep in a folder of its own: a new machine, if that is empty."""
-    # Python's own, too: where nobody may write beside the libraries, it would compile them at every start.
+    # Python's cache of bytecode too: where library folders are read-only, it would compile them at every start.
     return {
         "XDG_CACHE_HOME": str(folder),
         CACHE_VARIABLE: str(folder / "data"),

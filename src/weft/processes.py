@@ -48,8 +48,8 @@ _LOCK = threading.Lock()
 class ChildProcess:
     """A process that runs the `main` of a module, used like a `subprocess.Popen`.
 
-    It starts in the background: nobody waits for the fork server's imports. Its end is seen on its pidfd, because
-    multiprocessing takes all children for ended when the server is lost.
+    It starts in the background, so that the caller does not wait for the fork server's imports. Its end is seen on its
+    pidfd, because multiprocessing takes all children for ended when the server is lost.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class ChildProgram:
 
 
 def prepare() -> None:
-    """Starts the fork server if none runs; its imports take seconds, which nobody waits for here."""
+    """Starts the fork server if none runs, and returns before its imports, which take seconds, are done."""
     if isinstance(_context(), ForkServerContext):
         # Ctrl-C is for this process. The server takes over what is blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

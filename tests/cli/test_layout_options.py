@@ -259,11 +259,13 @@ def test_machine_when_devices_are_named_then_all_figures_are_theirs():
     spec = RunSpec(base_model="tiny", device="cpu", jobs=JOBS)
     _, reasons, may_change, _ = choose(spec, LayoutOptions("auto"), GPUS)
     assert all("of 139.8 GiB a device" in line for line in reasons) and not may_change
-    assert notes(LayoutOptions("stages:2"), spec, GPUS)[0].startswith("nobody has seen a layout")
+    assert notes(LayoutOptions("stages:2"), spec, GPUS)[0].startswith("no layout has been run on several GPUs")
     assert "(h200, links assumed)" in notes(LayoutOptions("shards:2"), spec, GPUS)[2]
     LayoutOptions("tensor:2").check(spec, (), resolve(spec.backbone, GPUS.elsewhere))
     bits, untried = notes(LayoutOptions("tensor:2"), spec, GPUS)
-    assert bits.endswith("about a rounding to bfloat16 from one device's") and untried.startswith("nobody has seen")
+    assert bits.endswith("about a rounding to bfloat16 from one device's") and untried.startswith(
+        "no layout has been run"
+    )
     with pytest.raises(WeftError, match="got 99 stages"):
         LayoutOptions("stages:99").check(spec, (), resolve(spec.backbone, GPUS.elsewhere))
     with pytest.raises(WeftError, match="spread:5 has 5 devices, and --gpus says 4"):

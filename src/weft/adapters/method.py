@@ -30,6 +30,7 @@ from torch import nn
 from weft.adapters.place_share import SiteShare
 from weft.adapters.routing import Routing, SlotRows
 from weft.adapters.sample_sums import AnyOrderSums
+from weft.errors import AdapterFileError
 from weft.kernels.fixed_words import Words
 from weft.kernels.lora.tables import Entry
 from weft.kernels.methods.parts import OtherParts
@@ -328,11 +329,11 @@ class Method(ABC):
         return 0
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Puts an adapter's effect on one linear into the linear itself; needed by methods that sit on linears.
+        """Puts an adapter's effect on one linear into the linear itself.
 
-        After the module's `tensors` come the shared ones.
+        After the module's `tensors` come the shared ones. A method without this is refused when it is to be merged.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot be merged")
+        raise AdapterFileError(f"a {self.files.title} adapter cannot be merged into its base model; keep it apart.")
 
     def exported(
         self, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors]
@@ -346,7 +347,7 @@ class Method(ABC):
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
         """What the fused path's kernels read; needed by methods that have kernels."""
-        raise NotImplementedError(f"{type(self).__name__} has no kernels")
+        raise AssertionError(f"{type(self).__name__} claims kernels, so it must say what they read")
 
     def kernel_rank(self, spec: AdapterSpec) -> int:
         """The widest rank that its kernels see; 0 where it has no product of a low rank."""

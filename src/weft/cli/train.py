@@ -143,8 +143,8 @@ def train(
 def _forecaster(spec: RunSpec, asked: LayoutOptions, model: ResolvedModel, machine: Machine) -> DeviceForecaster | None:
     """Chooses the layout again when jobs come and go; None if it stays.
 
-    Nobody has tried whether a GPU's memory is free for other replicas once its first ones are closed; and a schedule
-    is for stages, which another layout might not have.
+    Only on CPUs: it is untested whether closed replicas leave a GPU's memory free for others. A given schedule needs
+    stages, which another layout might not have.
     """
     from weft.parallel.auto_layout import device_forecaster
 

@@ -162,7 +162,7 @@ def _gain(
 
 
 def _share(jobs: Sequence[LayoutJob], part: float) -> float:
-    """Tokens of whoever has a part of all, if it can: a job that adds gradients in order has one home."""
+    """Tokens of the busiest replica; a job that adds gradients in order is on one replica with all of its tokens."""
     return max(part * sum(job.tokens for job in jobs), *(0 if job.is_any_order else job.tokens for job in jobs))
 
 

@@ -3,13 +3,14 @@
 Stage s runs its instructions from the first to the last; a Receive waits for the matching Send of the neighbour. One
 device is one stage, which runs a microbatch forward, at once backward, and then the steps that are due: a `Turn`. A
 job's step needs the norm of its whole gradient, which lies on all stages of a pipeline: each stage measures its part
-(`Measure`), the first one judges, and each steps just before the job's next forward, when the verdict is there.
+(`Measure`), the first one combines the parts, and each steps just before the job's next forward, when the norm has
+arrived.
 
 A program may be for several whole replicas (`replica_sizes`): their stages follow one another, a microbatch is run by
-one of them, and a job with order-independent sums has samples on several. Whoever had some measures, the first of these
-judges by the sum of all, and every stage of every replica steps. Where replicas share frozen weights (`shards`), stages
-with the same layers run in step. Devices that share every layer may run two microbatches side by side (`pairs`): both
-forward, then both backward. Programs print, hash, and come back from JSON as they were.
+one of them, and a job with order-independent sums has samples on several. Each of these replicas measures, the first of
+them combines the sums of all, and every stage of every replica steps. Where replicas share frozen weights (`shards`),
+stages with the same layers run in step. Devices that share every layer may run two microbatches side by side (`pairs`):
+both forward, then both backward. Programs print, hash, and come back from JSON as they were.
 """
 
 from __future__ import annotations

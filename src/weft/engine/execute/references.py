@@ -36,7 +36,7 @@ class ReferenceCache:
     """What references say of samples, for as long as somebody keeps it."""
 
     def __init__(self, backbone: Backbone, *, kept_only: bool = False) -> None:
-        """`kept_only`: what is not kept is made anew for each microbatch, however long another one holds on to it."""
+        """`kept_only`: other rows are computed again for each microbatch, even if another one still has them."""
         self.backbone = backbone
         self.kept_only = kept_only
         self._rows: weakref.WeakValueDictionary[bytes, ReferenceRows] = weakref.WeakValueDictionary()

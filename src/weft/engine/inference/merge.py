@@ -43,8 +43,11 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     modules = {path: tensors for path, tensors in stored.tensors.items() if path not in ROWS}
     shapes = {path: (linears[path].out_features, linears[path].in_features) for path in modules}
     shared = method.shared(stored.spec, shapes, torch.device("cpu")).values()
-    for path, tensors in modules.items():
-        method.merge(stored.spec, path, (*tensors, *shared), linears[path])
+    try:
+        for path, tensors in modules.items():
+            method.merge(stored.spec, path, (*tensors, *shared), linears[path])
+    except AdapterFileError as error:
+        raise error.at(str(stored.path)) from None
     tokenizer = merge_rows(stored, model, tokenizer)
     if stored.chat_template is not None:
         tokenizer.chat_template = stored.chat_template

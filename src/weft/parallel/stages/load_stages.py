@@ -32,7 +32,7 @@ from weft.wording import counted
 WHERE = "--layout"
 ANY_GPU = "a100-40"
 """What one is taken for that the table does not have: plans are compared with each other, not with a clock."""
-UNTRIED = "nobody has seen a layout train on several GPUs yet: compare an adapter with one device's."
+UNTRIED = "no layout has been run on several GPUs yet: compare an adapter with one device's."
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Stages as processes of this machine, which end together, whatever happens to one of them.
 
-Whoever opened them may open others, where jobs continue from their checkpoints. Replicas that share no job are in
-ranks of their own (`parallel/replicas/`), of which the others continue.
+The command may then start others, where jobs continue from their checkpoints. Replicas that share no job are separate
+ranks (`parallel/replicas/`), and if one is lost, the others continue.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def relax(fleet: Fleet, below_s: float = math.inf) -> Relaxed:
 
 
 def dispatch_by_length(fleet: Fleet) -> Dispatch:
-    """Every bucket goes to the replicas that take the fewest GPU-seconds for it, evenly: nobody looks at the load."""
+    """Each bucket goes, evenly, to the replicas that need the fewest GPU-seconds for it, whatever their load is."""
     gpus_K = np.array([model.layout.num_devices for model in fleet.models], dtype=np.float64)
     price_KR = fleet.sample_s_KR * gpus_K[:, None]
     cheapest_KR = price_KR <= price_KR.min(axis=0) * (1 + 1e-9)

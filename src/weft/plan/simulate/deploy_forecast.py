@@ -33,7 +33,7 @@ def mean_step_s(
     jobs: Sequence[DeployJob] = (),
     homes: Sequence[int] | None = None,
 ) -> float:
-    """Mean seconds of a step over batches of sample lengths; with bounds, buckets are those and not chosen anew.
+    """Mean seconds of a step over batches of sample lengths; with bounds, buckets are those and are not chosen again.
 
     `jobs`: whose batches they are; without, all samples may be shared out. `homes`: where those are that have one.
     """

@@ -35,8 +35,8 @@ def service_client(url: str, key: str) -> Iterator[Any]:
 def send_jobs(jobs: Sequence[MovedJob], client: Any) -> Iterator[tuple[MovedJob, str]]:
     """Uploads each file once and starts the jobs; yields each with its id there.
 
-    A job has its old id in its metadata, by which it is found again: whoever is cut off and sends again starts none
-    twice. A file that no job uses because of an error is deleted again.
+    A job has its old id in its metadata, by which it is recognised: a client that was cut off and sends again starts
+    none twice. A file that no job uses because of an error is deleted again.
     """
     uploaded: dict[Path, str] = {}
     used: set[str] = set()

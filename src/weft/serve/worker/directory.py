@@ -163,7 +163,7 @@ class PreparedGc:
 
 
 def forget_deleted_files(database: Database, cache: PreparedCache) -> int:
-    """Removes the entries of files that nobody needs any more; returns how many there were."""
+    """Removes the entries of files that no job needs any more; returns how many there were."""
     made_of = {file for entry in cache.entries() for file in _files(entry)}
     if not made_of:
         return 0

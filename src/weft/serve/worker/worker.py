@@ -157,7 +157,7 @@ class Worker:
         return None if self._is_stopping else self._work.run.job_dir(job) / f"export-{step}"
 
     def _exported(self, event: CheckpointSaved) -> Path | None:
-        """The adapter that was exported at a checkpoint; without it nobody can prompt that, but it is safe."""
+        """The adapter that was exported at a checkpoint; without it the checkpoint cannot be prompted, but is safe."""
         directory = self._work.run.job_dir(event.job) / f"export-{event.step}"
         return directory if directory.is_dir() else None
 

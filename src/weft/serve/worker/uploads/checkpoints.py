@@ -169,7 +169,7 @@ def upload_results(claim: Claim, blobs: Blobs, work: WorkDirectory) -> None:
     """Stores the adapters of all notices of a claim that are not in the database yet.
 
     If the file store does not answer, only a job that has ended has to wait: its result is tried again at the next
-    round. The adapter of a checkpoint is left out instead: the checkpoint itself is safe, but nobody can prompt it.
+    round. The adapter of a checkpoint is left out instead: the checkpoint itself is safe, but cannot be prompted.
     """
     claim.is_unstored = False
     for notice in claim.notices:
