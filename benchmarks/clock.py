@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weft.kernels.device import empty_cache, peak_bytes, reset_peak, synchronise
-from weft.kernels.timing import seconds_of
+from weft.kernels.device_event import seconds_of
 
 
 @dataclass(frozen=True)

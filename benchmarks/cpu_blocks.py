@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from weft.adapters.linear import tiled_mm
+from weft.adapters.sites import tiled_mm
 
 ROWS = 1024
 

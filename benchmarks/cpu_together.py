@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.report import JsonFile
 from benchmarks.steps.peers import need_peft
-from weft.cli.demo.skills import SKILLS, write_skill
+from weft.cli.skills import SKILLS, write_skill
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine

@@ -32,11 +32,11 @@ import typer
 from benchmarks.figures import Figure, Kind
 from benchmarks.report import JsonFile, check_files, check_kernels, conclude, say, write_json
 from benchmarks.steps.peers import need_peft
-from weft.cli.demo.skills import write_skill
+from weft.cli.skills import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.engine.jobs.live_job import LiveJob
-from weft.engine.jobs.schedules import learning_rate, warmup_steps
+from weft.engine.jobs.progress import learning_rate, warmup_steps
 from weft.kernels.device import default_device, is_gpu
 from weft.model.load import load_backbone, load_plain_model
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec

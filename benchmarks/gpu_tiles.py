@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from benchmarks.pipeline.one_gpu import OneDevice
-from weft.data.sample import Sample
-from weft.kernels.timing import median_s
+from weft.data.samples import Sample
+from weft.kernels.device_event import median_s
 from weft.model.model_part import ModelPart
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
-from weft.model.stage_runner import stage_runner
-from weft.plan.cost.published_shapes import find_shape
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
+from weft.model.stages import stage_runner
+from weft.plan.cost.shape import find_shape
 from weft.spec import AdapterSpec
 
 NUM_JOBS, RANK = 4, 16
@@ -37,7 +37,7 @@ def gpu_tiles() -> None:
     for rows in ROWS:
         tokens = np.zeros(rows // NUM_JOBS, dtype=np.int32)
         sample = Sample(tokens, np.ones(len(tokens), dtype=np.bool_))
-        placed = [PlacedSample(sample, slot, 1 / rows, dropout_key=slot) for slot in slots]
+        placed = [SlotSample(sample, slot, 1 / rows, dropout_key=slot) for slot in slots]
         times = []
         for tile in (tile for tile in TILES if tile <= rows):
             batch = pack_samples(placed, tile, device)

@@ -31,13 +31,13 @@ from benchmarks.report import (
 from benchmarks.steps.regimes import MIXED_RANKS
 from weft.errors import ConfigError, JobError, WeftError, closest
 from weft.kernels.device import is_gpu
+from weft.kernels.device_event import replayable
 from weft.kernels.dropout import drop, keep_mask, module_key, row_keys
 from weft.kernels.lora.expand import expand, expand_grad
 from weft.kernels.lora.product import Factors, fits, product_grad_kernel, product_kernel
 from weft.kernels.lora.shrink import shrink, shrink_grad
 from weft.kernels.lora.tables import Entry, RowTables, SampleRows, Site, SlotTable, TableSizes, padded, row_tables
 from weft.kernels.lora.weight_grad import weight_grad
-from weft.kernels.timing import replayable
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (5120, 5120))
 """(D, O) of the linears the geometric mean is taken over."""

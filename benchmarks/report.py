@@ -13,10 +13,10 @@ import typer
 from rich.table import Table
 
 from benchmarks.figures import Figure, Kind, Parts, Targets, measure_parts
-from weft.cli.user_path import user_path
+from weft.cli.options import user_path
 from weft.errors import ConfigError, ModelError, StorageError
 from weft.kernels.device import default_device, device_name, has_gpu, is_gpu
-from weft.report.deploy_picture import check_plot
+from weft.report.figure import check_plot
 from weft.report.readable import output_console
 from weft.store.atomic import storage_error, storage_errors, write_file
 from weft.store.json_text import dump, parse

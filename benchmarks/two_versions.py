@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.user_path import user_path
+from weft.cli.options import user_path
 from weft.errors import WeftError
 
 SHOWN = ("_tok_s", "_peak_gb", "_optimizer_ms")

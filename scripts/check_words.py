@@ -19,6 +19,8 @@ WORDS = Path(__file__).with_name("plain_words.txt")
 ROOT = WORDS.parents[1]
 QUOTED = re.compile(r"`[^`\n]*`|\"[^\"\n]*\"|“[^”\n]*”")
 """Code and quotations."""
+DELIMITERS = re.compile(r"^[rRbBfFuU]*(?:\"{3}|'{3}|[\"'])|(?:\"{3}|'{3}|[\"'])$")
+"""Prefix and quotation marks of a string."""
 
 
 @dataclass
@@ -78,8 +80,9 @@ def texts_of(source: str) -> Iterator[tuple[int, str]]:
         kind = tokenize.tok_name[token.type]
         if kind in ("STRING", "FSTRING_MIDDLE"):
             is_docstring = kind == "STRING" and token.string.lstrip("rRbBfFuU").startswith('"""')
-            text = re.sub(r"\{[^{}\n]*\}", "{}", token.string)
-            if is_docstring or " " in (text := text.strip("rbf\"'")).strip():
+            # Without its own quotation marks, which would make a quotation of a docstring of one line.
+            text = DELIMITERS.sub("", re.sub(r"\{[^{}\n]*\}", "{}", token.string))
+            if is_docstring or " " in text.strip():
                 yield from ((token.start[0] + i, line) for i, line in enumerate(text.split("\n")))
         elif kind == "COMMENT":
             yield token.start[0], token.string

@@ -24,6 +24,7 @@ def reported(tmp_path, name, text):
         ("replace, in_place, teller = 1, 2, 3\nother.tell()\n", []),
         ("# It is told\nx = 1\n", [(1, "told")]),
         ('"""Title.\n\nTells nothing; told twice, after `told`.\n"""\n', [(3, "told")]),
+        ('def f():\n    """It was told."""\n\n\nx = "what we tell"\n', [(2, "told"), (5, "tell")]),
         ('x = "told"\ny = f"was told {told} of it"\n', [(2, "told")]),
         ('x = "a step behind a URL, and one behind it"\n', [(1, "behind")]),
     ],

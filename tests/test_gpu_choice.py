@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from weft.cli.service.serve import worker_places
+from weft.cli.service.serve import worker_environments
 from weft.errors import ConfigError
-from weft.gpu_choice import VISIBLE, choose_gpus, number_or_auto, visible_gpus
+from weft.model.resolve import resolve
+from weft.parallel.replicas.hosts import rank_variables
+from weft.parallel.stages.transport import find_gpus
+from weft.processes import VISIBLE, check_cpu_processes, choose_gpus, number_or_auto, visible_gpus
+from weft.spec import BackboneSpec
 
 
 @pytest.mark.parametrize(
@@ -20,7 +26,7 @@ def test_visible_when_the_environment_names_gpus_then_those(monkeypatch, named, 
 def test_choice_when_a_list_is_given_then_it_counts_among_the_visible_ones():
     assert choose_gpus("1,0", ["4", "5"]) == ["5", "4"]
     assert choose_gpus(None, ["4", "5"]) == ["4", "5"]
-    for wrong in ("2", "x", "", "0,"):
+    for wrong in ("2", "x", "", "0,", "9" * 5000):
         with pytest.raises(ConfigError, match="accepted are numbers from 0 to 1"):
             choose_gpus(wrong, ["4", "5"])
     with pytest.raises(ConfigError, match="there is none"):
@@ -29,18 +35,41 @@ def test_choice_when_a_list_is_given_then_it_counts_among_the_visible_ones():
 
 def test_number_when_it_is_none_then_says_what_is_accepted():
     assert (number_or_auto("auto", "--x", 0), number_or_auto("3", "--x", 0)) == (None, 3)
-    for wrong in ("-1", "two", "1.5", ""):
+    for wrong in ("-1", "two", "1.5", "", "1025", "9" * 5000):
         with pytest.raises(ConfigError, match="accepted are auto and numbers from 1"):
             number_or_auto(wrong, "--x", 1)
+
+
+def test_processes_when_they_are_many_more_than_cores_then_refused(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    check_cpu_processes(16, "--layout")
+    with pytest.raises(ConfigError, match="--layout: takes 999 processes, and 2 CPU cores can run 16; use"):
+        check_cpu_processes(999, "--layout")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: worker_environments("999", None, 1),
+        lambda: rank_variables("999", None, BackboneSpec("tiny", device="cpu")),
+        lambda: find_gpus(resolve(BackboneSpec("tiny", device="cpu")), 999, None),
+    ],
+    ids=["workers", "replicas", "layout"],
+)
+def test_cpu_run_when_it_has_hundreds_of_processes_then_refused_before_any_starts(monkeypatch, start):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setenv(VISIBLE, "")
+    with pytest.raises(ConfigError, match="takes 999 processes"):
+        start()
 
 
 def test_workers_when_there_are_several_gpus_then_each_has_its_own(monkeypatch):
     """Never all on the first."""
     monkeypatch.setenv(VISIBLE, "4,5")
-    assert [place[VISIBLE] for place in worker_places("auto", None, 1)] == ["4", "5"]
-    assert [place[VISIBLE] for place in worker_places("3", None, 1)] == ["4", "5", "4"]
-    assert [place[VISIBLE] for place in worker_places("1", None, 2)] == ["4", "5"], "one of each backbone"
-    assert [place[VISIBLE] for place in worker_places("2", "1", 1)] == ["5", "5"]
+    assert [place[VISIBLE] for place in worker_environments("auto", None, 1)] == ["4", "5"]
+    assert [place[VISIBLE] for place in worker_environments("3", None, 1)] == ["4", "5", "4"]
+    assert [place[VISIBLE] for place in worker_environments("1", None, 2)] == ["4", "5"], "one of each backbone"
+    assert [place[VISIBLE] for place in worker_environments("2", "1", 1)] == ["5", "5"]
     monkeypatch.setenv(VISIBLE, "")
-    assert worker_places("auto", None, 1) == [{}]
-    assert worker_places("0", None, 1) == []
+    assert worker_environments("auto", None, 1) == [{}]
+    assert worker_environments("0", None, 1) == []

@@ -45,7 +45,7 @@ MISTAKES = [
     (lambda: weft.Adapter(ranks=3), "ranks: unknown setting. `weft config` lists all settings."),
     (lambda: weft.sweep({"base_model": "tiny"}, trails=3), "trails: unknown setting. Did you mean trials?"),
     (lambda: weft.sweep(3), "expected a sweep file or a mapping of its settings, got 3."),
-    (lambda: weft.sweep("none.yaml"), "none.yaml: there is no such file. `weft config --sweep` lists what a sweep"),
+    (lambda: weft.sweep("none.yaml"), "none.yaml: there is no such file. `weft config --sweep` lists the settings"),
 ]
 
 

@@ -108,7 +108,7 @@ def test_toys_when_they_train_beside_a_lora_then_it_has_the_bits_it_has_alone(so
 def test_toy_method_when_layers_are_divided_then_is_refused_in_a_sentence(source, folder):
     done = train(source, folder, "divided", (PLAIN, KRON), "--layout", "tensor:2")
     assert done.returncode == 2
-    assert "jobs.1.adapter.method: kron does not say that it can share a layer with other devices" in " ".join(
+    assert "jobs.1.adapter.method: kron does not support layers that are divided over devices" in " ".join(
         done.stderr.split()
     )
     assert "Traceback" not in done.stderr

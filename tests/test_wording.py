@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.wording import counted, size
+from weft.errors import counted, size
 
 
 def test_count_when_it_is_one_then_its_noun_is_too():

@@ -17,12 +17,11 @@ from tiny_families import VOCABULARY as VOCABULARY
 from tiny_families import model_type, plain_model
 
 from weft.data.dataset import Dataset, JobData
-from weft.data.sample import Sample
-from weft.data.samples import Samples
+from weft.data.samples import Sample, Samples
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, StepDone
 from weft.model.backbone import Backbone
-from weft.model.packing import attention, own_attention
+from weft.model.packing import attention
 from weft.model.path import Memory
 from weft.spec import AdapterSpec, JobSpec
 
@@ -32,7 +31,7 @@ Job = tuple[JobSpec, JobData]
 def random_model(name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model that attends as packed samples do; all biases and norms are random too."""
     attention.register()
-    with_attention = own_attention.attention_to_load(model_type(name))
+    with_attention = attention.attention_to_load(model_type(name))
     return plain_model(name, seed=seed, attention=with_attention, **changes).to(dtype)
 
 

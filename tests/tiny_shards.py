@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.pipeline.in_process import HostPeers
 from weft.adapters.frozen import FrozenWeight
 from weft.kernels.device import CPU
 from weft.model.backbone import Backbone
-from weft.model.shards.peers import HostPeers, PendingGather
-from weft.model.shards.sharing import share_layers
+from weft.model.divided import share_layers
+from weft.model.shards import PendingGather
 
 
 class Late(HostPeers):

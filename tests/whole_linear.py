@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.adapters.place_share import SiteShare
+from weft.adapters.devices import SiteShare
 
 
 class WholeLinear(nn.Linear):

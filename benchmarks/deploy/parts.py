@@ -29,12 +29,13 @@ from benchmarks.report import (
     JsonFile,
     run_parts,
 )
-from weft.plan.bucket import choose_buckets
 from weft.plan.cost.types import LinearCost
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
+from weft.plan.deploy.buckets import ReplicaModel, choose_buckets
+from weft.plan.deploy.dispatch import dispatch
+from weft.plan.deploy.fleet import Fleet
 from weft.plan.deploy.kinds import without_dominated
-from weft.plan.deploy.workload import draw_batches, expected_batch
-from weft.plan.dispatch import Fleet, ReplicaModel, dispatch
+from weft.plan.deploy.types import draw_batches, expected_batch
 from weft.plan.fuse import FuseTask, Pipe, fuse
 
 NUM_SAMPLES = 1500
@@ -69,8 +70,7 @@ def measure_dispatch(num_batches: int = 20) -> dict[str, float]:
         lengths = batch[:NUM_SAMPLES]
         began, began_here = time.perf_counter(), time.process_time()
         buckets = choose_buckets(lengths)
-        found = dispatch(Fleet.of(models, buckets))
-        found.assign(lengths, buckets)
+        found = dispatch(Fleet(models, buckets))
         times.append(time.perf_counter() - began)
         processor.append(time.process_time() - began_here)
         gaps.append(found.gap)

@@ -19,17 +19,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weft.plan.bucket import Buckets, fixed_buckets
 from weft.plan.cost.analytic import BackboneSetup
+from weft.plan.cost.fit import PaddedBatch, PaddedTime, fit_padded
 from weft.plan.cost.hardware import GB, LINK_SHARE, Hardware, find_hardware
-from weft.plan.cost.padded import PaddedBatch, PaddedTime, fit_padded
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import ModelShape, find_shape
 from weft.plan.deploy import DeployProblem, ReplicaKind
+from weft.plan.deploy.buckets import BucketCosts, Buckets, ReplicaTime, fixed_buckets
 from weft.plan.deploy.kinds import fit_replica, possible_layouts
-from weft.plan.deploy.workload import DeployJob, LengthSpread
-from weft.plan.dispatch import ReplicaTime
-from weft.plan.dispatch.replica_time import BucketCosts
+from weft.plan.deploy.types import DeployJob, LengthSpread
 from weft.plan.layout import ReplicaLayout
 
 LONGEST = 16_384
@@ -70,6 +67,12 @@ TABLE_8: Mapping[str, Mapping[tuple[int, int], int]] = {
     "MeetingBank": {(4, 2): 1, (8, 1): 1, (16, 1): 3},
 }
 """The replicas that LobRA used for each task of the 70B model by itself, on 64 GPUs: (tensor parallel, stages)."""
+
+
+def padded_layer_s(time: PaddedTime, size: int, length: int) -> float:
+    """One layer forward and backward over a padded batch."""
+    terms = (size * length**2, length**2, size * length, length, size, 1.0)
+    return sum(price * term for price, term in zip(time.coefficients, terms, strict=True))
 
 
 def published_jobs(names: tuple[str, ...] = tuple(DATA_SETS)) -> list[DeployJob]:

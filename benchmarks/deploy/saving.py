@@ -38,10 +38,11 @@ from benchmarks.deploy.published import (
 )
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
+from weft.plan.deploy.buckets import ReplicaModel
+from weft.plan.deploy.dispatch import dispatch, dispatch_by_length, dispatch_evenly
 from weft.plan.deploy.kinds import GpuPool, kinds_on, without_dominated
 from weft.plan.deploy.planner import alike_plans, plan_each
-from weft.plan.deploy.workload import DeployJob, draw_batches, expected_batch
-from weft.plan.dispatch import ReplicaModel, dispatch, dispatch_by_length, dispatch_evenly
+from weft.plan.deploy.types import DeployJob, draw_batches, expected_batch
 from weft.plan.simulate.deploy_forecast import in_turn_step_s, mean_step_s
 
 NUM_STEPS = 20

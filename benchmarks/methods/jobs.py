@@ -20,14 +20,13 @@ import numpy as np
 
 from benchmarks.clock import peak_gb, release
 from weft.data.dataset import Dataset, JobData
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.engine import Engine
 from weft.engine.events import JobFailed, MicrobatchDone, StepDone
 from weft.errors import WeftError
 from weft.model.backbone import Backbone
-from weft.objectives.heads.classes import Classification
-from weft.objectives.preference.dpo import Dpo
-from weft.objectives.preference.kto import Kto
+from weft.objectives.heads import Classification
+from weft.objectives.preference import Dpo, Kto
 from weft.spec import AdapterSpec, JobSpec
 
 SEED = 20260101
@@ -182,7 +181,7 @@ def measure_pace(backbone: Backbone, jobs: Sequence[tuple[JobSpec, JobData]], ca
                 ended_s = time.perf_counter()
         elif isinstance(event, MicrobatchDone) and begun_s is not None and ended_s is None:
             tokens += event.tokens
-            heard += event.heard
+            heard += event.num_reference_rows
             if len(event.jobs) == 1:
                 own_tokens, own_s = alone[event.jobs[0]]
                 alone[event.jobs[0]] = own_tokens + event.tokens, own_s + event.seconds

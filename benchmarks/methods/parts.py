@@ -39,7 +39,7 @@ from weft.errors import ConfigError
 from weft.kernels.device import is_gpu
 from weft.model.backbone import Backbone
 from weft.model.random_model import build, make_backbone
-from weft.plan.cost.published_shapes import Shape, find_shape
+from weft.plan.cost.shape import Shape, find_shape
 
 BETA = 0.1
 

@@ -25,18 +25,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weft.engine.jobs.progress import PLANNED_BATCHES
-from weft.engine.staged_run import last_of
+from weft.parallel.staged_run import last_of
 from weft.plan.check import violations
+from weft.plan.choose_layout import split_layers
 from weft.plan.cost.types import CostModel
-from weft.plan.homes import choose_homes
-from weft.plan.pipeline.append import DealtStream, joined_all, open_pipe
-from weft.plan.pipeline.eager import Pipe
-from weft.plan.pipeline.split import split_layers
+from weft.plan.level import choose_homes
+from weft.plan.pipeline.append import DealtStream, joined_all
+from weft.plan.planner import HomeLoad, MeasuredPasses, Planner
 from weft.plan.program import Program, Step
-from weft.plan.simulate.choose import FastestPipeline
-from weft.plan.simulate.choose_spread import FastestSpread
+from weft.plan.simulate.choose import FastestPipeline, FastestSpread
 from weft.plan.simulate.interpret import simulate
-from weft.plan.spread.planner import HomeLoad, SpreadPlanner, max_lead
+from weft.plan.spread import SpreadPlanner
 from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
 SEED = 20260104
@@ -103,7 +102,7 @@ class Executed:
 
 
 def execute(
-    planner: FastestPipeline | FastestSpread,
+    planner: Planner,
     jobs: Sequence[JobQueue],
     limits: Limits,
     cost: CostModel,
@@ -118,7 +117,7 @@ def execute(
     """
     programs = _programs(planner, jobs, limits, every, drains=drains)
     run = programs
-    pipes = _pipes(planner, limits.capacity)
+    pipes = planner.open_pipes(limits.capacity)
     costs = [cost] * len(pipes)
     if not drains:
         run = [joined_all([DealtStream.of(program) for program in programs], pipes, [(cost, None) for cost in costs])]
@@ -133,15 +132,8 @@ def execute(
     )
 
 
-def _pipes(planner: FastestPipeline | FastestSpread, capacity: int) -> list[Pipe]:
-    """The replicas, as the engine appends to them."""
-    if isinstance(planner, FastestPipeline):
-        return [open_pipe(planner.num_stages, planner.memory_bytes(capacity))]
-    return [open_pipe(size, max_lead=max_lead(size)) for size in planner.quick.replica_sizes]
-
-
 def _programs(
-    planner: FastestPipeline | FastestSpread,
+    planner: Planner,
     jobs: Sequence[JobQueue],
     limits: Limits,
     every: int | None,
@@ -153,11 +145,7 @@ def _programs(
     while rest:
         queues = [_shown(queue, every) for queue in rest]
         if found and not drains:
-            behind = last_of(found[-1])
-            if isinstance(planner, FastestPipeline):
-                planner = replace(planner, behind=behind[0])
-            else:
-                planner = replace(planner, behind=behind)
+            planner = planner.informed(MeasuredPasses(), last_of(found[-1]))
         program = planner(queues, limits)
         assert not violations(program, queues, limits), "a planner's program is valid"
         found.append(program)

@@ -21,21 +21,21 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.clock import THOROUGH, Effort, release
+from benchmarks.pipeline.in_process import HostPeers
 from benchmarks.pipeline.one_gpu import BATCH, DROPOUT, NUM_JOBS, RANK, OneDevice, num_unequal
 from benchmarks.steps.regimes import BF16, MAIN_SHAPE, Workload
 from benchmarks.steps.step import JOB, BenchJobs
 from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import FrozenWeight, quantise
-from weft.engine.execute.optimizers.registry import optimizer_of
-from weft.engine.execute.optimizers.step_together import step_together
+from weft.engine.execute.optimizers import optimizer_of
+from weft.engine.execute.optimizers.optimizer import step_together
+from weft.kernels.device_event import median_s
 from weft.kernels.dropout import mix
-from weft.kernels.timing import median_s
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.divided import share_layers
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.model.random_model import make_backbone, random_weight
-from weft.model.shards.peers import HostPeers
-from weft.model.shards.sharing import share_layers
-from weft.plan.cost.published_shapes import SHAPES, Shape
+from weft.plan.cost.shape import SHAPES, Shape
 from weft.spec import AdapterSpec
 
 
@@ -87,7 +87,7 @@ def _packed(bench: OneDevice, backbone: Backbone, slots: Sequence[int], *, turne
     """A microbatch with as many samples of every job as one has room for, of a quarter of the usual length."""
     length = bench.length // BATCH
     placed = [
-        PlacedSample(sample.cut(length), slot, 1 / bench.length, mix(job, 0, index), mix(job))
+        SlotSample(sample.cut(length), slot, 1 / bench.length, mix(job, 0, index), mix(job))
         for job, slot in enumerate(slots)
         for index, sample in enumerate(bench.samples(job)[:BATCH])
     ]

@@ -21,12 +21,10 @@ import heapq
 from collections.abc import Sequence
 
 from weft.plan.cost.analytic import BackboneSetup
+from weft.plan.cost.divided import Graph, layer_graph
 from weft.plan.cost.hardware import find_hardware
-from weft.plan.cost.operators import Graph, layer_graph
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
-from weft.plan.interleave import Launch, Subgraph, between_sums, in_turns, one_after_another
-from weft.plan.simulate.two_streams import run_order
+from weft.plan.cost.shape import ModelShape, find_shape
+from weft.plan.simulate.two_streams import Launch, Subgraph, between_sums, in_turns, run_order
 
 MODEL, DEGREE, NUM_GROUPS = "llama-3.1-8b", 2, 2
 LENGTHS = (1024,) * 4
@@ -52,6 +50,27 @@ def measure_interleaved() -> dict[str, float]:
         found[f"interleave_hidden_{link}"] = (alone_s - paired_s) / reduce_s
         found[f"interleave_muxtune_{link}"] = alone_s / published_s
     return found
+
+
+def one_after_another(groups: Sequence[Sequence[Subgraph]]) -> list[Launch]:
+    return [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
+
+
+def order_problems(order: Sequence[Launch], groups: Sequence[Sequence[Subgraph]]) -> list[str]:
+    """The faults of a launch order; none if it launches everything once, after what it needs."""
+    position = {launch: i for i, launch in enumerate(order)}
+    every = set(one_after_another(groups))
+    found = [] if len(position) == len(order) else ["a subgraph is launched twice"]
+    found += [f"group {g} has no subgraph {i}" for g, i in position.keys() - every]
+    found += [f"subgraph {i} of group {g} is never launched" for g, i in sorted(every - position.keys())]
+    if found:
+        return found
+    return [
+        f"subgraph {i} of group {g} is launched before {need}, which it needs"
+        for (g, i), at in position.items()
+        for need in groups[g][i].needs
+        if position[g, need] > at
+    ]
 
 
 def segment(graph: Graph, group: int = 0) -> list[Subgraph]:

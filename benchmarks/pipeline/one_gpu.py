@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 from benchmarks.clock import release
+from benchmarks.pipeline.in_process import LocalStages
 from benchmarks.pipeline.recorded import RecordedRun
 from weft.adapters.adapter import Adapter
 from weft.data.dataset import Dataset, JobData
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.engine import Engine
 from weft.errors import JobError
 from weft.job_state import JobState
@@ -37,17 +38,14 @@ from weft.kernels.device_event import DeviceEvent
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
 from weft.model.model_part import ModelPart
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.model.packing import attention
 from weft.model.random_model import build
-from weft.model.stage_runner import StageRunner, stage_runner
+from weft.model.stages import StageRunner, stage_runner
 from weft.parallel.stages.load_stages import cut_layers
-from weft.parallel.stages.stage_group import LocalStages
 from weft.parallel.stages.staged import StagedExecutor
-from weft.plan.cost.published_shapes import Shape
-from weft.plan.cost.shape import ModelShape
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.cost.shape import ModelShape, Shape
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.program import Program
 from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.timeline import COMPUTE
@@ -136,7 +134,7 @@ class _Piece:
         adapters = [backbone.new_adapter(spec, job) for job in range(NUM_JOBS)]
         slots = [backbone.attach(adapter) for adapter in adapters]
         placed = [
-            PlacedSample(bench.samples(job)[0], slots[job], 1 / bench.length, mix(job, 0), mix(job))
+            SlotSample(bench.samples(job)[0], slots[job], 1 / bench.length, mix(job, 0), mix(job))
             for job in range(NUM_JOBS)
         ]
         return cls(backbone, adapters, slots, pack_samples(placed, row_tile, bench.device))

@@ -22,11 +22,11 @@ from benchmarks.report import (
     Regimes,
     run_parts,
 )
-from weft.cli.user_path import user_path
+from weft.cli.options import user_path
 from weft.errors import ConfigError
 from weft.kernels.device import default_device, is_gpu
 from weft.plan.cost.profile import Profile, load_profile
-from weft.plan.cost.published_shapes import find_shape
+from weft.plan.cost.shape import find_shape
 
 TARGETS: Targets = {
     "order_equal": (Kind.SHARE, 1.0),

@@ -23,8 +23,7 @@ from weft.engine.engine import Engine
 from weft.model.resolve import resolve
 from weft.parallel.stages.load_stages import StageLayout, load_stages
 from weft.plan.cost.types import LinearCost
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.program import Program
 from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.timeline import COMPUTE, Span, Timeline

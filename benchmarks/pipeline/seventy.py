@@ -34,17 +34,14 @@ from benchmarks.pipeline.four_jobs import (
     execute,
     queues,
 )
+from weft.plan.choose_layout import split_layers
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.cost.fit import Fit
 from weft.plan.cost.hardware import GB, find_hardware
-from weft.plan.cost.profile import Profile, Setup
-from weft.plan.cost.profiled import ProfiledCost
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.rows import gpu_row_tile
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.profile import Profile, ProfiledCost, Setup
+from weft.plan.cost.shape import ModelShape, find_shape, gpu_row_tile
 from weft.plan.cost.types import CostModel
 from weft.plan.pipeline.build import Schedule, build
-from weft.plan.pipeline.split import layer_seconds, split_layers
 from weft.plan.simulate.choose import FastestPipeline
 from weft.plan.simulate.interpret import simulate
 from weft.plan.types import JobQueue, Limits
@@ -95,7 +92,8 @@ def _adapter_share(shape: ModelShape) -> float:
 def _ours(jobs: Sequence[JobQueue], profile: Profile | None, row_tile: int) -> Executed:
     """Weft's programs where rows are computed in such tiles."""
     one_by_one = _cost(profile, NUM_LAYERS, row_tile=row_tile)
-    split = split_layers(layer_seconds(one_by_one, NUM_LAYERS, [CAPACITY]), NUM_STAGES)
+    layers_s = [one_by_one.forward_s([CAPACITY], i) + one_by_one.backward_s([CAPACITY], i) for i in range(NUM_LAYERS)]
+    split = split_layers(layers_s, NUM_STAGES)
     cost = _cost(profile, NUM_STAGES, row_tile=row_tile, split=split)
     return execute(FastestPipeline(NUM_STAGES, cost, row_tile=row_tile), jobs, Limits(CAPACITY), cost)
 

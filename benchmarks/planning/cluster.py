@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.planning.replay import PEFT, Instance, ReplayReport, generate_trace, replay
 from benchmarks.planning.replay.trace import WEEK_S
 from weft.data.dataset import Dataset, JobData
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.engine import Engine
 from weft.plan.cost.fit import FitError
 from weft.plan.pack import planner_named

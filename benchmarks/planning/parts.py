@@ -13,18 +13,18 @@ from pathlib import Path
 
 import typer
 
+from benchmarks.deploy.published import padded_layer_s
 from benchmarks.figures import Kind, Parts, Targets
 from benchmarks.pipeline.four_jobs import MIXES, queues
 from benchmarks.planning.cluster import measure_replay, plan_share
 from benchmarks.planning.pipeline import measure_pipeline, measure_settings, summary
 from benchmarks.report import JsonFile, run_parts
-from weft.cli.measure.profile import default_capacity, open_backbone
+from weft.cli.measure import default_capacity, open_backbone
 from weft.engine.execute.profile import measure_profile
 from weft.kernels.device import has_gpu
-from weft.plan.cost.fit import FitError
-from weft.plan.cost.padded import PaddedBatch, fit_padded
+from weft.plan.cost.fit import FitError, PaddedBatch, fit_padded
 from weft.plan.cost.profile import Measurement, Profile, load_profile
-from weft.plan.cost.published_shapes import EMBEDDED
+from weft.plan.cost.shape import EMBEDDED
 from weft.plan.cost.types import LinearCost
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits
@@ -44,11 +44,11 @@ def measure_pack(
     took = time.perf_counter() - began
     return {
         f"pack_s_{num_samples}": took,
-        "pack_over_lower_bound": plan.over_lower_bound,
-        "pack_proven_share": plan.proven_share,
-        "pack_fewest_share": plan.fewest_share,
-        "pack_fill": plan.fill,
-        "pack_noops": float(plan.num_empty_slots),
+        "pack_over_lower_bound": plan.num_microbatches / sum(r.fewest for r in plan.rounds) - 1.0,
+        "pack_proven_share": sum(r.is_proven for r in plan.rounds) / len(plan.rounds),
+        "pack_fewest_share": sum(r.is_fewest for r in plan.rounds) / len(plan.rounds),
+        "pack_fill": sum(m.num_tokens for m in plan.stream) / (plan.num_microbatches * plan.limits.capacity),
+        "pack_noops": float(len(plan.stream) - plan.num_microbatches),
     }
 
 
@@ -67,7 +67,7 @@ def measure_cost(
         return figures(load_profile(profile))
     model = model or (GPU_MODEL if has_gpu() else EMBEDDED)
     backbone = open_backbone(model)
-    return figures(measure_profile(backbone, capacity=capacity or default_capacity(backbone), say=say))
+    return figures(measure_profile(backbone, capacity=capacity or default_capacity(backbone), report=say))
 
 
 def figures(found: Profile) -> dict[str, float]:
@@ -85,7 +85,7 @@ def padded_error(found: Profile) -> FitError:
     layers = found.setup.num_layers
     time = fit_padded([_as_padded(m, layers) for m in found.measurements if not m.held_out])
     held = [_as_padded(m, layers) for m in found.measurements if m.held_out]
-    predicted = [time.step_s([(batch.size, batch.size, batch.length)], layers) for batch in held]
+    predicted = [layers * padded_layer_s(time, batch.size, batch.length) for batch in held]
     return FitError.of(predicted, [batch.seconds for batch in held])
 
 

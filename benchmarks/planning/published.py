@@ -25,13 +25,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from weft.errors import PlanError
-from weft.plan.fuse.buckets import improve
-from weft.plan.lemma import with_empty_slots
-from weft.plan.pack import milp
-from weft.plan.pack.bins import Bins, first_fit
-from weft.plan.pack.bounds import fewest_bins
+from weft.plan.pack.bins import Bins, fewest_bins, first_fit, min_bins, min_smallest
 from weft.plan.pack.types import PackedRound, RoundLimits, RoundPlan, rounds_of
-from weft.plan.types import JobQueue, Microbatch, Segment
+from weft.plan.types import JobQueue, Microbatch, Segment, with_empty_slots
 
 
 def pack_published(
@@ -71,9 +67,9 @@ def _pack(segments: Sequence[Segment], limits: RoundLimits, time_limit_s: float)
     greedy = first_fit(segments, limits)
     best = greedy
     if time_limit_s > 0:
-        solved = milp.min_bins(segments, limits, len(greedy), time_limit_s).bins
+        solved = min_bins(segments, limits, len(greedy), time_limit_s).bins
         num_bins = min(len(greedy), len(solved)) if solved else len(greedy)
-        emptiest = milp.min_smallest(segments, limits, num_bins, time_limit_s).bins
+        emptiest = min_smallest(segments, limits, num_bins, time_limit_s).bins
         candidates = [bins for bins in (greedy, solved, emptiest) if bins]
         best = min(candidates, key=lambda bins: (len(bins), min(limits.taken(own) for own in bins)))
     return sorted(best, key=lambda own: -limits.taken(own))
@@ -146,6 +142,34 @@ class JobGroups:
     groups: tuple[tuple[str, ...], ...]
     batch_tokens: tuple[float, ...]
     """Of one global batch of every job of the group, on average."""
+
+
+def improve(bucket_of: Sequence[int], weights: Sequence[float], num_buckets: int) -> list[int]:
+    """Moves and swaps items between buckets, given per item, while the loads become more even."""
+    best = list(bucket_of)
+    loads = [sum(weight for weight, b in zip(weights, best, strict=True) if b == k) for k in range(num_buckets)]
+    threshold = 1e-12 * sum(x * x for x in loads)
+    changed = True
+    while changed:
+        changed = False
+        for i, weight in enumerate(weights):
+            source = best[i]
+            # From the larger to the smaller load, d less here and d more there saves 2 d (difference − d). Moving a
+            # item that is alone in its bucket saves nothing, so none becomes empty.
+            target = min(range(num_buckets), key=loads.__getitem__)
+            if weight * (loads[source] - loads[target] - weight) > threshold:
+                best[i] = target
+                loads[source], loads[target] = loads[source] - weight, loads[target] + weight
+                changed = True
+                continue
+            for k in range(len(weights)):
+                other, d = best[k], weight - weights[k]
+                if d > 0 and d * (loads[source] - loads[other] - d) > threshold:
+                    best[i], best[k] = other, source
+                    loads[source], loads[other] = loads[source] - d, loads[other] + d
+                    changed = True
+                    break
+    return best
 
 
 def group_jobs(jobs: Sequence[JobLengths], num_groups: int) -> JobGroups:

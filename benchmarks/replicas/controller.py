@@ -31,6 +31,8 @@ from weft.engine.events import Event, JobEnded, JobStarted, JobSucceeded, Microb
 from weft.engine.execute.protocol import ReplicaFacts
 from weft.errors import WeftError
 from weft.model.source import load_tokenizer
+from weft.parallel.replicas.connections import KEY_VARIABLE, connect
+from weft.parallel.replicas.hosts import RankPool
 from weft.parallel.replicas.messages import (
     ALIVE_S,
     SEND_S,
@@ -50,12 +52,10 @@ from weft.parallel.replicas.messages import (
     TrainJob,
 )
 from weft.parallel.replicas.rank_group import RankGroup
-from weft.parallel.replicas.rank_listener import KEY_VARIABLE, connect
-from weft.parallel.replicas.rank_pool import RankPool
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.plan.admit import Budget
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
-from weft.store.run_record import library_versions
+from weft.store.run_dir import library_versions
 
 CAPACITY = 8192
 FACTS = ReplicaFacts(

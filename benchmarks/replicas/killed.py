@@ -31,18 +31,17 @@ from benchmarks.replicas.trained import SmallJobs, differing_adapters
 from weft.engine.events import Event, JobWarning, StepDone
 from weft.engine.run_engine import RunEngine
 from weft.engine.train import execute_run, prepare_run
+from weft.parallel.ray.api import find_hosts
 from weft.parallel.ray.connect import AUTO, need_ray
-from weft.parallel.ray.load import find_hosts
-from weft.parallel.replicas.known_rank import RankRecord
+from weft.parallel.replicas.connections import Ranks
+from weft.parallel.replicas.hosts import RankPool, RankProcess, rank_order
 from weft.parallel.replicas.load import load_replicated
 from weft.parallel.replicas.messages import RankOrder
-from weft.parallel.replicas.places import rank_order
 from weft.parallel.replicas.rank_group import RankGroup
-from weft.parallel.replicas.rank_link import Ranks
-from weft.parallel.replicas.rank_pool import RankPool, RankProcess
+from weft.parallel.replicas.records import RankRecord
 from weft.spec import BackboneSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
-from weft.wall_clock import WallClock
+from weft.store.wall_clock import WallClock
 
 NODE_ROOM = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 """Room for one replica: each has a node of its own."""

@@ -23,11 +23,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.replicas.placement_check import violations
 from weft.errors import PlanError
 from weft.plan.admit import Applicant, Budget
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
-from weft.plan.place import MOVE_S, Candidate, JobPlacement, Replica, place, violations
+from weft.plan.cost.shape import ModelShape, find_shape
+from weft.plan.place import MOVE_S, Candidate, JobPlacement, Replica, assign_jobs
 from weft.plan.sweep import Configuration, plan_sweep
 
 NUM_JOBS, NUM_REPLICAS, MAX_JOBS = 1000, 64, 32
@@ -63,7 +63,7 @@ def _timed(jobs: Sequence[Candidate], replicas: Sequence[Replica]) -> tuple[JobP
     times = []
     for _ in range(REPEATS):
         began = time.perf_counter()
-        placement = place(jobs, replicas)
+        placement = assign_jobs(jobs, replicas)
         times.append(time.perf_counter() - began)
     assert not violations(placement, jobs, replicas)
     return placement, min(times)
@@ -144,7 +144,7 @@ def simulate_placed(
 ) -> PlacedRun:
     """The predicted run of all jobs to their end; a PlanError if some never get a seat.
 
-    At the start and whenever a job ends, `plan.place` decides again; in between, the jobs of a replica share its time
+    At the start and whenever a job ends, `assign_jobs` decides again; in between, the jobs of a replica share its time
     in equal parts. A job that moves needs `move_s` seconds of its new replica more. Nothing else takes time.
     """
     speed = {replica.name: replica.speed for replica in replicas}
@@ -152,7 +152,7 @@ def simulate_placed(
     ends_s: dict[str, float] = {}
     now_s, num_moves = 0.0, 0
     while left:
-        placement = place(list(left.values()), replicas, move_s=move_s)
+        placement = assign_jobs(list(left.values()), replicas, move_s=move_s)
         if not placement.replica_of:
             raise PlanError(f"no replica can take what is left: {', '.join(sorted(left)[:4])}.", where="replicas")
         num_moves += len(placement.moves)

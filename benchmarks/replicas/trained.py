@@ -32,15 +32,14 @@ from weft.engine.run_engine import RunEngine
 from weft.engine.train import PreparedRun, execute_run, prepare_run
 from weft.errors import WeftError
 from weft.kernels.device import default_device
+from weft.parallel.replicas.hosts import RankPool, rank_order
 from weft.parallel.replicas.load import load_replicated
-from weft.parallel.replicas.places import rank_order
 from weft.parallel.replicas.rank_group import RankGroup
-from weft.parallel.replicas.rank_pool import RankPool
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
-from weft.plan.cost.published_shapes import find_shape
+from weft.plan.cost.shape import find_shape
 from weft.spec import JobSpec, RunSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
-from weft.wall_clock import WallClock
+from weft.store.wall_clock import WallClock
 
 NUM_ROWS = 256
 NUM_TURNS = 3

@@ -41,9 +41,9 @@ from weft.errors import ModelError
 from weft.kernels.device import is_cpu
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 from weft.model.random_model import make_backbone
-from weft.plan.cost.published_shapes import Shape, find_shape
+from weft.plan.cost.shape import Shape, find_shape
 from weft.spec import AdapterSpec
 
 DROPOUT = 0.1
@@ -90,7 +90,7 @@ def _gradients(
     samples = packed_samples(workload, backbone.vocabulary)
     row_tile = backbone.path.row_tile(workload.capacity)
     slots: list[int] = []
-    placed: list[PlacedSample] = []
+    placed: list[SlotSample] = []
     try:
         # The job itself comes last.
         for job in reversed(range(num_neighbours + 1)):
@@ -100,7 +100,7 @@ def _gradients(
                 adapter.changed()
             slots.append(backbone.attach(adapter))
             own = [s.cut(s.length - s.length // 7) if shortened and job else s for s in samples[job]]
-            placed += [PlacedSample(s, slots[-1], 1e-3, mix(job, 0, i)) for i, s in enumerate(own)]
+            placed += [SlotSample(s, slots[-1], 1e-3, mix(job, 0, i)) for i, s in enumerate(own)]
         batch = pack_samples(placed, row_tile, backbone.device)
         losses = backbone.forward_backward(batch, row_tile)
         if poison and math.isfinite(losses[0]):
@@ -159,7 +159,7 @@ def _gradients_by_path(
     slots = [backbone.attach(adapter) for adapter in adapters]
     samples = packed_samples(workload, backbone.vocabulary)
     placed = [
-        PlacedSample(sample, slots[job], 1e-3, mix(job, 0, i))
+        SlotSample(sample, slots[job], 1e-3, mix(job, 0, i))
         for job, own in enumerate(samples)
         for i, sample in enumerate(own)
     ]

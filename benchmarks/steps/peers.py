@@ -21,9 +21,9 @@ from benchmarks.clock import Effort, Measured, peak_gb, release
 from benchmarks.steps.regimes import BenchProgram, BenchRun, padded_batch
 from weft.errors import MissingExtraError, install_command
 from weft.kernels.device import is_gpu
-from weft.kernels.timing import median_s
+from weft.kernels.device_event import median_s
 from weft.model.random_model import build
-from weft.plan.cost.published_shapes import Shape
+from weft.plan.cost.shape import Shape
 
 RANK = 16
 ENOUGH_GAIN = 1.01

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.figures import Kind
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.errors import ConfigError, closest
 from weft.model.random_model import Storage
 

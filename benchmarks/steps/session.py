@@ -41,9 +41,9 @@ from benchmarks.steps.peers import Missing, measure_peers, need_peft
 from benchmarks.steps.regimes import MAIN_SHAPE, OURS, PEFT_PROGRAMS, BenchProgram, BenchRun, Regime, Workload, choose
 from benchmarks.steps.step import measure
 from weft.kernels.device import is_cpu
-from weft.kernels.timing import median_s
+from weft.kernels.device_event import median_s
 from weft.model.random_model import make_backbone
-from weft.plan.cost.published_shapes import Shape, find_shape
+from weft.plan.cost.shape import Shape, find_shape
 
 SIDE = 8192
 

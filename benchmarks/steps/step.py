@@ -22,17 +22,16 @@ from weft.adapters.adapter import Adapter
 from weft.data.dataset import Dataset, JobData
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone
-from weft.engine.execute.optimizers.optimizer import Results
-from weft.engine.execute.optimizers.registry import optimizer_of
-from weft.engine.execute.optimizers.step_together import step_together
+from weft.engine.execute.optimizers import optimizer_of
+from weft.engine.execute.optimizers.optimizer import Results, step_together
 from weft.engine.jobs.progress import PLANNED_BATCHES
 from weft.errors import JobError
 from weft.kernels.device import is_gpu
+from weft.kernels.device_event import median_s
 from weft.kernels.dropout import mix
-from weft.kernels.timing import median_s
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
-from weft.model.scores import PendingScores
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
+from weft.model.path import PendingScores
 from weft.spec import AdapterSpec, JobSpec
 
 TURN_S = 1.0
@@ -65,7 +64,7 @@ class BenchJobs:
             weight = 1.0 / sum(sample.num_supervised for sample in samples)
             slot = self.slots[job] if self.slots else None
             for index, sample in enumerate(samples):
-                placed.append(PlacedSample(sample, slot, weight, mix(job, 0, index)))
+                placed.append(SlotSample(sample, slot, weight, mix(job, 0, index)))
         return pack_samples(placed, self.row_tile, self.backbone.device)
 
     def forward_backward_frozen(self) -> None:

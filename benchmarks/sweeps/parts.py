@@ -2,7 +2,7 @@
 
 PLoRA's 120 configurations on eight A100-40G are planned, bounded and compared with one by one. The space is a grid over
 its Table 1: batches 1 to 32, ranks 8 to 128, and four settings of learning rate and alpha, which change no time. Times
-come from `AnalyticCost` (met by an H200 within 10 %), PEFT's from what was measured there (`plan/sweep/solo.py`).
+come from `AnalyticCost` (met by an H200 within 10 %), PEFT's from what was measured there (`plan/sweep/bounds.py`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import typer
 
 from benchmarks.figures import Kind, Parts, Targets
 from benchmarks.report import JsonFile, run_parts
+from benchmarks.sweeps.plan_check import violations
 from benchmarks.sweeps.published import plan_published
 from benchmarks.sweeps.train import measure_early_stop, measure_sweep_together
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.shape import ModelShape
-from weft.plan.families.layer_form import LayerForm
-from weft.plan.sweep import Configuration, SweepPlan, plan_sweep, violations
+from weft.plan.decoder import LayerForm
+from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
+from weft.plan.sweep.bounds import Solo
 from weft.plan.sweep.cost import SweepSetting
-from weft.plan.sweep.solo import Solo
 
 BATCHES, RANKS, NUM_OTHERS = (1, 2, 4, 8, 16, 32), (8, 16, 32, 64, 128), 4
 NUM_SAMPLES = 4096

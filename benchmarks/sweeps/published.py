@@ -24,9 +24,8 @@ import numpy as np
 
 from weft.plan.cost.hardware import Hardware, find_hardware
 from weft.plan.cost.shape import ModelShape
-from weft.plan.sweep.bounds import lower_bound_s
+from weft.plan.sweep.bounds import lower_bound_s, one_by_one_s
 from weft.plan.sweep.cost import Floats, Ints, PackCost, SweepSetting
-from weft.plan.sweep.solo import one_by_one_s
 from weft.plan.sweep.types import Configuration, Pack, SweepPlan
 
 MAX_ROUNDS = 20

@@ -22,7 +22,7 @@ from weft.data.prepared.cache import CACHE_VARIABLE
 from weft.kernels.device import is_gpu
 from weft.model.random_model import build
 from weft.model.source import TINY
-from weft.plan.cost.published_shapes import Shape
+from weft.plan.cost.shape import Shape
 from weft.store.atomic import write_file
 
 NUM_ROWS = 7473

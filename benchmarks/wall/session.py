@@ -41,12 +41,12 @@ from benchmarks.report import (
 )
 from benchmarks.wall.inputs import WallJobs, WallTime, caches, time_train, write_jobs, write_model, write_problems
 from benchmarks.wall.prepare import PrepareTime, time_prepare
-from weft.cli.user_path import user_path
+from weft.cli.options import user_path
 from weft.data.prepared.cache import CACHE_VARIABLE
-from weft.data.prepared.digests import STABLE_S
+from weft.data.prepared.key import STABLE_S
 from weft.errors import ConfigError, WeftError
 from weft.kernels.device import default_device, has_gpu
-from weft.plan.cost.published_shapes import find_shape
+from weft.plan.cost.shape import find_shape
 
 Say = Callable[[str], None]
 EVAL_ROWS = 64

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weft.engine.events import (
         CheckpointSaved,
         EvalDone,
+        EvalSliceDone,
         Event,
         JobCancelled,
         JobEnded,
@@ -48,6 +49,7 @@ __all__ = [
     "CheckpointSaved",
     "Engine",
     "EvalDone",
+    "EvalSliceDone",
     "Event",
     "Job",
     "JobCancelled",
@@ -83,7 +85,7 @@ _HOMES = {
     "WeftError": ("weft.errors", "WeftError"),
     "sweep": ("weft.sweeps.api", "sweep"),
 }
-"""Where the public names are defined; those that are not here are events."""
+"""Modules of the public names; names that are not here are events."""
 
 
 def __getattr__(name: str) -> Any:

@@ -12,18 +12,19 @@
     ├── PlanError           what is to be planned cannot be done within its limits
     └── MissingExtraError   an optional package is needed and not installed
 
-The text of an error says where it happened, what was found, and what would be right.
+The text of an error states where it happened, what was found, and what is accepted.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
 
 class WeftError(Exception):
-    """A mistake with a clear sentence; the command line prints it and exits with 2."""
+    """An error with a clear sentence; the command line prints it and exits with 2."""
 
     code = "error"
 
@@ -31,12 +32,12 @@ class WeftError(Exception):
         super().__init__(message)
         self.message = message
         self.where = where
-        """File, line or field the error is about, e.g. `train.jsonl line 17`."""
+        """File, line or field of the error, e.g. `train.jsonl line 17`."""
         self.hint = hint
-        """What to do about it, when the message alone does not say."""
+        """What to do about it, if the message does not show it."""
 
     def at(self, where: str | None, hint: str | None = None) -> Self:
-        """The same error, said of another place; a hint that is given replaces its own."""
+        """The same error with another location; a given hint replaces its own."""
         moved = copy.copy(self)
         moved.where, moved.hint = where, hint or self.hint
         return moved
@@ -47,33 +48,32 @@ class WeftError(Exception):
 
 
 class ConfigError(WeftError):
-    """A jobs file, an override or an option is wrong."""
+    """An error in a jobs file, an override or an option."""
 
     code = "config"
 
 
 class WrongTypeError(ConfigError):
-    """A setting has a value of another type than it accepts."""
+    """A setting has a value of a type that it does not accept."""
 
     accepted: tuple[Any, ...] = ()
-    """The types that the setting accepts."""
+    """Types that the setting accepts."""
     value: Any = None
-    """What was found."""
+    """The rejected value."""
 
     @classmethod
     def of(cls, message: str, where: str | None, accepted: tuple[Any, ...], value: Any) -> Self:
-        """The error of one setting."""
         error = cls(message, where=where)
         error.accepted, error.value = accepted, value
         return error
 
 
 class DataError(WeftError):
-    """A data file or one of its lines is wrong."""
+    """An error in a data file."""
 
     code = "data"
     setting: str | None = None
-    """`train_data` or `eval_data`: which data of a job it is about, where that is known."""
+    """`train_data` or `eval_data`: the data of the job, if known."""
 
 
 class ModelError(WeftError):
@@ -101,39 +101,64 @@ class CheckpointError(WeftError):
 
 
 class JobError(WeftError):
-    """One job cannot go on; its neighbours can."""
+    """An error that ends one job; its neighbours continue."""
 
     code = "job"
 
 
 class PlanError(WeftError):
-    """What is to be planned cannot be done within its limits."""
+    """Planning is impossible within the limits."""
 
     code = "plan_error"
 
 
 class MissingExtraError(WeftError):
-    """An optional package is needed and not installed."""
+    """An optional package is not installed."""
 
     code = "missing_extra"
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra of Weft beside the copy that runs: its package, or its folder if that is a clone."""
+    """The command that installs an extra of Weft beside the running copy: its package, or its folder for a clone."""
     folder = Path(__file__).parents[2]
     name = str(folder) if (folder / "pyproject.toml").is_file() else "weft-lora"
     return f"pip install {'-e ' if name != 'weft-lora' else ''}'{name}[{extra}]'"
 
 
 def first_line(error: Exception) -> str:
-    """What another library says is wrong, as part of a sentence."""
+    """Another library's error as part of a sentence."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def closest(word: str, accepted: list[str]) -> str | None:
-    """The accepted word a user most likely meant, or None when nothing is near."""
+    """The accepted word that a user most likely meant, or None if none is similar."""
     import difflib
 
-    matches = difflib.get_close_matches(word, accepted, n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    known = {each.lower(): each for each in reversed(accepted)}
+    matches = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    return known[matches[0]] if matches else None
+
+
+def not_accepted(word: str, accepted: Iterable[str], where: str) -> ConfigError:
+    """The error for a word outside a list, with the nearest one as a hint."""
+    words = list(accepted)
+    guess = closest(word, words)
+    hint = f"Did you mean {guess}?" if guess else None
+    return ConfigError(f"got {word!r}; accepted are {', '.join(words)}.", where=where, hint=hint)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `1,024 steps`, `2 microbatches`."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as people read them: 812.0 MiB."""
+    value, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return counted(round(num_bytes), "byte") if unit == "bytes" else f"{value:,.1f} {unit}"

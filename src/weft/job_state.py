@@ -1,4 +1,4 @@
-"""Where a job stands, and why: a state, and a reason that is a code for programs with a text for people."""
+"""The state of a job and its reason: a code for programs with a text for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.errors import WeftError
 
 
 class JobState(enum.StrEnum):
-    """Where a job stands."""
+    """State of a job."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -20,29 +20,29 @@ class JobState(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Nothing follows."""
+        """Whether no state follows."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
 FINAL_STATES = tuple(state.value for state in JobState if state.is_final)
-"""The names of the states that nothing follows."""
+"""Names of the final states."""
 
 
 class ReasonCode(enum.StrEnum):
-    """Why a job does not train; the codes of errors stand for the errors themselves."""
+    """Why a job does not train; error codes stand for the errors themselves."""
 
     RUN_STOPPED = "run_stopped"
-    """The whole run was asked to stop; the job goes on when the run is resumed."""
+    """The whole run was stopped; the job continues when the run is resumed."""
     CANCELLED = "cancelled"
-    NO_PLACE = "no_place"
-    """As many jobs train as max_jobs allows."""
+    NO_SEAT = "no_place"
+    """max_jobs jobs are training."""
     NO_MEMORY_NOW = "no_memory_now"
     """Other jobs hold the memory that it needs."""
     GAVE_WAY = "gave_way"
-    """Jobs that come before it took its place."""
+    """Jobs with precedence took its seat."""
     DIVERGED = "diverged"
     DOES_NOT_FIT = "does_not_fit"
-    """There is no memory for its adapter, even alone."""
+    """Its adapter does not fit in memory, even alone."""
     SAMPLE_TOO_LONG = "sample_too_long"
     """A microbatch of its longest sample alone ran out of memory."""
     CONFIG = "config"
@@ -53,9 +53,9 @@ class ReasonCode(enum.StrEnum):
     CHECKPOINT = "checkpoint"
     JOB = "job"
     ERROR = "error"
-    """Any other error raised on purpose."""
+    """Any other expected error."""
     INTERNAL = "internal"
-    """An error that nobody raised on purpose, in work for this job alone."""
+    """An unexpected error, in work for this job alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,12 @@ class Reason:
 
     @classmethod
     def of(cls, error: WeftError) -> Reason:
-        """The reason that an error gives."""
         codes = {code.value: code for code in ReasonCode}
         return cls(codes.get(error.code, ReasonCode.ERROR), str(error))
 
     @classmethod
     def of_bug(cls, error: Exception) -> Reason:
-        """The reason that an error gives which nobody raised on purpose."""
+        """The reason for an unexpected error."""
         return cls(ReasonCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
 
     def __str__(self) -> str:

@@ -25,20 +25,22 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
+from weft.errors import ConfigError, counted
+
 PRELOADED = (
     "weft.parallel.stages.stage_process",
     "weft.parallel.replicas.rank",
-    "weft.cli.rank",
+    "weft.cli.service.rank",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
 )
-"""What stages and ranks import; transformers does so only when a model is loaded, and most models need the same."""
+"""Imports of stages and ranks; transformers is otherwise imported when a model is loaded."""
 EXIT_CODE_S = 5.0
 """Seconds that the fork server has to report how a process ended."""
 _SERVER_LOST = 255
-"""The exit code that multiprocessing reports for processes whose server is gone."""
+"""Exit code that multiprocessing reports for processes whose server is gone."""
 _PR_SET_NAME = 15
 _PROGRAM = f"import sys; from {__name__} import run_program; run_program(*sys.argv[1:])"
 _LOCK = threading.Lock()
@@ -62,15 +64,15 @@ class ChildProcess:
         name: str,
         log: Path,
     ) -> None:
-        """`arguments`: of its `sys.argv`; `connections`: what its `main` is called with, closed here once it has them.
+        """`arguments`: its `sys.argv`; `connections`: arguments of its `main`, closed here once they are sent.
 
-        `variables`: its whole environment, though what libraries read at their import is the fork server's. `name`: its
-        name in lists of processes, of which Linux keeps 15 letters; `log`: the file that it prints to.
+        `variables`: its whole environment, though libraries read the fork server's at their import. `name`: its name in
+        process lists, of which Linux keeps 15 letters; `log`: its output file.
         """
         self.returncode: int | None = None
         self._pid = 0
         self._end = -1
-        """Readable once it has ended."""
+        """File descriptor that is readable once the process has ended."""
         self._error: OSError | None = None
         self._is_unwanted = False
         self._has_begun = threading.Event()
@@ -80,7 +82,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its number, which is that of its session and its process group too."""
+        """Process ID, also of its session and its process group."""
         self.wait_begun()
         return self._pid
 
@@ -92,18 +94,18 @@ class ChildProcess:
             raise error
 
     def poll(self) -> int | None:
-        """Its exit code, or minus the signal that ended it; None while it runs."""
+        """Exit code, or minus the signal that ended it; None while it runs."""
         return self._ended(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end; TimeoutExpired if that does not come in time."""
+        """Waits for its end; TimeoutExpired after `timeout` seconds."""
         code = self._ended(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(str(self._pid), timeout or 0.0)
         return code
 
     def kill(self) -> None:
-        """Ends it with all that it has started, at once; a process that does not run yet is ended when it begins."""
+        """Kills it with its whole process group; a process that has not started yet ends when it starts."""
         self._is_unwanted = True
         if self._pid and self.returncode is None:
             try:
@@ -158,14 +160,14 @@ class ChildProcess:
 
 
 class ChildProgram:
-    """A Python of its own that runs the `main` of a module with a connection to this process.
+    """A new Python that runs the `main` of a module with a connection to this process.
 
-    It has nothing that this process has imported, and does not run what this one was started with. Ctrl-C is for this
-    process; the program ends when the connection does, which is its to notice.
+    It has none of this process's imports or arguments. Ctrl-C does not reach it; it should end when the connection
+    closes.
     """
 
     def __init__(self, module: str, variables: Mapping[str, str] | None = None) -> None:
-        """`variables`: of its environment, beside those of this process."""
+        """`variables`: additions to this process's environment."""
         self.connection, theirs = multiprocessing.Pipe()
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with theirs:
@@ -177,20 +179,18 @@ class ChildProgram:
 
     @property
     def pid(self) -> int:
-        """Its number."""
         return self._process.pid
 
     def wait(self) -> int:
-        """Waits for its end; its exit code, or minus the signal that ended it."""
+        """Waits for its end and returns the exit code, or minus the signal that ended it."""
         return self._process.wait()
 
     def kill(self) -> None:
-        """Ends it at once; what it has sent can still be read."""
+        """Ends it at once; data that it has sent can still be read."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Ends it at once."""
         self.kill()
         self.connection.close()
 
@@ -198,7 +198,7 @@ class ChildProgram:
 def prepare() -> None:
     """Starts the fork server if none runs, and returns before its imports, which take seconds, are done."""
     if isinstance(_context(), ForkServerContext):
-        # Ctrl-C is for this process. The server takes over what is blocked.
+        # Ctrl-C is for this process; the server inherits blocked signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             forkserver.ensure_running()
@@ -223,7 +223,7 @@ def _run(
     name: str,
     log: str,
 ) -> None:
-    """What a new process does."""
+    """The body of a new process."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -239,6 +239,67 @@ def _run(
 
 
 def run_program(module: str, descriptor: str) -> None:
-    """What a new program does."""
+    """The body of a new program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     importlib.import_module(module).main(Connection(int(descriptor)))
+
+
+MOST_PROCESSES = 1024
+"""Maximum number of replicas, of workers or of a layout's devices."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Variable with the GPUs that CUDA shows to a process."""
+AUTO = "auto"
+
+
+def last_line(log: Path) -> str:
+    """The last line that a process wrote to its log; empty if there is none."""
+    with suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+    return ""
+
+
+def visible_gpus() -> list[str]:
+    """GPUs that this process may use: those of its environment, or all with device files."""
+    named = os.environ.get(VISIBLE)
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    files = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    return [str(index) for index in range(len(files))]
+
+
+def choose_gpus(devices: str | None, visible: list[str]) -> list[str]:
+    """GPUs of a list such as `0,2`, as indices of the visible ones; all if there is no list."""
+    if devices is None:
+        return visible
+    if not visible:
+        raise ConfigError("are for GPUs, and there is none.", where="--devices")
+    indices = [part.strip() for part in devices.split(",")]
+    for part in indices:
+        if (number := read_count(part)) is None or number >= len(visible):
+            raise ConfigError(f"got {part!r}; accepted are numbers from 0 to {len(visible) - 1}.", where="--devices")
+    return [visible[int(part)] for part in indices]
+
+
+def number_or_auto(text: str, where: str, least: int) -> int | None:
+    """A number of at least `least`; None for `auto`."""
+    if text == AUTO:
+        return None
+    number = read_count(text)
+    if number is None or not least <= number <= MOST_PROCESSES:
+        raise ConfigError(f"got {text!r}; accepted are auto and numbers from {least} to {MOST_PROCESSES}.", where=where)
+    return number
+
+
+def read_count(text: str) -> int | None:
+    """A number in digits; None for other texts and numbers beyond any bound."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+
+def check_cpu_processes(number: int, where: str) -> None:
+    """ConfigError for more processes than this machine's CPU cores can run at once; a few are allowed to test with."""
+    cores = os.cpu_count() or 1
+    most = max(16, 4 * cores)
+    if number > most:
+        found = f"takes {number:,} processes, and {counted(cores, 'CPU core')} can run {most}"
+        raise ConfigError(f"{found}; use at most {most}.", where=where)

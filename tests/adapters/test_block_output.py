@@ -16,9 +16,9 @@ from tiny_models import assert_same_bits, finish, job_spec, random_backbone, ran
 from torch import nn
 
 from weft.adapters.adapter import Adapter
-from weft.adapters.block_output import BlockOutput
 from weft.adapters.method import ModuleTensors
 from weft.adapters.routing import Routing, Rows, slot_rows
+from weft.adapters.sites import BlockOutput
 from weft.engine.engine import Engine
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.engine.inference.generate import Decoding, Request, generate
@@ -29,8 +29,8 @@ from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.model.path import Memory
 from weft.spec import AdapterSpec, BackboneSpec
+from weft.store.peft_config import check_servable
 from weft.store.peft_files import CARD_FILE, write_adapter
-from weft.store.servers import check_servable
 
 DESCRIBED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
 SPEC = {"method": "bottleneck", "bottleneck_size": 5, "bottleneck_activation": "tanh"}

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from weft.adapters.frozen import KINDS, Dense, FrozenWeight, describe, join, quantisation, quantise
-from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing
+from weft.adapters.sites import SlotLinear
 from weft.errors import ConfigError
-from weft.kernels.storage.fp8 import dequantise, quantise_rows
+from weft.kernels.storage import dequantise, quantise_rows
 
 D, O, T = 128, 48, 128  # noqa: E741
 STORED = {

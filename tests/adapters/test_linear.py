@@ -10,10 +10,10 @@ from adapter_on import adapter_on
 from tiny_models import random_sample
 from whole_linear import WholeLinear
 
-from weft.adapters.linear import SlotLinear, tiled_mm
 from weft.adapters.routing import Routing
+from weft.adapters.sites import SlotLinear, tiled_mm
 from weft.kernels.dropout import keep_mask, row_keys
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.spec import AdapterSpec
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ class Bench:
 def packed(dropout: bool = True, which: tuple[int, ...] = (0, 1, 2, 3, 4)) -> PackedBatch:
     rng = np.random.default_rng(0)
     drawn = [random_sample(rng, length) for length in LENGTHS]
-    return pack_samples([PlacedSample(drawn[i], OWNERS[i], 1.0, KEYS[i] if dropout else None) for i in which], 128, CPU)
+    return pack_samples([SlotSample(drawn[i], OWNERS[i], 1.0, KEYS[i] if dropout else None) for i in which], 128, CPU)
 
 
 def inputs(batch: PackedBatch, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,19 +16,19 @@ from tiny_models import VOCABULARY, Job, assert_same_bits, job_spec, random_data
 from tiny_tokenizer import word_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
+from weft.adapters.parts import INPUT_ROWS, OUTPUT_ROWS
 from weft.data.load import load_job_data
 from weft.data.prepared.key import tokenizer_identity
-from weft.data.sample import Sample
-from weft.data.tokens.tokenise import new_token_ids, with_new_tokens
+from weft.data.samples import Sample
+from weft.data.tokenise import new_token_ids, with_new_tokens
 from weft.engine.engine import Engine
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.engine.inference.generate import Decoding, Request, generate
-from weft.engine.inference.merge_rows import merge_rows
+from weft.engine.inference.merge import merge_rows
 from weft.errors import AdapterFileError, ConfigError, DataError
 from weft.model.backbone import Backbone
-from weft.model.packed import PlacedSample, pack_samples
-from weft.objectives.preference.dpo import Dpo
+from weft.model.packed import SlotSample, pack_samples
+from weft.objectives.preference import Dpo
 from weft.spec import AdapterSpec
 
 NEW = ("<think>", "<done>")
@@ -57,7 +57,7 @@ def exported(backbone: Backbone, path: Path) -> Path:
 
 def logits(backbone: Backbone, slot: int | None) -> torch.Tensor:
     sample = Sample(TOKENS, np.ones(len(TOKENS), dtype=bool))
-    return backbone.logits(pack_samples([PlacedSample(sample, slot)], None, backbone.device))
+    return backbone.logits(pack_samples([SlotSample(sample, slot)], None, backbone.device))
 
 
 def plain_logits(model: Any) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_generate_when_only_one_adapter_has_new_tokens_then_nobody_else_writes_t
     ("settings", "sentence"),
     [
         ({"new_tokens": ["<a>", "<a>"]}, "new_tokens: '<a>' is there twice"),
-        ({"new_tokens": [" "]}, "new_tokens: a token of nothing but white space is none"),
+        ({"new_tokens": [" "]}, "new_tokens: got ' '; a token needs characters other than white space"),
         (
             {"new_tokens": ["<a>"], "modules_to_save": ["lm_head"]},
             "new_tokens: modules_to_save copies the backb",

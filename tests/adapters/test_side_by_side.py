@@ -9,8 +9,8 @@ import pytest
 import torch
 from thread_devices import ThreadDevices, on_devices
 
+from weft.adapters.devices import SideBySide
 from weft.adapters.routing import Routing
-from weft.adapters.side_by_side import SideBySide
 from weft.kernels.device import CPU
 
 

@@ -24,15 +24,15 @@ from tiny_models import (
 )
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.parts import INPUT_ROWS, OUTPUT_ROWS
 from weft.adapters.targets import leaf_names
-from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
 from weft.engine.engine import Engine
 from weft.engine.inference.attach import attach_adapter, read_named
-from weft.engine.inference.merge_rows import merge_rows
+from weft.engine.inference.merge import merge_rows
 from weft.errors import AdapterFileError, ConfigError
 from weft.model.backbone import Backbone
-from weft.model.packed import PlacedSample, pack_samples
-from weft.objectives.preference.dpo import Dpo
+from weft.model.packed import SlotSample, pack_samples
+from weft.objectives.preference import Dpo
 from weft.spec import AdapterSpec
 from weft.store.peft_files import CONFIG_FILE, TENSORS_FILE, read_adapter, write_adapter
 
@@ -71,7 +71,7 @@ def written(backbone: Backbone, adapter: Adapter, path: Path) -> Path:
 
 def logits(backbone: Backbone, slot: int | None) -> torch.Tensor:
     sample = random_data(1, num_samples=1, lengths=(20, 21)).train.samples[0]
-    return backbone.logits(pack_samples([PlacedSample(sample, slot)], None, backbone.device))
+    return backbone.logits(pack_samples([SlotSample(sample, slot)], None, backbone.device))
 
 
 def plain_logits(model: Any) -> torch.Tensor:

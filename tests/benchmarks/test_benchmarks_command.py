@@ -45,7 +45,7 @@ def test_bench_step_when_run_on_tiny_then_shows_and_keeps_every_figure(bench, tm
 def test_bench_step_when_a_regime_is_named_then_measures_what_it_needs(bench):
     result = bench("step", "--model", "tiny", "--regime", "tiny.overhead2", "--quick", "--kernels", "fused")
     assert result.code == 0
-    assert "kernels fused: plain torch twins" in result.out
+    assert "kernels fused: plain torch" in result.out
     assert "tiny.overhead2 = " in result.out
     assert "peft" not in result.out
 

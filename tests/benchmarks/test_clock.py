@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.clock import in_turn_s
-from weft.kernels.timing import median_s
+from weft.kernels.device_event import median_s
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks.figures import Figure, Kind
 from benchmarks.report import bar_length, draw, read_json, table, write_json
 from weft.errors import ConfigError, MissingExtraError, StorageError
-from weft.report.deploy_picture import check_plot
+from weft.report.figure import check_plot
 
 CPU = torch.device("cpu")
 FIGURES = [

@@ -130,7 +130,7 @@ RUN = [
         (OUT, f"{OUT}\nreport_to: wandb"),
         args=("jobs.yaml", "--dry-run"),
     ),
-    Case("output_dir empty", (at(2, "output_dir"), "is empty; name a directory."), (OUT, 'output_dir: ""')),
+    Case("output_dir empty", (at(2, "output_dir"), "is empty; write a name or a path."), (OUT, 'output_dir: ""')),
     Case("output_dir with NUL", (at(2, "output_dir"), "holds a NUL character."), (OUT, 'output_dir: "a\\0b"')),
     Case("out is a file", ("rows.jsonl: is a file; name a directory.",), args=("jobs.yaml", "--out", "rows.jsonl")),
     Case("out under a file", ("rows.jsonl/a/b: ", "is a file"), args=("jobs.yaml", "--out", "rows.jsonl/a/b")),
@@ -152,7 +152,7 @@ ADAPTER = [
     lora(
         "alpha_pattern: {o_proj: 4}, target_modules: [q_proj]", "alpha_pattern", "answers to 'o_proj'", owner="jobs.0"
     ),
-    lora("target_modules: [q_proj, lm_head]", "target_modules", "lm_head is the output head, which", owner="jobs.0"),
+    lora("target_modules: [q_proj, lm_head]", "target_modules", "lm_head is the output head,", owner="jobs.0"),
     lora("alpha: 1e300", "lora_alpha", "'1e300' is too large; the most is 1e+18."),
     lora("alpha: -1", "lora_alpha", "must be at least 0, got -1.0."),
     lora("dropout: 1.0", "lora_dropout", "must be at least 0 and below 1, got 1.0."),
@@ -222,7 +222,7 @@ JOB = [
     ),
     job("eval_data: 1.5", "eval_data", "got 1.5; accepted are a fraction between 0 and 1, "),
     job("eval_data: []", "eval_data", "no files; name at least one, or leave it out."),
-    job("early_stopping_patience: 2", "early_stopping_patience", "needs eval_data to judge by."),
+    job("early_stopping_patience: 2", "early_stopping_patience", "needs eval_data."),
     Case(
         "eval_data: 99",
         ("two: eval_data: 99 of 8 samples leaves no sample to train on.",),
@@ -368,7 +368,7 @@ MODEL = [
     model("pickled", "the directory has no .safetensors weights. Convert its .bin files first."),
     model("corrupt", "model.safetensors is not a safetensors file, or its beginning is damaged."),
     model("cut_short", "model.safetensors is not a safetensors file, or its beginning is damaged."),
-    model("other_size", "model.embed_tokens.weight has the shape (264, 192); config.json asks for (264, 96)."),
+    model("other_size", "model.embed_tokens.weight has the shape (264, 192); config.json expects (264, 96)."),
     model("more_layers", "model.layers.6.input_layernorm.weight is not in the model's files, nor are 8 more weights."),
     model("own_code", "the model brings code of its own (auto_map); Weft runs no code from model files."),
     model("unknown_type", "config.json cannot be loaded: ", "model type `lllama`"),
@@ -380,7 +380,7 @@ MODEL = [
         (BASE, "model: llama"),
     ),
     Case("model on the Hub", ("base_model owner/name: config.json cannot be loaded: ",), (BASE, "model: owner/name")),
-    Case("model empty", ("base_model : there is no such model directory; ",), (BASE, 'model: ""')),
+    Case("model empty", (at(1, "base_model"), "is empty; write a name or a path."), (BASE, 'model: ""')),
     Case("model too long", (f"base_model {'x' * 300}: there is no such model",), (BASE, f"model: {'x' * 300}")),
 ]
 

@@ -12,8 +12,8 @@ import pytest
 from tiny_adapters import LEAVES, SHOUTING, tiny_tensors
 from verb_result import Result, Weft
 
-from weft.cli.demo.skills import SKILLS
 from weft.cli.main import main
+from weft.cli.skills import SKILLS
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
 
@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
 def weft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Weft:
     """Runs `weft ARGS...` in this process, with `typed` as its standard input, piped or from a person."""
     # How long loading takes here is the machine's business, so it says nothing.
-    monkeypatch.setattr("weft.cli.loading.QUIET_S", 3600.0)
+    monkeypatch.setattr("weft.cli.watch.QUIET_S", 3600.0)
 
     def run(*arguments: object, typed: str = "", interactive: bool = False) -> Result:
         monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])

@@ -16,15 +16,14 @@ from covering import chosen, each_value, slow
 from input_case import CHAT, JOBS, Case
 from tiny_adapters import LEAVES, tiny_tensors
 
-from weft import faults
-from weft.cli.demo.skills import SKILLS
+from weft.cli.skills import SKILLS
 from weft.errors import StorageError
-from weft.faults import FaultPlan
 from weft.model.source import TINY
 from weft.spec import AdapterSpec
+from weft.store import faults
+from weft.store.faults import FaultPlan
 from weft.store.peft_files import write_adapter
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +149,7 @@ def test_cases_when_counted_then_are_many_and_different():
 def test_train_when_there_is_no_gpu_to_train_on_then_says_so(mistake: Mistake, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert mistake("train", "jobs.yaml", "device=cuda") == (
-        "device: cuda is asked for, but torch sees no GPU; use cpu or auto."
+        "device: cuda needs a GPU, and torch sees none; use cpu or auto."
     )
 
 
@@ -181,6 +180,9 @@ def test_train_when_an_option_is_unknown_then_shows_the_usage(weft, place: Path)
     [
         ("plan jobs.yaml --layout auto --gpus 0", "--gpus: must be at least 1, got 0."),
         ("plan jobs.yaml --layout auto --gpus -1", "--gpus: must be at least 1, got -1."),
+        ("plan jobs.yaml --layout auto --gpus 1025", "--gpus: must be at most 1024, got 1025."),
+        ("sweep sweep.yaml --dry-run --gpus 1000000000", "--gpus: must be at most 1024, got 1000000000."),
+        ("serve --api-processes 257", "--api-processes: must be at most 256, got 257."),
         ("plan jobs.yaml --stages two", "--stages: must be a whole number, got two."),
         ("plan jobs.yaml --steps 1.5", "--steps: must be a whole number, got 1.5."),
         ("sweep sweep.yaml --dry-run --gpus 0", "--gpus: must be at least 1, got 0."),

@@ -171,7 +171,8 @@ def test_deploy_when_executed_then_the_planned_replicas_train_the_jobs(weft, exe
 def test_run_when_its_layout_was_chosen_for_it_then_the_way_on_chooses_again(weft, executable, monkeypatch, command):
     """What goes on follows its jobs as the run did, and is not bound to what was chosen first."""
     told: list[str] = []
-    monkeypatch.setattr("weft.cli.train.train_order", lambda order, place, resume: told.append(order.said.again(place)))
+    record = lambda order, out, resume: told.append(order.invocation.resume_command(out))  # noqa: E731
+    monkeypatch.setattr("weft.cli.train.train_order", record)
     result = weft(*command, "--out", "runs/a")
     assert result.code == 0, result
     words, flags = (command, ()) if command[0] == "plan" else (command[:3], command[3:])
@@ -202,5 +203,5 @@ def test_deploy_when_it_cannot_be_executed_then_refused_before_planning(refused,
     (executable / "cluster.yaml").write_text("machines: [{gpu: cpu, gpus: 2}]\n")
     assert "cluster.yaml: jobs: there are no jobs to plan for; name a jobs file by --jobs" in refused(*asked)
     (executable / "cluster.yaml").write_text("machines: [{gpu: cpu, gpus: 2}]\n" + by_length)
-    assert "cluster.yaml: base_model: is missing; jobs without a jobs file do not say it." in refused(*asked)
+    assert "cluster.yaml: base_model: is missing; jobs without a jobs file need it." in refused(*asked)
     assert not (executable / "runs").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.parallel.replicas import layout_keeper
+from weft.parallel.replicas import following_engine
 from weft.parallel.replicas.following_engine import FollowingEngine
 from weft.plan.replan import LayoutForecast, MoveCost
 
@@ -21,7 +21,7 @@ MOVES_FOR_NOTHING = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 from test_followed_layout import forecast_at_once, move_for_nothing
-from weft import faults
+from weft.store import faults
 from weft.cli.main import main
 forecast_at_once(setattr)
 move_for_nothing(setattr)
@@ -46,7 +46,7 @@ class AtOnce:
 
 
 def forecast_at_once(set_attribute: Set) -> None:
-    set_attribute(layout_keeper, "ThreadPoolExecutor", AtOnce)
+    set_attribute(following_engine, "ThreadPoolExecutor", AtOnce)
 
 
 def move_for_nothing(set_attribute: Set) -> None:

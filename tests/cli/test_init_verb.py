@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.init import JOBS_FILE
+from weft.cli.files import JOBS_FILE
 from weft.engine.train import prepare_run
 from weft.spec import load_run
 

@@ -52,7 +52,7 @@ def choose(
     [
         ("stages:2", "--devices: are for GPUs, and this run is on a CPU; leave them out."),
         ("stages:1", "--devices: are for several devices, and stages:1 is one; leave them out."),
-        ("auto", "--devices: are for a layout that is said; leave them out with auto."),
+        ("auto", "--devices: are for a layout with a name; leave them out with auto."),
     ],
 )
 def test_devices_when_the_layout_has_no_use_for_them_then_refused(layout, said):
@@ -74,13 +74,13 @@ def test_layout_when_devices_cannot_share_layers_then_refused(tmp_path):
         found.startswith("base_model tiny: has ") and "which 3 devices cannot share evenly; tensor may be 1, " in found
     )
     plain_model("phi3").save_pretrained(tmp_path)
-    assert "tensor parallel is for those of llama" in refusal("tensor:2", base_model=str(tmp_path))
+    assert "tensor parallel is for llama" in refusal("tensor:2", base_model=str(tmp_path))
     found = refusal("tensor:2", quantize="nf4")
     assert found.startswith(
         "base_model tiny: has weights of 192 inputs or outputs, of which nf4 keeps 64 together, so 2 "
     )
-    assert "say one tensor:N for all" in refusal("tensor:2+stages:2")
-    assert "keep their own part of every product" in refusal("tensor:2,shards:2")
+    assert "all replicas have the same tensor:N" in refusal("tensor:2+stages:2")
+    assert "tensor:N and shards:N exclude each other" in refusal("tensor:2,shards:2")
     job = JobSpec("job", ("data.jsonl",), adapter=AdapterSpec(method="diff_pruning"))
     assert refusal("tensor:2", jobs=(job,)).startswith("jobs.0.adapter.method: diff_pruning chooses among the numbers")
     free = JobSpec("job", ("data.jsonl",), gradient_sum="any_order")
@@ -96,10 +96,10 @@ def test_layout_when_devices_share_layers_then_says_that_bits_belong_to_it():
     note, alone = notes(options, spec)
     assert note.startswith("tensor:2 splits sums, so bits belong to this layout")
     assert note.endswith("about 1e-5 from one device's")
-    assert alone == "every microbatch runs alone: the schedule that was asked for knows no pairs."
+    assert alone == "every microbatch runs alone: the requested schedule has no pairs."
     assert [*notes(LayoutOptions("tensor:2"), spec)] == [*notes(LayoutOptions("tensor:2,stages:2"), spec)] == [note]
     _, alone = notes(LayoutOptions("tensor:2"), replace(spec, planner="greedy"))
-    assert alone.endswith("the greedy planner knows no pairs.")
+    assert alone.endswith("the greedy planner makes no pairs.")
     assert len(notes(LayoutOptions("tensor:2"), spec, H100)) == 2
     *_, alone = notes(LayoutOptions("tensor:2"), replace(spec, kernels="reference"), H100)
     assert alone.endswith("on GPUs pairs are for the fused kernels.")
@@ -209,10 +209,10 @@ def test_layout_when_combined_with_what_stages_cannot_do_then_refused():
 )
 def test_replicas_when_no_job_is_shared_then_each_has_an_engine_of_its_own(layout, number):
     model = resolve(RunSpec(base_model="tiny", device="cpu", jobs=JOBS).backbone)
-    places = LayoutOptions(layout).places(model, JOBS)
+    places = LayoutOptions(layout).hosts(model, JOBS)
     assert (None if places is None else places.number) == number
     shared = (*JOBS, JobSpec("shared", ("data.jsonl",), gradient_sum="any_order"))
-    assert LayoutOptions(layout).places(model, shared) is None
+    assert LayoutOptions(layout).hosts(model, shared) is None
 
 
 def test_layout_when_it_fits_then_says_how_to_go_on_with_it():
@@ -236,7 +236,7 @@ def test_layout_when_it_is_auto_with_a_schedule_then_one_in_stages_is_taken_and_
     cores = Machine(find_hardware("cpu"), 2)
     options, reasons, may_change, _ = choose(spec, LayoutOptions("auto", "1f1b"), cores)
     assert (options.layout, options.schedule, may_change) == ("stages:2", "1f1b", False)
-    assert "spread:2 cannot be: --schedule: is for one replica in stages; leave it out with spread:2." in reasons
+    assert "spread:2 not possible: --schedule: is for one replica in stages; leave it out with spread:2." in reasons
     alone, reasons, _, _ = choose(spec, LayoutOptions("auto", "1f1b"), cores._replace(num_devices=1))
     assert (alone, reasons) == (LayoutOptions(), ("one device, because none in stages can be",))
 
@@ -268,9 +268,9 @@ def test_machine_when_devices_are_named_then_all_figures_are_theirs():
     )
     with pytest.raises(WeftError, match="got 99 stages"):
         LayoutOptions("stages:99").check(spec, (), resolve(spec.backbone, GPUS.elsewhere))
-    with pytest.raises(WeftError, match="spread:5 has 5 devices, and --gpus says 4"):
+    with pytest.raises(WeftError, match="spread:5 has 5 devices, and --gpus gives 4"):
         predicted_on(spec, resolve(spec.backbone), "spread:5", Path(), GPUS)
-    with pytest.raises(WeftError, match="say how many h200 there are with --gpus N"):
+    with pytest.raises(WeftError, match="give the number of h200 with --gpus N"):
         choose(spec, LayoutOptions("auto"), machine_of(spec, "h200", None))
     assert machine_of(spec, "cpu", None) == machine_of(spec, "auto", None)
     assert machine_of(spec, "auto", 64).num_devices == 64
@@ -300,5 +300,5 @@ def test_machine_when_it_has_gpus_then_a_layout_over_them_is_chosen_that_stays(m
     assert options.layout == "spread:4" and "of 50.0 GiB a device" in reasons[0] and not may_change
     for others, said in ((["NVIDIA H100"], "has unlike GPUs"), (["Tesla T4"] * 4, "nothing is known of Tesla T4")):
         names[: len(others)] = others
-        with pytest.raises(WeftError, match=f"--layout: .*{said}.*; say a layout"):
+        with pytest.raises(WeftError, match=f"--layout: .*{said}.*; give a layout"):
             machine_of(spec, "auto", None)

@@ -5,8 +5,8 @@ import threading
 
 from rich.console import Console
 
-from weft.cli.loading import loading
-from weft.data.prepared.progress import Standing, shower
+from weft.cli.watch import loading
+from weft.data.prepared.prepare import Standing, shower
 
 
 def lines_while(*standings: Standing | None) -> list[str]:
@@ -48,7 +48,7 @@ class Log(io.StringIO):
 
 
 def test_loading_when_a_log_hears_nothing_for_a_while_then_it_is_told_why(monkeypatch):
-    monkeypatch.setattr("weft.cli.loading.QUIET_S", 0.0)
+    monkeypatch.setattr("weft.cli.watch.QUIET_S", 0.0)
     log = Log()
     with loading(Console(file=log, width=80)):
         assert log.has_line.wait(60)
@@ -56,7 +56,7 @@ def test_loading_when_a_log_hears_nothing_for_a_while_then_it_is_told_why(monkey
 
 
 def test_loading_when_a_log_is_quick_then_only_data_may_write_to_it(monkeypatch):
-    monkeypatch.setattr("weft.cli.loading.QUIET_S", 3600.0)
+    monkeypatch.setattr("weft.cli.watch.QUIET_S", 3600.0)
     log = Log()
     with loading(Console(file=log)):
         assert shower() is None, "data that takes long writes lines of its own"

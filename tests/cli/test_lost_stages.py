@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -14,24 +13,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
+import typer
 
 from benchmarks.pipeline.killed_layouts import STAGE
 from benchmarks.processes import child_processes
 from weft.cli import sweep
 from weft.cli import train as verb
-from weft.cli.restart import RESTARTS
+from weft.cli.watch import RESTARTS
 from weft.parallel.stages.stage_pool import StageLostError
 from weft.store.run_dir import RunDirectory
-from weft.wall_clock import WallClock
 
 LOST = StageLostError("was ended by signal 9, so all stages were ended.", where="stage 1", hint="Go on.")
 ADAPTER = "adapter/adapter_model.safetensors"
 TRAIN = [sys.executable, "-m", "weft", "train", "jobs.json", "--out"]
 
 
-def train_through(monkeypatch: pytest.MonkeyPatch, num_lost: int) -> tuple[list[bool], str]:
-    """Whether each try resumed, and what was told, where so many tries lose a stage."""
+def train_through(monkeypatch: pytest.MonkeyPatch, capsys: Any, num_lost: int) -> tuple[list[bool], str]:
+    """Whether each try resumed, and what was printed, where so many tries lose a stage."""
     tries: list[bool] = []
 
     def one_try(*_: Any, resume: bool, **__: Any) -> int:
@@ -42,22 +40,22 @@ def train_through(monkeypatch: pytest.MonkeyPatch, num_lost: int) -> tuple[list[
 
     monkeypatch.setattr(verb, "_train", one_try)
     monkeypatch.setattr(RunDirectory, "holds_run", lambda _: len(tries) > 1)
-    console = Console(width=200, record=True, file=io.StringIO())
-    order: Any = SimpleNamespace()
-    verb._train_through(order, Path("run"), console, resume=False, place=Path("run"), wall=WallClock())
-    return tries, console.export_text()
+    order: Any = SimpleNamespace(hosts=None, layout=SimpleNamespace(stages=object()))
+    with pytest.raises(typer.Exit):
+        verb.train_order(order, Path("run"), resume=False)
+    return tries, capsys.readouterr().out
 
 
-def test_run_when_stages_are_lost_then_it_resumes_as_soon_as_there_is_a_run(monkeypatch):
-    tries, told = train_through(monkeypatch, num_lost=2)
+def test_run_when_stages_are_lost_then_it_resumes_as_soon_as_there_is_a_run(monkeypatch, capsys):
+    tries, told = train_through(monkeypatch, capsys, num_lost=2)
     assert tries == [False, False, True]
     assert "stage 1: was ended by signal 9, so all stages were ended. They start again, at most 3 times." in told
     assert "at most 2 times" in told
 
 
-def test_run_when_stages_are_lost_too_often_then_the_last_loss_is_told(monkeypatch):
+def test_run_when_stages_are_lost_too_often_then_the_last_loss_is_told(monkeypatch, capsys):
     with pytest.raises(StageLostError, match="stage 1: was ended by signal 9"):
-        train_through(monkeypatch, num_lost=RESTARTS + 1)
+        train_through(monkeypatch, capsys, num_lost=RESTARTS + 1)
 
 
 def test_sweep_when_stages_are_lost_then_its_trials_go_on_as_soon_as_there_are_any(weft, tmp_path, monkeypatch):

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.cli.main import app
-from weft.cli.replica_options import ReplicaOptions
+from weft.cli.options import ReplicaOptions
 from weft.errors import ConfigError
-from weft.parallel.replicas.places import rank_variables
+from weft.parallel.replicas.hosts import rank_variables
 from weft.spec import BackboneSpec
 
 CPU, ANY = BackboneSpec(base_model="tiny", device="cpu"), BackboneSpec(base_model="tiny")
@@ -22,23 +22,25 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"replicas": "0"}, "--replicas: got '0'; accepted are auto and numbers from 1."),
-        ({"replicas": "-1"}, "--replicas: got '-1'; accepted are auto and numbers from 1."),
-        ({"replicas": "two"}, "--replicas: got 'two'; accepted are auto and numbers from 1."),
+        ({"replicas": "0"}, "--replicas: got '0'; accepted are auto and numbers from 1 to 1024."),
+        ({"replicas": "-1"}, "--replicas: got '-1'; accepted are auto and numbers from 1 to 1024."),
+        ({"replicas": "1000000000"}, "--replicas: got '1000000000'; accepted are auto and numbers from 1 to 1024."),
+        pytest.param({"replicas": "9" * 5000}, "--replicas: got '9999", id="5000 digits"),
+        ({"replicas": "two"}, "--replicas: got 'two'; accepted are auto and numbers from 1 to 1024."),
         ({"devices": "0"}, "--devices: are for GPUs, and this run is on a CPU; use --replicas."),
         ({"listen": "0.0.0.0:1"}, "--listen: needs --replicas with the number of ranks that will join."),
         ({"listen": "0.0.0.0:1", "replicas": "auto"}, "--listen: needs --replicas with the number of ranks"),
         ({"listen": "here", "replicas": "2"}, "--listen: got 'here'; accepted is HOST:PORT."),
         ({"listen": "here:x", "replicas": "2"}, "--listen: got 'here:x'; accepted is HOST:PORT."),
         ({"listen": "here:99999", "replicas": "2"}, "--listen: got 'here:99999'; accepted is HOST:PORT."),
-        ({"listen": "a:1", "replicas": "2", "devices": "0"}, "--devices: are the GPUs here; with --listen somebody"),
+        ({"listen": "a:1", "replicas": "2", "devices": "0"}, "--devices: are the GPUs here; with --listen others"),
         ({"listen": "a:1", "replicas": "2", "cluster": "auto"}, "--cluster: starts ranks itself; with --listen"),
         ({"gpu_type": "H100"}, "--gpu-type: is for a cluster; give --cluster, or use --devices."),
     ],
 )
 def test_options_when_they_cannot_be_then_one_sentence_says_so(given, said):
     with pytest.raises(ConfigError) as error:
-        ReplicaOptions(**given).places(CPU)
+        ReplicaOptions(**given).hosts(CPU)
     assert str(error.value).startswith(said)
 
 
@@ -54,7 +56,7 @@ def test_options_when_they_cannot_be_then_one_sentence_says_so(given, said):
 )
 def test_options_when_there_are_fewer_gpus_then_says_how_many(replicas, devices, said):
     with pytest.raises(ConfigError) as error:
-        ReplicaOptions(replicas, devices).places(ANY)
+        ReplicaOptions(replicas, devices).hosts(ANY)
     assert str(error.value) == said
 
 
@@ -69,18 +71,18 @@ def test_ranks_when_gpus_are_chosen_then_each_sees_its_own(replicas, devices, se
 
 
 def test_options_when_one_replica_is_enough_then_no_process_is_started():
-    assert ReplicaOptions().places(CPU) is None
-    assert ReplicaOptions("1").places(CPU) is None
-    assert ReplicaOptions("auto").places(CPU) is None
+    assert ReplicaOptions().hosts(CPU) is None
+    assert ReplicaOptions("1").hosts(CPU) is None
+    assert ReplicaOptions("auto").hosts(CPU) is None
 
 
 def test_options_when_ranks_are_to_join_then_the_way_to_start_them_is_told(monkeypatch):
     monkeypatch.setenv("WEFT_RANK_KEY", "known")
-    places = ReplicaOptions("2", listen="10.0.0.1:7070").places(CPU)
+    places = ReplicaOptions("2", listen="10.0.0.1:7070").hosts(CPU)
     assert places is not None
     assert places.invitation == "start 2 of them with: weft rank --connect 10.0.0.1:7070"
     monkeypatch.delenv("WEFT_RANK_KEY")
-    places = ReplicaOptions("2", listen="10.0.0.1:7070").places(CPU)
+    places = ReplicaOptions("2", listen="10.0.0.1:7070").hosts(CPU)
     assert places is not None and "with: WEFT_RANK_KEY=" in places.invitation
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from weft.wall_clock import Activity, TimeSplit
+from weft.store.wall_clock import Activity, TimeSplit
 
 
 def write_run(folder: Path) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from weft.cli.demo.skills import SKILLS
-from weft.cli.user_path import run_location
+from weft.cli.options import run_location
+from weft.cli.skills import SKILLS
 from weft.engine.events import StepDone
 from weft.report.live import LiveTable
-from weft.store.remote.run_url import RunUrl
+from weft.store.run_url import RunUrl
 
 JOBS = """\
 base_model: tiny
@@ -91,6 +91,12 @@ def test_mistake_when_about_a_url_then_is_one_sentence_and_nothing_is_written(re
     assert refused("train", "jobs.yaml", "--out", "nonsense://x").startswith(
         "--out: 'nonsense://x' is not a file store"
     )
+    assert refused("report", "nonsense://x").startswith("PATH: 'nonsense://x' is not a file store")
+    for flag in ((), ("--dry-run",)):
+        found = refused("train", "jobs.yaml", "output_dir=nonsense://x", *flag)
+        assert found.startswith("output_dir=nonsense://x: 'nonsense://x' is not a file store")
+    found = refused("sweep", "sweep.yaml", "output_dir=nonsense://x")
+    assert found.startswith("output_dir=nonsense://x: 'nonsense://x' is not a file store")
     assert not [path for path in MemoryFileSystem.store if url.removeprefix("memory:/") in path]
     assert [path.name for path in Path("cache").rglob("*") if path.is_file()] == [".lock"]
 

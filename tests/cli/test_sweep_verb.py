@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.demo.skills import SKILLS
+from weft.cli.skills import SKILLS
 from weft.sweeps.live_board import LiveBoard
 
 FILE = """\
@@ -75,8 +75,13 @@ def test_sweep_when_its_data_is_not_there_then_nobody_waits_for_the_model(weft, 
 def test_dry_run_when_asked_for_then_checks_everything_and_writes_nothing(weft, folder):
     result = weft("sweep", "sweep.yaml", "--dry-run", "--trials", "1", "--no-early-stop")
     assert result.code == 0
-    assert "sampler   random, at most 1 trials" in result.out and "early stopping: none" in result.out
+    assert "sampler   random, at most 1 trial\n" in result.out and "early stopping: none" in result.out
     assert sorted(os.listdir(folder)) == ["rows.jsonl", "sweep.yaml"]
+
+
+def test_dry_run_when_its_directory_can_never_be_made_then_says_so(weft, folder):
+    result = weft("sweep", "sweep.yaml", "--dry-run", "--out", "/proc/never/out")
+    assert result.code == 2 and result.err.startswith("error: /proc/never")
 
 
 def test_dry_run_when_asked_for_then_shows_the_plan_for_this_device_or_for_others(weft, folder):
@@ -147,15 +152,15 @@ def test_huge_grid_when_answered_by_a_flag_then_is_accepted(weft, folder):
 
 
 def test_sweep_when_interrupted_then_saves_everything_and_says_how_to_go_on(weft, folder, monkeypatch):
-    hear = LiveBoard.hear
+    show_news = LiveBoard.show_news
 
     def interrupting(board, kind, trial, text):
-        hear(board, kind, trial, text)
+        show_news(board, kind, trial, text)
         if kind == "step" and trial.name == "t000" and trial.steps == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        patched.setattr(LiveBoard, "hear", interrupting)
+        patched.setattr(LiveBoard, "show_news", interrupting)
         result = weft("sweep", "sweep.yaml", "--trials", "2")
     assert result.code == 130
     assert "go on with: weft sweep sweep.yaml trials=2 --out out --resume" in result.out
@@ -224,14 +229,14 @@ def test_dry_run_when_the_layout_is_auto_then_says_what_the_first_trials_get_and
     lean = ["space.optim=[adamw,adamw_8bit]", "--trials", "1"]
     alone = weft("sweep", "sweep.yaml", "--layout", "auto", "--schedule", "1f1b", "--dry-run", *lean)
     assert "layout    one device, because none in stages can be" in alone.out
-    assert "stages:2 cannot be: " in alone.out and "adamw_8bit keeps blocks of numbers" in alone.out
+    assert "stages:2 not possible: " in alone.out and "adamw_8bit keeps blocks of numbers" in alone.out
     assert sorted(os.listdir(folder)) == ["rows.jsonl", "sweep.yaml"]
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--replicas", "0"), "error: --replicas: got '0'; accepted are auto and numbers from 1."),
+        (("--replicas", "0"), "error: --replicas: got '0'; accepted are auto and numbers from 1 to 1024."),
         (("--devices", "0"), "error: --devices: are for GPUs, and this run is on a CPU"),
         (("--replicas", "2", "early_stop=halving", "max_tokens=99"), "halving with a budget of tokens or time"),
         (("--layout", "stages:99"), "error: --layout: got 99 stages; the model has 6 layers, so use 1 to 6."),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.user_path import user_path
+from weft.cli.options import user_path
 
 
 def test_path_when_it_begins_with_a_tilde_then_is_in_the_users_home(monkeypatch):

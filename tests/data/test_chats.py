@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from weft.data.conversation import Conversation
+from weft.data.chats import Conversation
 from weft.data.formats import convert_rows
-from weft.data.rows.row import Row
+from weft.data.row import Row
 from weft.errors import DataError
 
 PLACE = "train.jsonl line 17"
@@ -99,6 +99,10 @@ def test_chat_when_a_cell_holds_json_text_then_it_is_read():
         (messages({"role": 3, "content": "x"}), "messages[0].role is 3; use system, user, assistant or tool."),
         (messages({"role": "user"}), "messages[0].content is missing."),
         (messages({"role": "user", "content": 5}), "messages[0].content is 5; expected text."),
+        (messages({"role": "user", "content": None}), "messages[0].content is null."),
+        (messages(HELLO[0], {**HELLO[1], "loss_mask": [0, 1]}), "messages[1].loss_mask is a list; use true or false"),
+        (messages(HELLO[0], {**HELLO[1], "mask": "yes"}), "messages[1].mask is 'yes'; use true or false"),
+        (messages({**HELLO[0], "loss_mask": 1}), "messages[0].loss_mask is 1, but only assistant turns are trained."),
         (messages("hi"), "messages[0] is 'hi'; expected an object."),
         (
             messages({"role": "user", "content": [{"type": "image_url"}]}),
@@ -122,11 +126,15 @@ def test_chat_when_a_cell_holds_json_text_then_it_is_read():
         ),
         (
             messages(HELLO[0], {"role": "assistant", "content": "x", "weight": -0.5}),
-            "messages[1].weight is -0.5; use a number from 0 up, on assistant turns only.",
+            "messages[1].weight is -0.5; use a number from 0 to 1e+18, on assistant turns only.",
+        ),
+        (
+            messages(HELLO[0], {"role": "assistant", "content": "x", "weight": 10**400}),
+            "messages[1].weight is 1000",
         ),
         (
             messages({"role": "user", "content": "x", "weight": 1}),
-            "messages[0].weight is 1; use a number from 0 up, on assistant turns only.",
+            "messages[0].weight is 1; use a number from 0 to 1e+18, on assistant turns only.",
         ),
         (
             messages(HELLO[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}),
@@ -214,7 +222,13 @@ def test_chat_when_no_answer_is_needed_then_a_question_alone_is_read():
     assert len(read(messages(HELLO[0]), need_answer=False).turns) == 1
 
 
-@pytest.mark.parametrize("mask", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": False}])
+QUIET_MARKS = [
+    *({"weight": 0}, {"train": False}, {"training": False}, {"loss": False}),
+    *({"mask": True}, {"mask": 1}, {"masked": True}, {"loss_mask": 0}, {"loss_mask": False}),
+]
+
+
+@pytest.mark.parametrize("mask", QUIET_MARKS)
 def test_turn_when_masked_as_other_trainers_have_it_then_is_not_trained(mask: dict[str, Any]):
     """Masks of OpenAI, ShareGPT, Axolotl and ms-swift are honoured in both kinds of chats."""
     quiet, ask = {"role": "assistant", "content": "no"}, {"role": "user", "content": "hi", **mask, "weight": None}

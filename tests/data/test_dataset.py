@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from weft.data.dataset import Dataset
 from weft.data.load import load_dataset, load_job_data
 from weft.data.order import BatchSchedule
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.errors import DataError
 from weft.spec import JobSpec
 
@@ -124,7 +124,30 @@ def test_dataset_when_sources_have_several_formats_then_each_is_read_its_own_way
 def test_dataset_when_the_template_has_no_place_for_tools_then_a_note_says_so(load: Callable[..., Dataset]):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data = load([{"messages": messages, "tools": [{"name": "f"}]}, {"messages": messages}])
-    assert data.summary.notes == ("the chat template has no place for tools: 1 rows go without theirs",)
+    assert data.summary.notes == ("the chat template has no place for the tools of 1 row",)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+def test_dataset_when_the_template_has_no_place_for_thoughts_then_a_note_says_so(load: Callable[..., Dataset], name):
+    question = {"role": "user", "content": "a"}
+    rows = [{"messages": [question, {"role": "assistant", "content": "b", name: text}]} for text in ("hm", "", None)]
+    (note,) = load(rows).summary.notes
+    assert note.startswith("the thoughts of 1 row (reasoning_content, ") and "a template that reads them" in note
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", name: "hm"}]
+    beside = {"prompt": "a", "completion": "b", name: "hm"}
+    assert [load([row]).summary.notes for row in ({"conversations": said}, beside)] == [(note,), (note,)]
+    rows.append({"messages": [question, {"role": "assistant", "content": "b"}]})
+    shown = "{% for m in messages %}{{ m." + name + " }}{{ m.content }}{% endfor %}"
+    assert load(rows, chat_template=shown).summary.notes == ()
+
+
+def test_dataset_when_the_prompt_of_an_answer_ends_in_more_than_its_turn_shows_then_a_note_says_so(
+    load: Callable[..., Dataset],
+):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>\n' if add_generation_prompt }}"
+    (note,) = load(pairs("yes"), chat_template=template).summary.notes
+    assert note == "answers are trained after '<think>\\n', which the chat template opens every answer with"
+    assert load(pairs("yes"), chat_template=template, train_on_inputs=True).summary.notes == ()
 
 
 def test_fingerprint_when_data_or_mask_changes_then_changes(load: Callable[..., Dataset]):

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from weft.data.conversation import Conversation, Form, Text, Tokens
+from weft.data.chats import Conversation, Form, Text, Tokens
 from weft.data.formats import READERS, convert_rows
-from weft.data.rows.row import Row
+from weft.data.row import Row
 from weft.errors import ConfigError, DataError
 from weft.spec.job import FORMATS
 
@@ -140,12 +140,19 @@ def test_completion_when_a_completion_message_has_weight_zero_then_it_is_not_tra
         ({"question": 7, "answer": "b"}, "question is 7; expected text."),
         ({"prompt": [{"role": "usr", "content": ""}], "completion": "b"}, "prompt[0].role is 'usr'; use system,"),
         ({"prompt": "a"}, "completion is missing."),
+        ({"prompt": "a", "completion": None}, "completion is null."),
         ({"answer": "a"}, "question is missing."),
         ({"text": "a"}, "prompt and completion are missing."),
     ],
 )
 def test_completion_when_it_is_wrong_then_the_error_names_the_column(values: dict[str, Any], found: str):
     assert error_of(values, data_format="completion").startswith(f"train.jsonl line 1: {found}")
+
+
+def test_completion_when_it_is_null_in_the_first_row_then_the_error_names_it():
+    assert error_of({"prompt": "a", "completion": None}).endswith(
+        "completion is null; a row needs prompt and completion."
+    )
 
 
 def test_alpaca_when_it_has_everything_then_becomes_turns_in_order():
@@ -198,16 +205,27 @@ def test_tokens_when_labels_are_ignored_or_padded_then_the_mask_follows():
     assert read({"input_ids": [5, 6]}) == Tokens((5, 6), (True, True))
 
 
+@pytest.mark.parametrize("name", ["loss_mask", "completion_mask", "assistant_masks"])
+def test_tokens_when_a_mask_leaves_some_out_then_those_are_not_trained(name: str):
+    form = read(
+        {"input_ids": [5, 6, 7, 8], name: [0, 1, 1, 1], "labels": [5, 6, -100, 8], "attention_mask": [1, 1, 1, 0]}
+    )
+    assert form == Tokens((5, 6, 7), (False, True, False))
+
+
 @pytest.mark.parametrize(
     ("values", "found"),
     [
         ({"input_ids": [1, 2.5]}, "input_ids[1] is 2.5; expected a whole number."),
         ({"input_ids": [True]}, "input_ids[0] is True; expected a whole number."),
         ({"input_ids": [-1]}, "input_ids[0] is -1; token ids start at 0."),
-        ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 items, but input_ids has 2."),
-        ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 items, but input_ids has 2."),
+        ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 item, but input_ids has 2."),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 item, but input_ids has 2."),
         ({"input_ids": [1, 2], "labels": [2, 3]}, "labels[0] is 2, but input_ids[0] is 1; a label repeats its token"),
         ({"input_ids": 4}, "input_ids is 4; expected a list."),
+        ({"text": "a", "pixel_values": [[0.5]]}, "has pixel_values, but only text can be trained on."),
+        ({"input_ids": [1], "pixel_values": [[0.5]]}, "has pixel_values, but only text can be trained on."),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask has 1 item, but input_ids has 2."),
     ],
 )
 def test_tokens_when_they_are_wrong_then_the_error_names_the_item(values: dict[str, Any], found: str):

@@ -39,7 +39,7 @@ def test_chat_when_history_is_rewritten_then_each_answer_is_a_sample_and_that_is
     assert [supervised_text(sample, TOKENIZER) for sample in data.samples] == [["one;"], ["two;"], ["three;"]]
     assert (data.num_groups, data.summary.num_samples, data.summary.num_rows) == (3, 3, 2)
     assert data.rows is not None and data.rows.tolist() == [0, 0, 1]
-    assert data.summary.describe().count("1 chats are 2 samples") == 1
+    assert data.summary.describe().count("1 chat became 2 samples") == 1
 
 
 def test_chat_when_history_is_masked_then_the_row_is_one_sample(write: Write, tmp_path: Path):

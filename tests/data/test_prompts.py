@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.load import load_dataset
-from weft.data.prompts import load_prompts, prompt_of, prompt_of_chat
+from weft.data.load import load_dataset, load_prompts, prompt_of, prompt_of_chat
 from weft.errors import DataError
 
 Write = Callable[..., str]

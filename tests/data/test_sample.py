@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 
 
 def sample(tokens: list[int], supervised: list[bool]) -> Sample:

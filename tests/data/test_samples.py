@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from weft.data.sample import Sample
-from weft.data.samples import HASHED_TOGETHER, Samples
+from weft.data.samples import HASHED_TOGETHER, Sample, Samples
 
 
 def made(number: int, *, weighted: bool) -> list[Sample]:

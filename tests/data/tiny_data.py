@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.rows.find import read_rows
-from weft.data.sample import Sample
+from weft.data.samples import Sample
+from weft.data.sources import read_rows
 from weft.errors import DataError
 
 

@@ -23,10 +23,10 @@ from pathlib import Path
 import eight_jobs
 import torch
 
-from weft import faults
 from weft.engine.resume import plan_resume
 from weft.engine.train import execute_run, prepare_run
 from weft.spec import AdapterSpec, JobSpec, RunSpec
+from weft.store import faults
 from weft.store.run_dir import RunDirectory
 
 MAX_CHILDREN = 100

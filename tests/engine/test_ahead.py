@@ -26,7 +26,7 @@ from tiny_models import (
 )
 
 from weft.data.dataset import JobData
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobFailed, JobWarning, MicrobatchDone, StepDone
 from weft.engine.execute import microbatch as step_module
@@ -34,9 +34,9 @@ from weft.errors import JobError
 from weft.job_state import JobState
 from weft.kernels.device_event import DeviceEvent
 from weft.model.backbone import Backbone
-from weft.model.judge import LossPass
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
-from weft.model.scores import PendingScores
+from weft.model.objective_loss import LossPass
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
+from weft.model.path import PendingScores
 
 
 class Ahead(Backbone):
@@ -244,7 +244,7 @@ def test_evaluation_when_a_microbatch_is_under_way_then_it_is_started_behind_it(
 def test_sound_when_losses_are_not_finite_then_only_their_owners_hear_of_it():
     losses = torch.tensor([1.0, math.nan, 2.0, math.inf, 3.0, 4.0])
     samples = [Sample(np.arange(count + 1), np.ones(count + 1, dtype=bool)) for count in (1, 1, 1, 1, 2)]
-    batch = pack_samples([PlacedSample(sample) for sample in samples], None, torch.device("cpu"))
+    batch = pack_samples([SlotSample(sample) for sample in samples], None, torch.device("cpu"))
     running = PendingScores(LossPass(torch.stack([losses, losses]), None), batch, DeviceEvent(batch.device))
     assert running.finite([0, 1, 0, -1, 2], 3).tolist() == [1.0, 0.0, 1.0]
     assert running.finite([-1, 0, 1, 0, 1], 2).tolist() == [0.0, 1.0]

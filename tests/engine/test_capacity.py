@@ -34,11 +34,10 @@ from weft.job_state import JobState
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone, load_skeleton
 from weft.model.packed import PackedBatch
+from weft.model.path import PendingScores
 from weft.model.resolve import resolve
-from weft.model.scores import PendingScores
 from weft.spec import BackboneSpec
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 class SmallGpu(Backbone):

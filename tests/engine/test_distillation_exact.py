@@ -32,12 +32,10 @@ from weft.engine.events import CheckpointSaved, MicrobatchDone
 from weft.engine.execute.teacher_file import teacher_rows
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError, DataError
-from weft.objectives.distillation import Distillation
-from weft.objectives.teacher_columns import IDS, LOGPROBS
+from weft.objectives.distillation import IDS, LOGPROBS, Distillation
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 STORED = AdapterSpec(r=3, lora_alpha=60, target_modules=("q_proj", "down_proj"), init_lora_weights=False)
 LEARNT: dict[str, dict[str, Any]] = {
@@ -145,7 +143,7 @@ def test_teacher_when_its_likely_tokens_are_kept_then_it_speaks_of_each_sample_o
 
         def note(_: Engine, event: Any) -> None:
             if isinstance(event, MicrobatchDone):
-                found.append(event.heard)
+                found.append(event.num_reference_rows)
 
         finish(engine, note)
         return found

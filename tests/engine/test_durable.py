@@ -15,8 +15,7 @@ from tiny_models import Job, job_spec, random_backbone, random_data
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobStarted, JobSucceeded, JobWarning
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 TIMES = ("time", "eval_runtime")
 """What differs from run to run in metrics.jsonl."""

@@ -13,11 +13,11 @@ import pytest
 import torch
 from eight_jobs import JOBS
 
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.inference.attach import load_with_adapters
 from weft.methods.registry import method_of
 from weft.model.load import load_plain_model
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 from weft.spec import AdapterSpec, BackboneSpec
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def test_adapter_when_peft_has_its_method_then_computes_the_same_there(runs, nam
     backbone = loaded.backbone
     leading = backbone.leading_rows(slot)
     sample = Sample(TOKENS, [False] * len(TOKENS)).led_by(leading)
-    ours = backbone.logits(pack_samples([PlacedSample(sample, slot)], None, backbone.device))[leading:]
+    ours = backbone.logits(pack_samples([SlotSample(sample, slot)], None, backbone.device))[leading:]
     model = peft.PeftModel.from_pretrained(load_plain_model(BackboneSpec("tiny", device="cpu")), folder)
     with torch.no_grad():
         theirs = model(torch.tensor([TOKENS])).logits[0][-len(TOKENS) :]

@@ -23,7 +23,7 @@ from tiny_models import (
 )
 
 from weft.data.dataset import JobData
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobEvent, JobStarted, JobSucceeded, MicrobatchDone, StepDone
 from weft.errors import AdapterFileError, ConfigError, DataError
@@ -109,10 +109,14 @@ def test_submit_when_the_name_is_taken_then_refused_and_nothing_changes(backbone
     ("settings", "reason"),
     [
         ({"max_length": 49}, "max_length 49 is above the capacity"),
+        (
+            {"objective": "distillation", "distillation_top_k": 999},
+            r"distillation_top_k: got 999; the backbone has \d+",
+        ),
         ({"adapter": {"r": 37}}, "rank 37 is above the smaller side"),
         ({"adapter": {"target_modules": ["nonesuch"]}}, "no linear module 'nonesuch'"),
     ],
-    ids=["length", "rank", "target"],
+    ids=["length", "top_k", "rank", "target"],
 )
 def test_submit_when_the_job_does_not_fit_then_refused_and_forgotten(backbone, settings, reason):
     engine = Engine(backbone, capacity=48)

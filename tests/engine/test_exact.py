@@ -18,8 +18,8 @@ from tiny_models import Job, Outcome, finish, job_spec, random_backbone, random_
 
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
-from weft.engine.jobs.schedules import warmup_steps
-from weft.plan.families.registry import REFERENCE_FAMILIES
+from weft.engine.jobs.progress import warmup_steps
+from weft.plan.families import REFERENCE_FAMILIES
 from weft.spec import JobSpec
 
 BOUND = 1e-5

@@ -13,14 +13,13 @@ from covering import slow
 from test_storage_faults import NAMES, files, start
 from tiny_models import job_spec, random_backbone, random_data
 
-from weft import faults
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, Event, JobFailed, JobPaused, JobStarted, JobSucceeded, StepDone
-from weft.engine.execute import file_writer
+from weft.engine.execute import weights
 from weft.model.backbone import Backbone
+from weft.store import faults
 from weft.store.checkpoint import latest_checkpoint, load_checkpoint
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +51,14 @@ class Door:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.is_open = threading.Event()
         self.calls: list[Path] = []
-        write = getattr(file_writer, name)
+        write = getattr(weights, name)
 
         def held(directory: Path, *args: Any, **options: Any) -> Any:
             self.calls.append(directory)
             assert self.is_open.wait(60)
             return write(directory, *args, **options)
 
-        monkeypatch.setattr(file_writer, name, held)
+        monkeypatch.setattr(weights, name, held)
 
 
 def test_run_when_files_are_written_beside_it_then_they_are_the_same_files(backbone, undisturbed, tmp_path):
@@ -168,14 +167,14 @@ def test_job_when_something_unexpected_is_raised_while_it_is_written_then_it_fai
     backbone, undisturbed, tmp_path, monkeypatch
 ):
     """Whatever one job raises is that job's alone, in whichever thread."""
-    write = file_writer.save_checkpoint
+    write = weights.save_checkpoint
 
     def broken(directory: Path, *args: Any, **options: Any) -> Any:
         if directory.parent.name == "evals":
             raise ValueError("no such thing")
         return write(directory, *args, **options)
 
-    monkeypatch.setattr(file_writer, "save_checkpoint", broken)
+    monkeypatch.setattr(weights, "save_checkpoint", broken)
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
         engine = start(backbone, directory)
         (failed,) = [event for event in engine.events() if isinstance(event, JobFailed)]

@@ -13,10 +13,8 @@ from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, StepDone
 from weft.errors import DataError
-from weft.objectives.preference.dpo import Dpo
-from weft.objectives.preference.kto import Kto
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.objectives.preference import Dpo, Kto
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 def pair_job(name: str = "pairs", **settings):

@@ -16,14 +16,12 @@ from test_exact import BOUND, STEPS, largest_difference, peft_optimizer
 from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone, random_data, random_model, small_job
 from tiny_models import train as train_jobs
 
-from weft.adapters.head import HEAD
+from weft.adapters.parts import HEAD
 from weft.data.dataset import JobData
-from weft.data.sample import Sample
-from weft.data.samples import Samples
+from weft.data.samples import Sample, Samples
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
-from weft.objectives.heads.classes import Classification, TokenClassification
-from weft.objectives.heads.reward import Reward
+from weft.objectives.heads import Classification, Reward, TokenClassification
 from weft.store.peft_files import read_adapter, read_head, write_adapter
 
 OBJECTIVES: dict[str, Any] = {
@@ -46,7 +44,7 @@ def head_job(name: str, seed: int = 0, **settings: Any) -> Job:
     adapter = {"method": "ia3"} if name == "texts" else {"r": 4}
     options: dict[str, Any] = {
         "max_steps": STEPS,
-        "adam_epsilon": 1e-3,
+        **({} if settings.get("optim") == "lion" else {"adam_epsilon": 1e-3}),
         "global_batch_size": 3,
         "seed": seed,
         **settings,

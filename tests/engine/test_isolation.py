@@ -279,8 +279,8 @@ def broken(monkeypatch):
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
     "its seat": (local.LocalExecutor, "seat", lambda executor, job: job, 0),
-    "its first sample": (ExecutedJob, "place", lambda executed, *_: executed.given, 0),
-    "a later sample": (ExecutedJob, "place", lambda executed, *_: executed.given, 7),
+    "its first sample": (ExecutedJob, "sample_of", lambda executed, *_: executed.given, 0),
+    "a later sample": (ExecutedJob, "sample_of", lambda executed, *_: executed.given, 7),
     "its first step": (AdamW, "step", lambda optimizer, is_finite: optimizer, 0),
     "a later step": (AdamW, "step", lambda optimizer, is_finite: optimizer, 3),
     "its first checkpoint": (RunRecorder, "start_checkpoint", lambda keeper, job, *_: job, 0),

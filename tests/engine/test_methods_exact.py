@@ -26,7 +26,7 @@ from weft.engine.engine import Engine
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.engine.jobs.live_job import LiveJob
 from weft.kernels.dropout import drop, keep_mask, mix, module_key, row_keys
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 from weft.store.peft_files import write_adapter
 
 
@@ -135,7 +135,7 @@ def test_lora_when_it_starts_as_a_part_of_the_weight_then_equals_peft_and_fits_t
     torch.testing.assert_close(plain_logits(loaded, live), plain_logits(model, live), rtol=1e-4, atol=1e-4)
     slot = attach_adapter(backbone, read_named(str(tmp_path / "a")))
     sample = live.data.train.samples[0]
-    found = backbone.logits(pack_samples([PlacedSample(sample, slot)], None, backbone.device))
+    found = backbone.logits(pack_samples([SlotSample(sample, slot)], None, backbone.device))
     torch.testing.assert_close(found, plain_logits(loaded, live), rtol=1e-4, atol=1e-4)
 
 

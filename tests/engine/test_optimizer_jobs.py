@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from tiny_models import Job, assert_same_bits, job_spec, random_backbone, random_data, train
 
 from weft.engine.engine import Engine
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"optim": "adamw"},

@@ -8,8 +8,7 @@ from weft.engine.lookahead import LookaheadPlanner
 from weft.engine.timeline import TimelineRecorder
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import find_hardware
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import ModelShape, find_shape
 from weft.plan.program import Program
 from weft.plan.simulate.choose import pipeline_planner
 from weft.plan.simulate.interpret import simulate

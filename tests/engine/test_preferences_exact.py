@@ -15,9 +15,7 @@ from weft.data.dataset import JobData
 from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
-from weft.objectives.preference.cpo import Cpo, Orpo, SimPo
-from weft.objectives.preference.dpo import Dpo
-from weft.objectives.preference.kto import Kto
+from weft.objectives.preference import Cpo, Dpo, Kto, Orpo, SimPo
 
 LOSSES: dict[str, Any] = {
     "dpo": Dpo(0.4),

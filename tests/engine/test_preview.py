@@ -134,10 +134,10 @@ def test_preview_when_taken_during_or_after_training_then_no_job_changes(state):
     engine = prepared(backbone)
     if state == "done":
         engine.run()
-        before = {name: (job.state, job.step, engine._places.has_place(job)) for name, job in engine.jobs.items()}
+        before = {name: (job.state, job.step, engine._placement.has_seat(job)) for name, job in engine.jobs.items()}
         preview(engine)
         assert {
-            name: (job.state, job.step, engine._places.has_place(job)) for name, job in engine.jobs.items()
+            name: (job.state, job.step, engine._placement.has_seat(job)) for name, job in engine.jobs.items()
         } == before
         return
 

@@ -33,7 +33,7 @@ from weft.engine.timeline import TimelineRecorder
 from weft.errors import PlanError
 from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch
-from weft.objectives.metrics import Score
+from weft.objectives.objective import Score
 from weft.plan.cost.fit import Fit, MicrobatchLoad
 from weft.plan.pack import pack, planner_named
 from weft.plan.pack.planners import ExactPlanner

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from tiny_models import job_spec, random_backbone, random_data
 
+from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.resume import ResumePlan, plan_resume
 from weft.engine.train import execute_run, prepare_run
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError, DataError
+from weft.job_state import JobState
+from weft.model.backbone import Backbone
 from weft.spec import JobSpec, RunSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
 
@@ -165,9 +168,70 @@ def test_engine_when_its_directory_began_with_another_then_refused(tmp_path: Pat
             engine_on(tmp_path / "run", **{setting: now})
 
 
+def engine_of(path: Path, backbone: Backbone) -> Engine:
+    engine = Engine(backbone, capacity=64)
+    engine.keep_in(path)
+    return engine
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_engine_when_the_evaluation_data_of_its_job_is_other_then_refused(tmp_path: Path, is_first: bool):
+    """Whether the job or the directory is named first; nothing in the directory changes."""
+    spec = job_spec("a", max_steps=2, eval_steps=2)
+    first = engine_of(tmp_path / "run", random_backbone())
+    first.submit(spec, random_data(1, num_eval=3))
+    first.run()
+    first._keeper.run_dir.close()
+    kept = files(tmp_path / "run")
+    other = JobData(random_data(1, num_eval=3).train, random_data(2, num_eval=3).eval)
+    again = Engine(random_backbone(), capacity=64)
+    if is_first:
+        again.submit(spec, other)
+    refusal = pytest.raises(DataError, match=r"^a: eval_data is not what the run began with; put that back")
+    if is_first:
+        with refusal:
+            again.keep_in(tmp_path / "run")
+    else:
+        again.keep_in(tmp_path / "run")
+        with refusal:
+            again.submit(spec, other)
+        again._keeper.run_dir.close()
+    assert files(tmp_path / "run") == kept
+
+
+def test_engine_when_its_directory_is_of_other_weights_then_refused(tmp_path: Path):
+    """Also for a job that has ended."""
+    backbone = random_backbone()
+    backbone.digests = {"weights": "one"}
+    first = engine_of(tmp_path / "run", backbone)
+    first.submit(job_spec("a", max_steps=2), random_data(1))
+    first.run()
+    first._keeper.run_dir.close()
+    backbone.digests = {"weights": "other"}
+    with pytest.raises(CheckpointError, match=r"^a: the base model has changed since the run began \(weights\)"):
+        engine_of(tmp_path / "run", backbone)
+    backbone.digests = {}
+    engine_of(tmp_path / "run", backbone)._keeper.run_dir.close()
+
+
+def test_job_when_its_inputs_change_after_all_checks_then_a_resumed_run_starts_it_again(place: Path):
+    """Such as on another machine: the job fails, and is not ended for good."""
+    spec = run_of(place, a={**FLAT, "save_steps": 1, "eval_data": str(place / "rows.jsonl")})
+    train(spec, place, "out")
+    with RunDirectory.open(place / "out", resume=True) as directory:
+        directory.write_status("a", JobState.RUNNING, step=3)
+        run = prepare_run(spec, base_dir=place)
+        good = run.engine.jobs["a"].inputs["eval_data"]
+        run.engine.jobs["a"].inputs["eval_data"] = "other"
+        assert execute_run(run, directory, on_event=lambda event: None) == {"a": JobState.FAILED}
+        run = prepare_run(spec, base_dir=place, skip=plan_resume(spec, directory).done)
+        assert run.engine.jobs["a"].inputs["eval_data"] == good
+        assert execute_run(run, directory, on_event=lambda event: None) == {"a": JobState.SUCCEEDED}
+
+
 def _record(spec: RunSpec, directory: RunDirectory, status: Mapping[str, Any]) -> None:
     from weft.engine.resume import job_settings
-    from weft.store.run_record import RunRecord
+    from weft.store.run_dir import RunRecord
 
     for job in spec.jobs:
         directory.write_job(job.name, job_settings(job))

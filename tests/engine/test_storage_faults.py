@@ -11,12 +11,11 @@ import pytest
 from covering import slow
 from tiny_models import Job, job_spec, random_backbone, random_data
 
-from weft import faults
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobPaused, JobWarning, StepDone
 from weft.errors import StorageError, WeftError
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store import faults
+from weft.store.run_dir import RunDirectory, RunRecord
 
 TIMES = ("time", "eval_runtime")
 
@@ -160,7 +159,7 @@ def test_job_when_the_disk_stays_full_then_its_owner_hears_that_its_steps_are_in
 
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
         engine = start(backbone, directory)
-        monkeypatch.setattr("weft.engine.execute.file_writer.save_checkpoint", full)
+        monkeypatch.setattr("weft.engine.execute.weights.save_checkpoint", full)
         events = list(engine.events())
     warned = [event.jobs for event in events if isinstance(event, JobWarning) and "in memory only" in event.message]
     assert warned == [(name,) for name in NAMES]

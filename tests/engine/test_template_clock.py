@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.resume import check_same_data
+from weft.engine.resume import check_same_inputs
 from weft.engine.train import PreparedRun, clock_of, execute_run, prepare_run
-from weft.errors import DataError
+from weft.errors import CheckpointError, DataError
 from weft.spec import JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 
@@ -38,7 +38,7 @@ def test_run_when_resumed_on_another_day_then_meets_the_day_it_began(spec: RunSp
     with RunDirectory.open(tmp_path / "run", resume=True) as directory:
         assert clock_of(directory.read_run()) == BEGAN
         again = prepare_run(spec, base_dir=tmp_path, clock=clock_of(directory.read_run()))
-        check_same_data(again, directory)
+        check_same_inputs(again, directory)
     assert again.data["job"].train.fingerprint == first.data["job"].train.fingerprint
     text = first.engine.executor.tokenizer.decode(first.data["job"].train.samples[0].tokens)  # type: ignore[attr-defined]
     assert "2001-02-03" in text
@@ -50,8 +50,8 @@ def test_run_when_the_template_changed_since_then_the_error_says_so(spec: RunSpe
     other = prepare_run(spec, base_dir=tmp_path, clock=BEGAN + datetime.timedelta(days=1))
     with RunDirectory.open(tmp_path / "run", resume=True) as directory:
         with pytest.raises(DataError, match=r"^job: train_data is not what the checkpoint was trained on"):
-            check_same_data(other, directory)
+            check_same_inputs(other, directory)
         other.engine.executor.tokenizer.chat_template = "{{ messages }}"  # type: ignore[misc]
-        with pytest.raises(DataError, match=r"^job: the chat template of tiny is not the one that the run began with"):
-            check_same_data(other, directory)
-        check_same_data(run, directory)
+        with pytest.raises(CheckpointError, match=r"the base model has changed since the run began \(chat template\)"):
+            check_same_inputs(other, directory)
+        check_same_inputs(run, directory)

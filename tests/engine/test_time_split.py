@@ -13,7 +13,7 @@ from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved
 from weft.engine.execute.local import LocalExecutor
 from weft.engine.execute.protocol import EvaluationWork, MicrobatchWork
-from weft.wall_clock import Activity
+from weft.store.wall_clock import Activity
 
 
 class Compiling(LocalExecutor):

@@ -13,7 +13,7 @@ from test_exact import BOUND, CAPACITY, STEPS, largest_difference, peft_config, 
 from tiny_models import VOCABULARY, Job, finish, job_spec, random_data, random_model
 from tiny_tokenizer import word_tokenizer
 
-from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
+from weft.adapters.parts import INPUT_ROWS, OUTPUT_ROWS
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
 from weft.model.backbone import Backbone

@@ -23,8 +23,7 @@ from tiny_models import finish, random_backbone, random_model
 from tiny_tokenizer import make_tokenizer
 
 from weft.data.dataset import JobData
-from weft.data.sample import Sample
-from weft.data.samples import Samples
+from weft.data.samples import Sample, Samples
 from weft.engine.engine import Engine
 from weft.engine.jobs.live_job import LiveJob
 

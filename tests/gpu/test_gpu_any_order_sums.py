@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels.fixed_words import Words, collect, total_of_words
+from weft.kernels.fixed_point import Words, collect, total_of_words
 from weft.kernels.lora.tables import Entry, SampleRows, Site, SlotTable, TableSizes, row_tables
 from weft.kernels.lora.weight_grad import weight_grad_kernel
 

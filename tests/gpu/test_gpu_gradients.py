@@ -10,8 +10,8 @@ import torch
 from benchmarks.steps.gradients import LARGEST_ERROR, measure_agreement, measure_bits
 from benchmarks.steps.regimes import BF16, FP8, INT8, NF4, BenchProgram, BenchRun, Workload
 from weft.model.random_model import Storage, make_backbone
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.families.registry import FAMILIES
+from weft.plan.cost.shape import find_shape
+from weft.plan.families import FAMILIES
 
 pytestmark = pytest.mark.gpu
 SHAPES = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b", "phi-4-mini", "gemma-3-4b")

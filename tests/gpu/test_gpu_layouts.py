@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from gpu_runs import start, write_jobs, write_model
 
+from benchmarks.pipeline.in_process import LocalStages
+from weft.adapters.devices import SideBySide
 from weft.adapters.routing import Routing
-from weft.adapters.side_by_side import SideBySide
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
 from weft.engine.execute.memory import ExpectedJobs
@@ -30,20 +31,18 @@ from weft.kernels.device import Stream, beside, on_stream, record
 from weft.model.load import load_backbone
 from weft.model.model_part import ModelPart
 from weft.model.resolve import resolve
-from weft.model.shards.peers import TorchPeers
+from weft.model.shards import TorchPeers
 from weft.model.source import load_tokenizer
 from weft.parallel.stages.load_stages import StageLayout, load_stages
-from weft.parallel.stages.stage_group import LocalStages
 from weft.parallel.stages.stage_pool import StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
-from weft.parallel.stages.tensor_devices import join_devices, tensor_devices
-from weft.parallel.stages.transport import Channel, Route, TorchTransport
+from weft.parallel.stages.transport import Channel, Route, TorchTransport, join_devices, tensor_devices
 from weft.plan.cost.types import LinearCost
-from weft.plan.pair import RowsHeld, side_by_side, two_groups
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
-from weft.plan.program import Planner, Program
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule, whole_batches
+from weft.plan.pipeline.pair import RowsHeld, side_by_side, two_groups
+from weft.plan.planner import Planner
+from weft.plan.program import Program
+from weft.plan.spread import SpreadPlanner
 from weft.plan.types import JobQueue, Limits
 from weft.spec import BackboneSpec, load_run
 

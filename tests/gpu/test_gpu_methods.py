@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.steps.regimes import BF16
 from weft.adapters.adapter import Adapter
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.model.backbone import Backbone
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 from weft.model.random_model import make_backbone
-from weft.plan.cost.published_shapes import find_shape
+from weft.plan.cost.shape import find_shape
 from weft.spec import AdapterSpec
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +57,7 @@ def gradients(backbone: Backbone, spec: AdapterSpec, lengths: list[tuple[int, in
     own, other = moved(backbone.new_adapter(spec, 1)), moved(backbone.new_adapter(AdapterSpec(r=64), 2))
     slots: list[int | None] = [backbone.attach(other), backbone.attach(own), None]
     placed = [
-        PlacedSample(sample(length).led_by(backbone.leading_rows(slots[place])), slots[place], 0.01, 7 + length)
+        SlotSample(sample(length).led_by(backbone.leading_rows(slots[place])), slots[place], 0.01, 7 + length)
         for length, place in lengths
     ]
     backbone.forward_backward(pack_samples(placed, CAPACITY, GPU), backbone.path.row_tile(CAPACITY))

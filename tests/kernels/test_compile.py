@@ -25,7 +25,7 @@ from weft.kernels.tuning import SHARED_BYTES
 
 pytestmark = pytest.mark.slow
 
-FP8 = {"_quantise_rows", "fp8._dequantise", "_rounded_gated", "_rounded_gated_grad"}
+FP8 = {"_quantise_rows", "storage._dequantise", "_rounded_gated", "_rounded_gated_grad"}
 """Kernels with 8-bit floats, which 8.0 has not."""
 RANKS = {80: (64,), 89: (256,), 90: (64, 256)}
 """A rank of one block of rank space or more takes the most shared memory. The newest GPU gets every form of a kernel,
@@ -116,16 +116,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
 def launch_others() -> None:
     """Calls every kernel function that serves other methods than LoRA."""
     from weft.kernels.lora.tables import OUTPUTS, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
-    from weft.kernels.methods import (
-        column_sums,
-        columns,
-        inner,
-        leading_rows,
-        row_norms,
-        sparse,
-        sparse_grad,
-        two_scales,
-    )
+    from weft.kernels.methods import columns, inner, leading_rows, row_norms, sparse, two_scales
 
     gate_up, end = Site(0, (INNER, INNER), HIDDEN), Site(2, (HIDDEN,), HIDDEN)
     table = SlotTable((gate_up, end), torch.device("cpu"))
@@ -137,7 +128,7 @@ def launch_others() -> None:
     columns.change_columns_kernel(x, torch.empty_like(x), end, rows, table, OUTPUTS, shifts=False)
     columns.owned_copy_kernel(gu, gate_up, rows, table, OUTPUTS)
     for divides in (False, True):
-        column_sums.column_sums_kernel(gu, gu, gate_up, rows, table, OUTPUTS, divides)
+        columns.column_sums_kernel(gu, gu, gate_up, rows, table, OUTPUTS, divides)
     inner.activate_kernel(s, s, end, rows, table)
     inner.activate_grad_kernel(s, s, end, rows, table)
     inner.bias_sums_kernel(s, end, rows, table)
@@ -151,22 +142,13 @@ def launch_others() -> None:
     two_scales.scales_grad_kernel(zeros(2, HIDDEN, 256).float(), shared, *vectors)
     sparse.sparse_kernel(x, gu, gate_up, rows, table)
     sparse.sparse_input_kernel(gu, x, gate_up, rows, table)
-    sparse_grad.sparse_grad_kernel(x, gu, gate_up, rows, table)
+    sparse.sparse_grad_kernel(x, gu, gate_up, rows, table)
 
 
 def launch_bare() -> None:
     """Calls every kernel function of the frozen model, the optimizer and the weights."""
-    from weft.kernels import adamw, adamw_8bit, fixed_words
-    from weft.kernels.layers import (
-        attention,
-        attention_grad,
-        cross_entropy,
-        gated,
-        rms_norm,
-        rotary,
-        rounded_gated,
-    )
-    from weft.kernels.storage import fp8, nf4
+    from weft.kernels import adamw, adamw_8bit, fixed_point, storage
+    from weft.kernels.layers import attention, attention_grad, cross_entropy, gated, rms_norm, rotary
 
     heads = rotary.Heads(32, 8, 128)
     x, qkv_TE, gu, act = (zeros(NUM_ROWS, n) for n in (HIDDEN, sum(heads.sizes), 2 * INNER, INNER))
@@ -191,18 +173,18 @@ def launch_bare() -> None:
     rotary.rotate_grad_kernel(*wide, turns, turns, gemma, exact_heads, wide_TE)
     for activation in ("silu", "gelu_tanh"):
         gated.gated_kernel(gu, activation)
-        rounded_gated.rounded_gated_kernel(gu, activation)
+        gated.rounded_gated_kernel(gu, activation)
         for want_act in (False, True) if activation == "silu" else (True,):
             gated.gated_grad_kernel(gu, act, want_act, activation)
             columns = zeros(2 * INNER, dtype=torch.float32)
-            rounded_gated.rounded_gated_grad_kernel(gu, act, want_act, columns, activation)
+            gated.rounded_gated_grad_kernel(gu, act, want_act, columns, activation)
     logits, targets = zeros(2, 128256), zeros(2, dtype=torch.int64)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, zeros(2, dtype=torch.float32), None)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, None, 30.0)
-    q_TK, scale_T = fp8.quantise_rows_kernel(x)
-    fp8.quantise_rows_kernel(zeros(2, 32768), zeros(32768, dtype=torch.float32))
-    fp8.dequantise_kernel(q_TK, scale_T, torch.bfloat16)
-    nf4.dequantise_nf4_kernel(nf4.quantise_nf4(zeros(2, HIDDEN)), torch.bfloat16)
+    q_TK, scale_T = storage.quantise_rows_kernel(x)
+    storage.quantise_rows_kernel(zeros(2, 32768), zeros(32768, dtype=torch.float32))
+    storage.dequantise_kernel(q_TK, scale_T, torch.bfloat16)
+    storage.dequantise_nf4_kernel(storage.quantise_nf4(zeros(2, HIDDEN)), torch.bfloat16)
     # Of Gemma 3, then of Llama.
     for window, qkv in ((1024, wide), (None, parts)):
         blocks = attention.AttentionBlocks(zeros(4, 4, dtype=torch.int32), ())
@@ -214,7 +196,7 @@ def launch_bare() -> None:
     adamw.adamw_kernel(updates, zeros(1, dtype=torch.float32), zeros(1, dtype=torch.float32))
     codes, scales = (zeros(64, dtype=torch.int8), zeros(64, dtype=torch.uint8)), zeros(1, dtype=torch.float32)
     lean = adamw_8bit.QuantisedLane(lane.params_P, lane.grad_P, *codes, 1e-3, scales, scales)
-    fixed_words.collect_kernel(fixed_words.Words.of_nothing(lane.grad_P), lane.grad_P)
+    fixed_point.collect_kernel(fixed_point.Words.of_nothing(lane.grad_P), lane.grad_P)
     adamw_8bit.adamw_8bit_kernel([replace(updates[0], lanes=(lean, lean))], zeros(1, dtype=torch.float32))
 
 

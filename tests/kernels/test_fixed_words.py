@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_fixed_point import drawn, in_order, summed
 
-from weft.kernels.fixed_words import (
+from weft.kernels.fixed_point import (
     BLOCK,
     Words,
     add_number,

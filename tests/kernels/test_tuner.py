@@ -10,7 +10,7 @@ from weft.cli.main import app
 from weft.kernels import tuner, tuning
 from weft.kernels.lora import weight_grad
 from weft.kernels.tuner import compile_ahead, compile_some, runs_of, tune
-from weft.plan.cost.published_shapes import SHAPES
+from weft.plan.cost.shape import SHAPES
 
 CPU = torch.device("cpu")
 SLOW, FAST, WRONG = ({"num_warps": 4, "num_stages": n} for n in (2, 3, 4))

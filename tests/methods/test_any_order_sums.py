@@ -19,8 +19,8 @@ from weft.engine.execute.protocol import MicrobatchWork, NewJob, StepOrder, Step
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError
 from weft.model.backbone import Backbone
-from weft.objectives.heads.classes import Classification
-from weft.objectives.preference.dpo import Dpo
+from weft.objectives.heads import Classification
+from weft.objectives.preference import Dpo
 from weft.plan.types import Microbatch, Segment
 
 STEPS = 3

@@ -11,8 +11,8 @@ from adapter_on import adapter_on
 from tiny_models import random_backbone
 from torch import nn
 
-from weft.adapters.block_output import BlockOutput
 from weft.adapters.routing import Routing, Rows, slot_rows
+from weft.adapters.sites import BlockOutput
 from weft.errors import AdapterFileError, ConfigError
 from weft.kernels.methods.parts import ACTIVATIONS
 from weft.spec import AdapterSpec

@@ -36,12 +36,11 @@ from weft.engine.events import Event, StepDone
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.methods.registry import METHODS
 from weft.model.backbone import Backbone
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 from weft.plan.cost.shape import ModelShape
 from weft.spec import AdapterSpec
 from weft.store.peft_files import read_adapter, write_adapter
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in METHODS} | {
     "bottleneck": {"method": "bottleneck", "bottleneck_size": 5},
@@ -97,7 +96,7 @@ def written(backbone: Backbone, adapter: Adapter, path: Path) -> Path:
 def logits(backbone: Backbone, slot: int | None) -> torch.Tensor:
     sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
     leading = backbone.leading_rows(slot)
-    return backbone.logits(pack_samples([PlacedSample(sample.led_by(leading), slot)], None, backbone.device))[leading:]
+    return backbone.logits(pack_samples([SlotSample(sample.led_by(leading), slot)], None, backbone.device))[leading:]
 
 
 def plain_logits(model: Any) -> torch.Tensor:

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from weft.kernels.lora.tables import Needs
-from weft.model.fused.captures import CAPTURE_COST, MAX_GRAPHS, CapturedGraphs, GraphKey
-from weft.model.fused.graph import Captured
+from weft.model.fused.graphs import CAPTURE_COST, MAX_GRAPHS, Captured, CapturedGraphs, GraphKey, InFlightBuffers
 from weft.model.fused.inputs import InputShape
-from weft.model.fused.place import InFlightBuffers
 from weft.model.path import Memory
 
 NARROW, WIDE = Needs.of((8,), drops=False), Needs.of((8, 64), drops=False)
@@ -108,7 +106,7 @@ def test_graphs_when_the_table_has_moved_then_old_ones_are_never_used_again():
 @pytest.mark.parametrize(("runs_pairs", "is_captured"), [(False, True), (True, False)])
 def test_place_when_passes_take_turns_then_captures_nothing(runs_pairs, is_captured, monkeypatch):
     """A graph would hold a pass from its beginning to its end."""
-    monkeypatch.setattr("weft.model.fused.place.is_gpu", lambda device: True)
+    monkeypatch.setattr("weft.model.fused.graphs.is_gpu", lambda device: True)
     devices = SimpleNamespace(can_be_recorded=True, runs_pairs=runs_pairs)
     model: Any = SimpleNamespace(device=torch.device("cpu"), ring=None, devices=devices)
     table: Any = None

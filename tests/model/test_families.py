@@ -15,10 +15,10 @@ from tiny_models import FAMILIES, POSITIONS, VOCABULARY, attending_eagerly, rand
 from torch import nn
 
 from weft.adapters.adapter import Adapter
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.errors import ModelError
 from weft.model.backbone import Backbone
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 from weft.model.packing.selfcheck import check_packing, packing_error
 from weft.spec import AdapterSpec
 
@@ -44,7 +44,7 @@ def plain_logits(name: str, sample: Sample, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "tile"), each_value(list(FAMILIES), [None, 128]))
 def test_logits_when_packed_then_those_of_transformers_alone(name, tile):
     backbone = random_backbone(name)
-    mine = backbone.logits(pack_samples([PlacedSample(s) for s in samples()], tile, backbone.device))
+    mine = backbone.logits(pack_samples([SlotSample(s) for s in samples()], tile, backbone.device))
     start = 0
     for sample in samples():
         expected = plain_logits(name, sample)
@@ -56,7 +56,7 @@ def test_logits_when_packed_then_those_of_transformers_alone(name, tile):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "opt", "gpt_neox"])
 def test_logits_when_bfloat16_then_close_to_those_of_transformers(name):
     backbone = random_backbone(name, dtype=torch.bfloat16)
-    mine = backbone.logits(pack_samples([PlacedSample(s) for s in samples()], None, backbone.device))
+    mine = backbone.logits(pack_samples([SlotSample(s) for s in samples()], None, backbone.device))
     expected = torch.cat([plain_logits(name, s, dtype=torch.bfloat16) for s in samples()])
     assert (mine - expected).abs().max() <= 3e-2 * expected.abs().max()
 
@@ -103,7 +103,7 @@ def test_gradients_when_two_adapters_are_packed_then_each_has_those_of_autograd_
     drawn = samples(1, (5, 8, 17, 2, 9))
     owners = (0, 1, 1, 0, 1)
     weights = (0.5, 0.1, 0.2, 1.5, 0.7)
-    placed = [PlacedSample(s, slots[o], w) for s, o, w in zip(drawn, owners, weights, strict=True)]
+    placed = [SlotSample(s, slots[o], w) for s, o, w in zip(drawn, owners, weights, strict=True)]
     losses = backbone.forward_backward(pack_samples(placed, 64, backbone.device), 64)
     for which, adapter in enumerate(adapters):
         own = [i for i, owner in enumerate(owners) if owner == which]
@@ -152,7 +152,7 @@ def test_max_positions_when_read_then_no_neighbour_that_long_changes_my_logits(n
 
     def beside(length: int) -> torch.Tensor:
         other = samples(3, (length,))[0]
-        return backbone.logits(pack_samples([PlacedSample(mine), PlacedSample(other)], 128, backbone.device))[:7]
+        return backbone.logits(pack_samples([SlotSample(mine), SlotSample(other)], 128, backbone.device))[:7]
 
     assert torch.equal(beside(3), beside(limit))
 
@@ -171,7 +171,7 @@ def test_segment_when_a_neighbour_is_nan_then_every_bit_stays():
         backbone.model.get_input_embeddings().weight[2] = float("nan")
 
     def losses(*others: Sample) -> float:
-        placed = [PlacedSample(others[0]), PlacedSample(mine), PlacedSample(others[1])]
+        placed = [SlotSample(others[0]), SlotSample(mine), SlotSample(others[1])]
         return backbone.scores(pack_samples(placed, 128, backbone.device), 128)[1]["loss"].total
 
     spoiled = [dataclasses.replace(s, tokens=np.full(s.length, 2)) for s in (first, last)]

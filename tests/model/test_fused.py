@@ -15,7 +15,7 @@ from weft.errors import ModelError
 from weft.model.backbone import Backbone
 from weft.model.fused.inputs import input_shape
 from weft.model.fused.path import FusedPath
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.spec import AdapterSpec
 
 SPECS = [AdapterSpec(r=8, lora_alpha=16), AdapterSpec(r=5, lora_dropout=0.2)]
@@ -35,7 +35,7 @@ def attached(backbone: Backbone) -> tuple[list[Adapter], list[int]]:
 def packed(slots: list[int], lengths: list[tuple[int, int | None]] = LENGTHS, *, drops: bool = True) -> PackedBatch:
     rng = np.random.default_rng(5)
     placed = [
-        PlacedSample(random_sample(rng, n), None if i is None else slots[i], 0.01, 7 + n if drops else None)
+        SlotSample(random_sample(rng, n), None if i is None else slots[i], 0.01, 7 + n if drops else None)
         for n, i in lengths
     ]
     return pack_samples(placed, 128, torch.device("cpu"))

@@ -15,14 +15,13 @@ from tiny_models import random_backbone, random_sample
 from weft.adapters import frozen
 from weft.adapters.frozen import quantise
 from weft.kernels.lora.tables import Needs
-from weft.kernels.storage.fp8 import has_fp8
-from weft.model.fused import place
-from weft.model.fused.attention import needs_bounds
-from weft.model.fused.inputs import InputShape, input_shape
+from weft.kernels.storage import has_fp8
+from weft.model.fused import graphs
+from weft.model.fused.inputs import InputShape, input_shape, needs_bounds
 from weft.model.fused.model import why_not
 from weft.model.fused.path import FusedPath
 from weft.model.load import fp8_copies
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 from weft.model.packing import attention
 from weft.spec import AdapterSpec
 
@@ -89,9 +88,7 @@ def test_varlen_when_torch_can_be_told_then_keys_are_not_split_by_the_longest_sa
 
 def test_shape_when_attention_is_told_of_samples_then_there_are_enough_for_every_multiprocessor():
     """Six heads of 32 samples are more than any GPU's multiprocessors, so no sample is shared out among several."""
-    batch = pack_samples(
-        [PlacedSample(random_sample(np.random.default_rng(0), 5), None, 1.0)], 128, torch.device("cpu")
-    )
+    batch = pack_samples([SlotSample(random_sample(np.random.default_rng(0), 5), None, 1.0)], 128, torch.device("cpu"))
     assert input_shape(batch, with_longest=True).num_spans * 6 >= 148
     assert input_shape(batch, with_longest=False).num_spans == 16
 
@@ -108,7 +105,7 @@ def test_capture_when_memory_ends_then_what_it_held_is_free_before_the_next_try(
         alive.append(sum(tensor() is not None for tensor in held))
         return "captured"
 
-    monkeypatch.setattr(place, "capture", capture)
+    monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     fused = random_backbone("llama", kernels="fused").path
@@ -122,7 +119,7 @@ def test_capture_when_memory_ends_then_what_it_held_is_free_before_the_next_try(
 def test_graphs_when_jobs_come_and_go_then_only_the_first_of_a_kind_is_captured_for(monkeypatch):
     """One with dropout or wide ranks takes kernels of its own while it is there; evaluation takes training's."""
     taken: list[Needs] = []
-    monkeypatch.setattr(place, "capture", lambda _model, _shape, table, *_: taken.append(table.needs) or "captured")
+    monkeypatch.setattr(graphs, "capture", lambda _model, _shape, table, *_: taken.append(table.needs) or "captured")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     moments = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(moments))

@@ -10,7 +10,7 @@ from tiny_models import assert_same_bits, random_backbone, random_data, random_s
 
 from weft.adapters.adapter import Adapter
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.model.path import Memory
 from weft.spec import AdapterSpec, JobSpec
 
@@ -50,7 +50,7 @@ def packed(backbone: Backbone, slots: list[int | None], lengths: list[tuple[int,
     placed = []
     for length, place in lengths:
         sample = random_sample(rng, length).led_by(backbone.leading_rows(slots[place]))
-        placed.append(PlacedSample(sample, slots[place], 0.01, 7 + length))
+        placed.append(SlotSample(sample, slots[place], 0.01, 7 + length))
     return pack_samples(placed, 128, torch.device("cpu"))
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny_models import random_backbone, random_sample
 
-from weft.model.packed import PlacedSample, pack_samples
-from weft.objectives.heads.classes import Classification
-from weft.objectives.metrics import LOSS
+from weft.model.packed import SlotSample, pack_samples
+from weft.objectives.heads import Classification
+from weft.objectives.objective import LOSS
 from weft.spec import AdapterSpec
 
 CLASSES = Classification(("a", "b", "c"))
@@ -26,9 +26,9 @@ def test_head_when_a_neighbours_is_nan_and_samples_are_cut_otherwise_then_has_th
     backbone = random_backbone("llama", kernels=kernels)
     mine, other = (backbone.new_adapter(AdapterSpec(r=4), seed, objective=CLASSES) for seed in (0, 1))
     slot, neighbour = backbone.attach(mine), backbone.attach(other)
-    placed = [PlacedSample(sample, slot, 0.25, head=CLASSES) for sample in MINE]
+    placed = [SlotSample(sample, slot, 0.25, head=CLASSES) for sample in MINE]
 
-    def run(*microbatches: list[PlacedSample]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    def run(*microbatches: list[SlotSample]) -> tuple[list[float], dict[str, torch.Tensor]]:
         mine.zero_grad()
         losses = []
         for batch in microbatches:
@@ -40,7 +40,7 @@ def test_head_when_a_neighbours_is_nan_and_samples_are_cut_otherwise_then_has_th
     losses, expected = run(placed)
     assert other.head is not None
     other.head.params[0].fill_(math.nan)
-    beside = [PlacedSample(OTHER, neighbour, 0.5, head=CLASSES), PlacedSample(PLAIN, neighbour, 0.1)]
+    beside = [SlotSample(OTHER, neighbour, 0.5, head=CLASSES), SlotSample(PLAIN, neighbour, 0.1)]
     again, found = run([*beside[:1], placed[0]], [*placed[1:], beside[1]])
     assert again == losses and expected["score"].abs().max() > 0
     assert all(found[name].equal(grad) for name, grad in expected.items())
@@ -52,6 +52,6 @@ def test_head_when_a_loss_is_not_finite_then_only_its_owner_hears_of_it():
     slots = [backbone.attach(adapter) for adapter in adapters]
     assert adapters[1].head is not None
     adapters[1].head.params[0].fill_(math.inf)
-    placed = [PlacedSample(sample, slot, head=CLASSES) for sample, slot in zip((MINE[0], OTHER), slots, strict=True)]
+    placed = [SlotSample(sample, slot, head=CLASSES) for sample, slot in zip((MINE[0], OTHER), slots, strict=True)]
     running = backbone.launch(pack_samples(placed, 128, backbone.device), 128)
     assert running.finite([0, 1], 2).tolist() == [1.0, 0.0]

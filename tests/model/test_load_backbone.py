@@ -125,7 +125,7 @@ UNTRAINABLE = {
         ("vit", "vit is no model that writes text from left to right"),
         ("hrm_text", "q_proj 6 times a pass"),
         ("xlnet", "lets a sample see the one before it"),
-        ("llama4", "does not say which part of it is the decoder"),
+        ("llama4", "does not show which part of it is the decoder"),
     ],
 )
 def test_load_when_the_model_is_of_a_kind_that_cannot_be_trained_then_says_why(name, reason, tmp_path):
@@ -212,7 +212,7 @@ INDEX = "model.safetensors.index.json"
         ("config.json", POINTER, "config.json is a Git LFS pointer"),
         ("tokenizer.json", POINTER, "tokenizer.json is a Git LFS pointer"),
         (WEIGHTS, b"no tensors here" * 40, f"{WEIGHTS} is not a safetensors file"),
-        (INDEX, b"[]", f"{INDEX} does not say which file has which weights"),
+        (INDEX, b"[]", f"{INDEX} does not list which file has which weights"),
         (INDEX, b'{"weight_map": {"x": "b", "y": "a", "z": "c"}}', f"a, which {INDEX} names, is not there, nor are 2"),
     ],
 )
@@ -224,7 +224,7 @@ def test_load_when_a_file_is_not_what_its_name_says_then_says_what_it_is(model_d
 def test_load_when_the_weights_are_cut_short_then_says_how_much_is_there(model_dir):
     content = (model_dir / WEIGHTS).read_bytes()
     (model_dir / WEIGHTS).write_bytes(content[:-100])
-    assert f"{WEIGHTS} has {len(content) - 100} bytes; its header says {len(content)}" in refusal(model_dir)
+    assert f"{WEIGHTS} has {len(content) - 100} bytes; its header needs {len(content)}" in refusal(model_dir)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "nonesuch", "a/b/c"])
@@ -238,9 +238,9 @@ def test_load_when_the_path_is_a_file_then_asks_for_the_directory(sound):
         find_source(str(sound / WEIGHTS))
 
 
-def test_load_when_cuda_is_asked_for_and_absent_then_refused(monkeypatch):
+def test_load_when_cuda_is_chosen_and_absent_then_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelError, match="torch sees no GPU"):
+    with pytest.raises(ModelError, match="cuda needs a GPU, and torch sees none"):
         load_backbone(BackboneSpec("tiny", device="cuda"))
 
 

@@ -15,8 +15,8 @@ from weft.kernels.dropout import mix, module_key
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.model.model_part import ModelPart, keep_part
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
-from weft.model.stage_runner import stage_runner
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
+from weft.model.stages import stage_runner
 from weft.spec import AdapterSpec, BackboneSpec
 
 TOKENIZER: Any = SimpleNamespace(eos_token_id=None)
@@ -37,7 +37,7 @@ def with_adapter(backbone: Backbone) -> tuple[Any, PackedBatch]:
     for path, (_, b) in adapter.split(adapter.flat()).items():
         b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(mix(1, module_key(path)))))
     slot, rng = backbone.attach(adapter), np.random.default_rng(0)
-    placed = [PlacedSample(random_sample(rng, n), slot, 0.1, dropout_key=n, step_key=4) for n in (5, 17, 9)]
+    placed = [SlotSample(random_sample(rng, n), slot, 0.1, dropout_key=n, step_key=4) for n in (5, 17, 9)]
     return adapter, pack_samples(placed, 64, backbone.device)
 
 

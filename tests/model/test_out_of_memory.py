@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.model.fused import graph
-from weft.model.out_of_memory import is_out_of_memory, memory_errors
+from weft.kernels.device import is_out_of_memory, memory_errors
+from weft.model.fused import graphs
 
 WORDS = {
     "allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -55,11 +55,11 @@ def test_capture_when_a_kernel_finds_no_room_as_it_is_loaded_then_it_has_run_out
     def no_room(*_: object) -> None:
         raise WORDS["triton"]
 
-    monkeypatch.setattr(graph, "_stream", no_room)
-    monkeypatch.setattr(graph, "Inputs", lambda *_: None)
+    monkeypatch.setattr(graphs, "_stream", no_room)
+    monkeypatch.setattr(graphs, "Inputs", lambda *_: None)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     with pytest.raises(torch.OutOfMemoryError, match="Triton Error"):
-        graph.capture(_Anything(), _Anything(), _Anything(), None, _Anything(), None, 0)
+        graphs.capture(_Anything(), _Anything(), _Anything(), None, _Anything(), None, 0)
 
 
 class _Anything:

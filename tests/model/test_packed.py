@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tiny_models import random_sample
 
 from weft.kernels.dropout import row_keys
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def test_pack_samples_when_any_then_rows_targets_and_weights_belong_together(drawn, tile):
     rng = np.random.default_rng(len(drawn))
     placed = [
-        PlacedSample(random_sample(rng, length), slot, weight=0.5 + i, dropout_key=100 + i, position=3 * i)
+        SlotSample(random_sample(rng, length), slot, weight=0.5 + i, dropout_key=100 + i, position=3 * i)
         for i, (length, slot) in enumerate(drawn)
     ]
     batch = pack_samples(placed, tile, CPU)
@@ -44,7 +44,7 @@ def test_pack_samples_when_any_then_rows_targets_and_weights_belong_together(dra
 )
 def test_windows_when_any_then_they_cover_each_slots_rows_once_and_have_one_size(drawn, tile):
     rng = np.random.default_rng(0)
-    batch = pack_samples([PlacedSample(random_sample(rng, length), slot) for length, slot in drawn], tile, CPU)
+    batch = pack_samples([SlotSample(random_sample(rng, length), slot) for length, slot in drawn], tile, CPU)
     covered: dict[int, list[int]] = {}
     sizes: set[int] = set()
     for run in batch.slots:
@@ -62,4 +62,4 @@ def test_windows_when_any_then_they_cover_each_slots_rows_once_and_have_one_size
 
 def test_pack_samples_when_nothing_drops_out_then_there_are_no_keys():
     sample = random_sample(np.random.default_rng(0), 4)
-    assert pack_samples([PlacedSample(sample, 0)], None, CPU).dropout_keys_T is None
+    assert pack_samples([SlotSample(sample, 0)], None, CPU).dropout_keys_T is None

@@ -12,17 +12,17 @@ from covering import chosen, each_value
 from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone, random_data, random_sample, train
 
 from weft.adapters.frozen import quantise
-from weft.cli.demo.skills import write_skill
+from weft.cli.skills import write_skill
 from weft.engine.engine import Engine
-from weft.engine.events import EvalDone, Event, JobFailed, StepDone
+from weft.engine.events import EvalDone, Event, StepDone
 from weft.engine.inference.attach import read_named
 from weft.engine.inference.merge import merge_adapter
 from weft.engine.resume import plan_resume
 from weft.engine.train import execute_run, prepare_run
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 from weft.model.path import Memory
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec, run_from_mapping
 from weft.store.run_dir import RunDirectory
@@ -132,7 +132,7 @@ def gradients(kind: str, kernels: str) -> torch.Tensor:
     backbone.use_kernels(kernels, Memory())
     adapters = [backbone.new_adapter(AdapterSpec(r=r, init_lora_weights=False), r) for r in (2, 6)]
     rng = np.random.default_rng(3)
-    placed = [PlacedSample(random_sample(rng, 40), backbone.attach(adapter), 1e-2) for adapter in adapters]
+    placed = [SlotSample(random_sample(rng, 40), backbone.attach(adapter), 1e-2) for adapter in adapters]
     backbone.forward_backward(pack_samples(placed, 128, backbone.device), 128)
     return torch.cat([part for adapter in adapters for part in (adapter.groups["a"].grad, adapter.groups["b"].grad)])
 
@@ -172,8 +172,8 @@ def test_checkpoint_when_resumed_on_another_quantisation_then_refused(before, af
     first = engine(before)
     finish(first, lambda own, event: own.stop() if isinstance(event, StepDone) and event.step == 2 else None)
     first._keeper.run_dir.close()
-    (failure,) = [event for event in engine(after).events() if isinstance(event, JobFailed)]
-    assert f"trained with quantize {before}" in failure.reason.text and f"loaded with {after}" in failure.reason.text
+    with pytest.raises(CheckpointError, match=f"trained with quantize {before}, the backbone is loaded with {after}"):
+        engine(after)
 
 
 def test_run_when_resumed_with_another_quantisation_then_refused_before_anything_changes(tmp_path, data):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.model.random_model import build, build_empty
-from weft.plan.cost.published_shapes import SHAPES
+from weft.plan.cost.shape import SHAPES
 
 CPU = torch.device("cpu")
 PUBLISHED = {

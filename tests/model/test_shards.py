@@ -24,10 +24,8 @@ from weft.kernels.device import CPU
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.model.model_part import ModelPart
-from weft.model.shards.flat_layer import ALIGNMENT
-from weft.model.shards.peers import TorchPeers
-from weft.model.shards.ring import LayerRing
-from weft.model.stage_runner import stage_runner
+from weft.model.shards import ALIGNMENT, LayerRing, TorchPeers
+from weft.model.stages import stage_runner
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
 from weft.spec import BackboneSpec

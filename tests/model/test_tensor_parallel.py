@@ -15,9 +15,9 @@ from tiny_models import SETTINGS, random_backbone, random_sample
 from weft.adapters.adapter import Adapter
 from weft.methods.registry import has_kernels
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.divided import divide, why_not_divisible
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.model.path import Memory
-from weft.model.tensor_parallel import divide, why_not_divisible
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
 from weft.spec import AdapterSpec
@@ -52,7 +52,7 @@ def with_adapters(backbone: Backbone, *names: str) -> tuple[list[Adapter], Packe
         slot = backbone.attach(adapter)
         for length in (5, 17, 9):
             sample = random_sample(rng, length).led_by(backbone.leading_rows(slot))
-            placed.append(PlacedSample(sample, slot, 0.1, dropout_key=length, step_key=4))
+            placed.append(SlotSample(sample, slot, 0.1, dropout_key=length, step_key=4))
         adapters.append(adapter)
     return adapters, pack_samples(placed, 64, backbone.device)
 

@@ -2,7 +2,7 @@
 
 import math
 
-from weft.objectives.metrics import ACCURACY, LOSS, MetricSum, MetricTotals
+from weft.objectives.objective import ACCURACY, LOSS, MetricSum, MetricTotals
 
 
 def test_tally_when_scores_name_different_metrics_then_each_has_its_own_mean():

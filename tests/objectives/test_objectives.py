@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from weft.data.formats import convert_rows
-from weft.data.rows.row import Row
-from weft.model.judge import Groups, num_scored
-from weft.objectives.heads.classes import Classification
-from weft.objectives.heads.head_objective import HeadObjective
+from weft.data.row import Row
+from weft.model.objective_loss import Groups, num_scored
+from weft.objectives.heads import Classification, HeadObjective
 from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 from weft.spec.job import OBJECTIVES as NAMES
@@ -58,7 +57,7 @@ def test_judged_weights_when_compared_with_autograd_then_are_the_slope_of_the_lo
     logprobs_N.requires_grad_()
     read = references_N if objective.reads_reference else None
     labels_GM = torch.tensor([1.0, 0.0])[:, None].expand(2, size) if objective.reads_labels else None
-    judged = objective.judge(Groups(logprobs_N, read, lengths_S, size, labels_GM))
+    judged = objective.likelihood_loss(Groups(logprobs_N, read, lengths_S, size, labels_GM))
     judged.losses_G.sum().backward()
     assert judged.losses_G.shape == (2,) and all(values.shape == (2,) for values in judged.metrics.values())
     torch.testing.assert_close(judged.weights_N.detach(), -logprobs_N.grad)

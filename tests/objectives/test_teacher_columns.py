@@ -56,14 +56,15 @@ def test_row_when_read_then_has_its_teachers_tokens_in_order_also_from_the_cache
         ({"teacher_ids": [[7, 7], [3, 8]]}, "teacher_ids[0] is [7, 7]; expected different token ids."),
         ({"teacher_ids": [[7, -9], [3, 8]]}, "teacher_ids[0] is [7, -9]; expected different token ids."),
         ({"teacher_logprobs": [[-0.1, "a"], [-1, -2]]}, "teacher_logprobs[0] is [-0.1, 'a']; expected finite numbers."),
+        ({"teacher_logprobs": [[-(10**400), -1], [-1, -2]]}, "teacher_logprobs[0] is [-1000"),
         (
             {"teacher_ids": [list(range(1001))] * 2, "teacher_logprobs": [[-1.0] * 1001] * 2},
             "teacher_ids names 1,001 tokens for each; the most is 1,000.",
         ),
-        ({"labels": [-100, 6, 7, 8]}, "teacher_ids has 2 items, but 3 tokens are supervised."),
+        ({"labels": [-100, 6, 7, 8]}, "teacher_ids has 2 items; expected 3, one for each supervised token."),
         (
             {"teacher_ids": [[7], [8]], "teacher_logprobs": [[-1], [-1]]},
-            "holds 1 tokens of its teacher for each token, and the rows before it 2; give all the same number.",
+            "holds 1 token of its teacher for each token, and the rows before it 2; give all the same number.",
         ),
         (
             {"teacher_ids": [], "teacher_logprobs": []},

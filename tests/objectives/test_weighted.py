@@ -33,9 +33,9 @@ def chat(*weights: float | None) -> dict[str, Any]:
     return {"messages": [turn for answer in turns for turn in ({"role": "user", "content": "ask"}, answer)]}
 
 
-@pytest.mark.parametrize("weight", [-1, -0.001, math.nan, math.inf, "heavy", "nan", True, [1], "1 kg"])
+@pytest.mark.parametrize("weight", [-1, -0.001, math.nan, math.inf, 10**400, "heavy", "nan", True, [1]])
 def test_weight_when_it_is_no_number_from_0_up_then_is_refused_with_its_line(weight):
-    with pytest.raises(DataError, match=r"^rows.jsonl line 3: weight is .*; expected a number from 0 up\."):
+    with pytest.raises(DataError, match=r"^rows.jsonl line 3: weight is .*; expected a number from 0 to 1e\+18\."):
         WEIGHTED.parts(row(weight=weight), "rows.jsonl line 3")
 
 

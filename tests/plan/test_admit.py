@@ -222,7 +222,7 @@ def test_admit_when_max_jobs_is_reached_then_the_rest_waits_and_hears_so():
     admission = admit([Applicant(f"job{i}", i) for i in range(3)], [], Budget(max_jobs=1))
     assert admission.start == ("job0",)
     assert admission.wait[0].reason == Reason(
-        ReasonCode.NO_PLACE, "waits for a place: 1 job trains, max_jobs allows no more"
+        ReasonCode.NO_SEAT, "waits for a seat: 1 job trains, max_jobs allows no more"
     )
 
 

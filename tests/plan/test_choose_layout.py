@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 from weft.errors import PlanError
-from weft.plan.choose_layout import LayoutJob, LayoutOption, choose_layout, price_layout
+from weft.plan.choose_layout import LayoutJob, LayoutOption, choose_layout, price_layout, split_model
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import find_hardware
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import ModelShape, find_shape
 from weft.plan.layout import parse_layout
-from weft.plan.pipeline.split import split_model
 
 SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "llama-3.1-8b")
 COST = AnalyticCost(SHAPE, find_hardware("h100"))
@@ -121,7 +119,7 @@ def test_price_when_stages_are_shared_then_needs_less_than_either_and_fewer_jobs
 
 def test_option_when_told_then_small_sizes_are_not_nothing_and_it_has_the_name_that_was_asked_for():
     option = LayoutOption(parse_layout("shards:1"), 2**22, 1.0)
-    assert option.told(GIB, "shards:1") == (
+    assert option.line(GIB, "shards:1") == (
         "shards:1: up to 4.0 MiB of 1.0 GiB a device with full microbatches, 1.00x as fast as one"
     )
-    assert option.told(2**20) == "stages:1: up to 4.0 MiB of 1.0 MiB a device with full microbatches, does not fit"
+    assert option.line(2**20) == "stages:1: up to 4.0 MiB of 1.0 MiB a device with full microbatches, does not fit"

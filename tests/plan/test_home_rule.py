@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from weft.plan.homes import LEAST_GAIN, choose_homes
+from weft.plan.level import LEAST_GAIN, choose_homes
 
 LEVEL = {"a": (60.0, 60.0), "b": (50.0, 50.0), "c": (40.0, 40.0), "d": (30.0, 30.0)}
 

@@ -7,14 +7,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.pipeline.interleaved import launch_order, segment
+from benchmarks.pipeline.interleaved import launch_order, one_after_another, order_problems, segment
 from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.divided import Graph, Operator, layer_graph
 from weft.plan.cost.hardware import find_hardware
-from weft.plan.cost.operators import Graph, Operator, layer_graph
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
-from weft.plan.interleave import Launch, Subgraph, between_sums, in_turns, one_after_another, order_problems
-from weft.plan.simulate.two_streams import run_order
+from weft.plan.cost.shape import ModelShape, find_shape
+from weft.plan.simulate.two_streams import (
+    Launch,
+    Subgraph,
+    between_sums,
+    in_turns,
+    run_order,
+)
 
 SHAPE = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict())
 LENGTHS = (512, 300, 77)

@@ -14,7 +14,8 @@ from weft.plan.check import violations
 from weft.plan.pack import pack, pack_rounds, planner_named
 from weft.plan.pack.greedy import pack_lane
 from weft.plan.pack.types import RoundLimits
-from weft.plan.program import Planner, Program, Step
+from weft.plan.planner import PlanFunction
+from weft.plan.program import Program, Step
 from weft.plan.types import Batch, JobQueue, Limits
 
 CAPACITY = 12
@@ -85,7 +86,7 @@ def without(queues: list[JobQueue]) -> list[JobQueue]:
 @settings(max_examples=60, deadline=None)
 @given(queues=waiting(), limits=LIMITS)
 def test_planner_when_jobs_have_lanes_and_groups_then_its_program_is_valid_and_not_too_long(
-    planner: Planner, queues: list[JobQueue], limits: Limits
+    planner: PlanFunction, queues: list[JobQueue], limits: Limits
 ) -> None:
     program = planner(queues, limits)
     assert violations(program, queues, limits) == []
@@ -96,7 +97,7 @@ def test_planner_when_jobs_have_lanes_and_groups_then_its_program_is_valid_and_n
 @pytest.mark.parametrize("planner", PLANNERS)
 @settings(max_examples=40, deadline=None)
 @given(queues=waiting())
-def test_planner_when_every_job_lists_all_then_everything_runs(planner: Planner, queues: list[JobQueue]) -> None:
+def test_planner_when_every_job_lists_all_then_everything_runs(planner: PlanFunction, queues: list[JobQueue]) -> None:
     queues = [dataclasses.replace(q, is_all=True) for q in queues]
     steps = {step for turn in planner(queues, Limits(CAPACITY, 1000)).turns for step in turn.steps}
     assert steps == {Step(q.job, b.step) for q in queues for b in q.batches}
@@ -154,7 +155,7 @@ def test_pack_when_a_lane_has_no_listed_sample_left_then_the_program_ends_for_al
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_planner_when_a_group_is_longer_than_a_microbatch_then_refused_by_name(planner: Planner) -> None:
+def test_planner_when_a_group_is_longer_than_a_microbatch_then_refused_by_name(planner: PlanFunction) -> None:
     queues = [JobQueue("pairs", (Batch(3, 0, (2, 2, 7, 8), (2, 2)),), True)]
     with pytest.raises(PlanError, match=r"pairs step 3: 2 samples that belong together have 15 tokens; .* holds 12"):
         planner(queues, Limits(CAPACITY))

@@ -48,9 +48,14 @@ def test_layout_when_printed_then_comes_back(replicas):
         ("stages:\u0662", "Did you mean stages:2?"),
         ("stages:2,", "in which '' is no part of a layout"),
         ("stages:1+rows:2", "in which 'rows:2' is no part of a layout"),
-        ("stages:2,stages:4", "in which stages is said twice of a replica"),
-        ("stages:2,stages:4", "Say stages once for a replica."),
+        ("stages:2,stages:4", "in which stages is given twice for a replica"),
+        ("stages:2,stages:4", "Give stages once for a replica."),
         ("stages:1++stages:2", "in which '' is no part"),
+        ("shards:1025", "got 'shards:1025'; a layout has at most 1,024 devices."),
+        ("tensor:32,stages:64", "a layout has at most 1,024 devices."),
+        ("spread:1000000000", "a layout has at most 1,024 devices."),
+        ("stages:1000+stages:25", "a layout has at most 1,024 devices."),
+        pytest.param(f"stages:{'9' * 5000}", "a layout has at most 1,024 devices.", id="5000 digits"),
     ],
 )
 def test_layout_when_a_text_is_none_then_refused_with_what_was_meant(text, said):

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planning.published import lemma_violations
-from weft.plan.lemma import NOOP, with_empty_slots
-from weft.plan.types import Microbatch, Segment
+from weft.plan.types import NOOP, Microbatch, Segment, with_empty_slots
 
 
 @st.composite

@@ -10,8 +10,8 @@ import pytest
 from weft.errors import PlanError
 from weft.plan.check import violations
 from weft.plan.pack import pack
-from weft.plan.pair import RowsHeld, cut, in_halves, side_by_side, together, two_groups, uncut
 from weft.plan.pipeline.build import Schedule, build
+from weft.plan.pipeline.pair import RowsHeld, cut, in_halves, side_by_side, together, two_groups, uncut
 from weft.plan.program import Backward, Forward, Program, Step
 from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from weft.wall_clock import Activity
+from weft.store.wall_clock import Activity
 
 # name, state, reason, steps done, steps planned, first loss, last loss, rank, learning rate, samples per step
 JOBS: list[tuple[str, str, str | None, int, int, float, float, int, float, int]] = [

@@ -4,11 +4,10 @@ from pathlib import Path
 import pytest
 from synthetic_run import write_run
 
-from weft.report.charts import MAX_POINTS, draw_charts
+from weft.report.charts import MAX_BARS, MAX_MICROBATCHES, MAX_POINTS, draw_charts, drawn_microbatches
 from weft.report.figure import job_colours
 from weft.report.read_run import read_run
 from weft.report.run_data import ReportSpan, RunData
-from weft.report.time_charts import MAX_BARS, MAX_MICROBATCHES, drawn_microbatches
 
 
 @pytest.fixture(scope="module")

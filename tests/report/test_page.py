@@ -10,8 +10,7 @@ import pytest
 from synthetic_run import write_json, write_run
 
 from weft.errors import MissingExtraError, StorageError
-from weft.report.document import json_for_script
-from weft.report.page import ReportExtra, SkillGain, render, write_report
+from weft.report.page import ReportExtra, SkillGain, json_for_script, render, write_report
 from weft.report.read_run import read_run
 
 EVIL = "<img src=x onerror=alert(1)>"

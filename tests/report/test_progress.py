@@ -18,7 +18,7 @@ from weft.engine.events import (
     MicrobatchDone,
 )
 from weft.job_state import Reason, ReasonCode
-from weft.report.progress import RATE_WINDOW_S, Rate, RunProgress
+from weft.report.live import RATE_WINDOW_S, Rate, RunProgress
 
 WHY = Reason(ReasonCode.ERROR, "because")
 

@@ -1,7 +1,7 @@
 import pytest
 
 from weft.report import readable
-from weft.wall_clock import Activity, TimeSplit
+from weft.store.wall_clock import Activity, TimeSplit
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from weft.report.series import in_chunks, rate_in_bins, rounded, smooth, thin
+from weft.report.figure import in_chunks, rate_in_bins, rounded, smooth, thin
 
 
 def test_smooth_when_the_curve_is_flat_then_it_stays_flat() -> None:

@@ -11,7 +11,7 @@ from postgres_server import Server, find_binaries, running_postgres
 
 from weft.serve.db.engine import Database, migrate, open_database
 from weft.serve.db.tables import METADATA
-from weft.serve.records.tenants import create_tenant
+from weft.serve.db.tenants import create_tenant
 
 KINDS = ["sqlite", *(["postgresql"] if find_binaries() else [])]
 

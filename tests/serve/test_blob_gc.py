@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weft.serve.blob_gc import delete_unnamed_blobs
 from weft.serve.blobs import Blobs
+from weft.serve.db import files
 from weft.serve.db.engine import Database
-from weft.serve.jobs.states import ask
-from weft.serve.records import files, models
-from weft.serve.records.jobs import create_job
+from weft.serve.db.files import delete_unnamed_blobs
+from weft.serve.db.jobs import create_job, request_change
 
 
 def test_blobs_when_nobody_names_them_then_deleted_and_others_kept(database: Database, tmp_path: Path):
@@ -25,8 +24,8 @@ def test_blobs_when_nobody_names_them_then_deleted_and_others_kept(database: Dat
             rows[what] = files.create_file(
                 tx, "acme", filename="a", purpose="fine-tune", bytes=1, sha256="0", blob=blob
             )["id"]
-        models.create_model(tx, "acme", "ft:x", job="j", base="tiny", blob=names["model"], bytes=1)
-        models.add_checkpoint(tx, "acme", "j", 1, model="c", metrics={}, blob=names["checkpoint"])
+        files.create_model(tx, "acme", "ft:x", job="j", base="tiny", blob=names["model"], bytes=1)
+        files.add_checkpoint(tx, "acme", "j", 1, model="c", metrics={}, blob=names["checkpoint"])
         job = create_job(tx, "acme", model="tiny", training_file=rows["needed"], settings={})["id"]
         for what in ("gone", "needed"):
             files.delete_file(tx, "acme", rows[what])
@@ -37,5 +36,5 @@ def test_blobs_when_nobody_names_them_then_deleted_and_others_kept(database: Dat
     left.__exit__()
     assert {name for name, _ in blobs.names()} == {names[w] for w in ("file", "needed", "model", "checkpoint")}
     with database.begin() as tx:
-        ask(tx, "acme", job, "cancel")
+        request_change(tx, "acme", job, "cancel")
     assert delete_unnamed_blobs(database, blobs) == 1

@@ -13,10 +13,10 @@ import pytest
 from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
-from weft import faults
 from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.serve.blobs import Blobs
 from weft.serve.errors import NotFound
+from weft.store import faults
 
 
 @pytest.fixture(params=["directory", "url"])

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
-from weft.parallel.ray.resources import ClusterNode
-from weft.serve import cluster_workers
-from weft.serve.cluster_workers import ClusterWorkers, WorkerActor, find_workers
-from weft.serve.supervise import Child
+from weft.parallel.ray.connect import ClusterNode
+from weft.serve import supervise
+from weft.serve.supervise import Child, ClusterWorkers, WorkerActor, find_workers
 
 
 class Cluster:
@@ -33,7 +32,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ClusterWorkers]:
         *gpus: int, number: int | None = None, models: int = 1, is_here: bool = False, db: str = "postgresql://h/weft"
     ) -> ClusterWorkers:
         cluster = Cluster([ClusterNode("10.0.0.1", 8, count, "H100" if count else None) for count in gpus], is_here)
-        monkeypatch.setattr(cluster_workers, "connect", lambda address, **_: cluster)
+        monkeypatch.setattr(supervise, "connect", lambda address, **_: cluster)
         try:
             return find_workers("auto", number, models, db_url=db, gpu_type=None)
         except ConfigError:
@@ -82,14 +81,14 @@ def test_actor_then_keeps_one_worker_running_and_lets_it_give_its_jobs_back(monk
         def start(self) -> None:
             told.append("start")
 
-        def ask_to_stop(self) -> None:
+        def request_stop(self) -> None:
             told.append("ask")
 
         def stop(self, grace_s: float) -> bool:
             told.append(grace_s)
             return True
 
-    monkeypatch.setattr(cluster_workers, "Supervisor", Recorded)
+    monkeypatch.setattr(supervise, "Supervisor", Recorded)
     monkeypatch.chdir(tmp_path)
     actor = WorkerActor("worker-tiny-0", ["worker", "--db", "x"], Path("/"), is_spread=False)
     assert actor.stop(7.0)

@@ -17,7 +17,7 @@ import yaml
 from weft.cli.main import app
 
 TEXT = (Path(__file__).parents[2] / "docs" / "operating.md").read_text("utf-8")
-INSTRUCTIONS = {"COPY", "FROM", "RUN", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT"}
+INSTRUCTIONS = {"COPY", "FROM", "RUN", "USER", "WORKDIR", "VOLUME", "EXPOSE", "ENTRYPOINT"}
 
 
 def blocks(language: str) -> list[str]:
@@ -64,6 +64,8 @@ def test_dockerfile_when_read_then_runs_the_service_as_nobody_special():
     program, *words = json.loads(found["ENTRYPOINT"])
     options = parse(*words)
     assert program == "weft"
+    assert found["WORKDIR"] == "/home/weft", "what is relative to it can be written"
+    assert f"install -d -o {found['USER']} {found['VOLUME']}" in found["RUN"], "a volume's first owner is the folder's"
     assert (options["host"], str(options["data_dir"])) == ("0.0.0.0", found["VOLUME"])
     extras = re.search(rf"'{found['COPY'].split()[1]}\[([a-z0-9,]+)\]'", found["RUN"])
     assert extras is not None
@@ -85,6 +87,10 @@ def test_manifests_when_read_then_are_two_deployments_that_share_database_and_st
         stores.append((options["store"], options["db"]))
         assert "WEFT_DB" in {entry["name"] for entry in container["env"]}
     assert len(set(stores)) == 1
+    pod = worker["spec"]["template"]["spec"]
+    (container,), (volume,) = pod["containers"], pod["volumes"]
+    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": str(options["data_dir"])}]
+    assert options["data_dir"].is_absolute()
     probes = api["spec"]["template"]["spec"]["containers"][0]
     assert probes["readinessProbe"]["httpGet"]["port"] == probes["ports"][0]["containerPort"] == 8000
     assert worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 60

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.data.rows.json_rows import parse_json
+from weft.data.json_rows import parse_json
 from weft.errors import DataError
 from weft.serve.limited_process import FileLimits, LimitedProcess
 

@@ -74,8 +74,8 @@ def test_child_when_asked_to_stop_again_and_again_then_is_told_once_and_has_its_
     supervisor = Supervisor([Child("one", ["slow", str(tmp_path / "one")])])
     supervisor.start()
     wait(lambda: notes(tmp_path / "one") == ["started"])
-    supervisor.ask_to_stop()
-    supervisor.ask_to_stop()
+    supervisor.request_stop()
+    supervisor.request_stop()
     assert supervisor.stop(PATIENCE_S)
     assert notes(tmp_path / "one") == ["started", "told", "left"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
-from weft.settings.fields import above, at_least, between, convert, describe, read, setting, type_name, validate
+from weft.settings import above, at_least, between, convert, describe, read, setting, type_name, validate
 
 
 @dataclass(frozen=True)

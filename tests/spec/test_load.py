@@ -1,5 +1,6 @@
 """Jobs files: YAML, defaults, overrides, and errors that name the line."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def test_load_run_when_overridden_then_the_command_line_wins(path: Path):
         ("base_model: tiny\n", "", "jobs.yaml: base_model is missing."),
         ("lr: 2e-3", "lr: 2e-3\n    lr: 1", "jobs.yaml line 11: jobs.1.lr is set twice, here and on line 10."),
         ("base_model: tiny", "base_model: [tiny", "jobs.yaml line 2: is not valid YAML:"),
+        ("base_model: tiny", "base_model: ''", "jobs.yaml line 1: base_model: is empty; write a name or a path."),
+        (
+            "name: b",
+            "name: no",
+            "jobs.yaml line 8: jobs.1.name: expected text, got False. In YAML, put texts such as no,",
+        ),
+        ("name: b", "name: 2024-01-01", "jobs.yaml line 8: jobs.1.name: expected text, got 2024-01-01. In YAML, put"),
+        ("lora_r: 8", "method: DORA", "jobs.yaml line 12: jobs.1.adapter.method: got 'DORA'; accepted are lora, "),
     ],
 )
 def test_load_run_when_the_file_is_wrong_then_names_the_line(path: Path, old: str, new: str, sentence: str):
@@ -94,6 +103,46 @@ def test_load_run_when_the_file_is_wrong_then_names_the_line(path: Path, old: st
     found = problem(path, JOBS.replace(old, new))
     assert found.startswith(sentence)
     assert "\n" not in found
+
+
+NESTED = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{inner}'] * 9)}]\n" for inner, name in itertools.pairwise("abcdefghijkl")
+)
+
+
+@pytest.mark.parametrize("text", [NESTED, "a: &a [*a]\n", "a: &a {b: *a}\n"], ids=["nested", "in a list", "in itself"])
+def test_load_run_when_aliases_stand_for_billions_of_values_then_refused(path: Path, text: str):
+    assert problem(path, JOBS + text) == "jobs.yaml: its aliases stand for more than 100,000 values; write fewer."
+
+
+def test_override_when_its_aliases_stand_for_billions_of_values_then_refused(path: Path):
+    nested = "{" + NESTED.strip().replace("\n", ", ") + "}"
+    with pytest.raises(ConfigError, match="its aliases stand for more than 100,000 values"):
+        load_run(path, [f"defaults.data_columns={nested}"])
+
+
+def test_load_run_when_jobs_share_settings_by_an_alias_then_each_has_them(path: Path):
+    path.write_text("base_model: tiny\njobs:\n  - &a {name: a, data: x, lr: 1e-3}\n  - {<<: *a, name: b}\n")
+    assert [(job.name, job.learning_rate) for job in load_run(path).jobs] == [("a", 1e-3), ("b", 1e-3)]
+
+
+@pytest.mark.parametrize(
+    ("default", "own"),
+    [
+        ("adam_epsilon: 1e-6", "optim: lion_32bit"),
+        ("train_on_inputs: true", "objective: dpo"),
+        ("beta: 0.2", "objective: supervised"),
+        ("adapter: {lora_dropout: 0.1}", "adapter: {method: bitfit}"),
+    ],
+)
+def test_load_run_when_a_default_is_for_other_kinds_of_jobs_then_a_job_leaves_it_out(
+    path: Path, default: str, own: str
+):
+    jobs = f"jobs:\n  - {{name: a, data: x}}\n  - {{name: b, data: x, {own}}}\n"
+    path.write_text(f"base_model: tiny\ndefaults: {{{default}}}\n{jobs}")
+    setting = default.partition(":")[0]
+    first, second = (getattr(job, setting) for job in load_run(path).jobs)
+    assert first != second
 
 
 def test_load_run_when_there_is_no_readable_file_then_says_so(tmp_path: Path):
@@ -113,6 +162,12 @@ def test_load_run_when_there_is_no_readable_file_then_says_so(tmp_path: Path):
     assert "cannot be read" in why(tmp_path / "binary")
     (tmp_path / "deep").write_text("[" * 5000)
     assert why(tmp_path / "deep") == f"{tmp_path / 'deep'}: is nested too deeply."
+
+
+def test_load_run_when_the_file_is_a_link_to_nothing_then_says_where_it_leads(tmp_path: Path):
+    (tmp_path / "jobs.yaml").symlink_to("gone.yaml")
+    with pytest.raises(ConfigError, match=r"jobs\.yaml: is a link to gone\.yaml, which does not exist"):
+        load_run(tmp_path / "jobs.yaml")
 
 
 def test_load_run_when_yaml_asks_for_python_objects_then_refuses(path: Path):

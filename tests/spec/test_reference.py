@@ -8,7 +8,7 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.methods.lora.config import EvaSpec
-from weft.settings.fields import field_names
+from weft.settings import field_names
 from weft.spec import AdapterSpec, JobSpec, RunSpec, run_from_mapping
 from weft.spec.job import SourceSpec
 from weft.spec.load_sweep import sweep_from_mapping

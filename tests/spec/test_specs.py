@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
-from weft.settings.fields import read
+from weft.settings import read
 from weft.spec import AdapterSpec, JobSpec, RunSpec
 from weft.spec.cluster import ClusterJobSpec, LengthsSpec
 from weft.spec.load import run_from_mapping
@@ -91,10 +91,22 @@ def test_job_when_its_name_is_no_directory_name_then_refuses(name: str):
         ({"train_data": []}, "train_data: no files; name at least one."),
         ({"eval_data": 0}, "eval_data: got 0; accepted are a fraction"),
         ({"eval_data": 1.5}, "eval_data: got 1.5; accepted are a fraction"),
-        ({"early_stopping_patience": 3}, "early_stopping_patience: needs eval_data to judge by."),
+        ({"early_stopping_patience": 3}, "early_stopping_patience: needs eval_data."),
         ({"global_batch_size": 8, "per_device_train_batch_size": 3}, "global_batch_size: global_batch_size is 8, but"),
         ({"max_grad_norm": -1}, "max_grad_norm: must be at least 0, got -1.0."),
         ({"momentum": 0.9}, "momentum: is a setting of sgd and muon; optim is adamw."),
+        (
+            {"optim": "adafactor", "adam_beta1": 0.5},
+            "adam_beta1: is a setting of adamw, adamw_8bit, lion and muon; optim",
+        ),
+        ({"optim": "sgd", "adam_beta2": 0.5}, "adam_beta2: is a setting of adamw, adamw_8bit, lion and muon; optim is"),
+        ({"optim": "lion", "adam_epsilon": 1e-5}, "adam_epsilon: is a setting of adamw, adamw_8bit and muon; optim is"),
+        (
+            {"objective": "dpo", "train_on_inputs": True},
+            "train_on_inputs: is a setting of supervised, weighted and",
+        ),
+        ({"objective": "simpo", "reference": "x"}, "reference: is a setting of dpo and kto; the objective is simpo."),
+        ({"objective": "reward", "mask_history": True}, "mask_history: is a setting of supervised, weighted, distill"),
         ({"optim": "muon", "nesterov": True}, "nesterov: is a setting of sgd; optim is muon."),
         ({"optim": "sgd", "nesterov": True}, "nesterov: needs a momentum above 0."),
         (
@@ -236,10 +248,10 @@ def test_setting_when_its_number_is_beyond_what_can_be_computed_with_then_it_is_
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({}, "train_data.0.streaming: needs max_steps, which says how many rows are read; or say so with rows."),
+        ({}, "train_data.0.streaming: needs max_steps, which limits the rows that are read; or set rows."),
         (
             {"max_steps": 2, "eval_data": [{"path": "b.jsonl", "streaming": True}]},
-            "eval_data.0.streaming: say with rows how many are evaluated.",
+            "eval_data.0.streaming: is not for eval_data; limit it with rows.",
         ),
     ],
 )
@@ -250,7 +262,7 @@ def test_streamed_source_when_nothing_says_how_many_rows_then_is_refused(setting
 
 
 def test_streamed_source_when_rows_are_given_too_then_is_refused():
-    with pytest.raises(ConfigError, match="rows says already how many are read"):
+    with pytest.raises(ConfigError, match="rows limits how many are read already"):
         JobSpec("a", [{"path": "a.jsonl", "streaming": True, "rows": 3}], max_steps=2)  # type: ignore[arg-type]
 
 

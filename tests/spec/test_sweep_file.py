@@ -59,6 +59,12 @@ def test_trial_when_the_method_is_searched_then_has_the_learning_rate_of_its_own
     assert trial_job(spec, "t", {"r": 4, "alpha": "3e0"}).adapter.lora_alpha == 3.0
 
 
+def test_trial_when_the_optimizer_is_searched_then_leaves_out_what_all_share_for_others():
+    job = {"train_data": "rows.jsonl", "eval_data": 2, "adam_epsilon": 1e-6}
+    spec = sweep_from_mapping(mapping(job=job, space={"optim": ["adamw", "lion"]}), base_dir=Path())
+    assert [trial_job(spec, "t", {"optim": name}).adam_epsilon for name in ("adamw", "lion")] == [1e-6, 1e-8]
+
+
 def test_overrides_when_given_then_change_the_file(tmp_path):
     changes = ["trials=3", "job.lr=0.5", "space.rank=[2]", "early_stop=none", "base.max_steps=7"]
     spec = load_sweep(written(tmp_path, FILE.replace("  lr: [1e-3, 1e-4]\n", "")), changes)

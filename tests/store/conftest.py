@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft import faults
+from weft.store import faults
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,8 @@ import resource
 
 import pytest
 
-from weft import faults
 from weft.errors import StorageError
-from weft.faults import FaultPlan
+from weft.store import faults
 from weft.store.atomic import (
     TEMP_PREFIX,
     make_directory,
@@ -16,6 +15,7 @@ from weft.store.atomic import (
     storage_error,
     write_file,
 )
+from weft.store.faults import FaultPlan
 
 
 def fill(staged, text):

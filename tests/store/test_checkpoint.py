@@ -8,9 +8,8 @@ import signal
 import pytest
 import torch
 
-from weft import faults
 from weft.errors import CheckpointError, StorageError
-from weft.faults import FaultPlan
+from weft.store import faults
 from weft.store.atomic import TEMP_PREFIX, remove_leftovers
 from weft.store.checkpoint import (
     STATE_FILE,
@@ -20,6 +19,7 @@ from weft.store.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from weft.store.faults import FaultPlan
 
 
 def checkpoint(step: int, **state) -> Checkpoint:

@@ -19,6 +19,7 @@ def test_parse_when_dumped_then_gives_the_value_back():
         (b'{"a": 1, "b": 2, "a": 3}', "'a' is repeated"),
         (b"\xff{}", "UTF-8"),
         (b"[1,\n2", "line 2"),
+        (b'{\n"a', "Unterminated string starting at line 2"),
         (b"", "Expecting value"),
         (b"[" * 100_000, "deeply"),
         (b"1" * 5000, "4300"),

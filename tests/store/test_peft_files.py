@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from weft import faults
 from weft.errors import AdapterFileError, StorageError
-from weft.faults import FaultPlan
-from weft.methods.lora.files import DEFAULTS
+from weft.methods.lora.method import DEFAULTS
 from weft.spec import AdapterSpec
+from weft.store import faults
 from weft.store.atomic import remove_leftovers
+from weft.store.faults import FaultPlan
 from weft.store.peft_files import (
     CARD_FILE,
     CONFIG_FILE,
@@ -180,8 +180,8 @@ CONFIG_REFUSALS = {
     "zero_rank": ({"r": 0}, "r: must be at least 1"),
     "huge_rank": ({"r": 10**400}, "too large"),
     "dropout": ({"lora_dropout": 1.5}, "lora_dropout: must be at least 0 and below 1"),
-    "rank_differs": ({"r": 4}, "has rank 2, but adapter_config.json says 4"),
-    "pattern_differs": ({"rank_pattern": {}}, "has rank 3, but adapter_config.json says 2"),
+    "rank_differs": ({"r": 4}, "has rank 2, but adapter_config.json has 4"),
+    "pattern_differs": ({"rank_pattern": {}}, "has rank 3, but adapter_config.json has 2"),
     "untargeted": ({"target_modules": ["q_proj"]}, "v_proj, which adapter_config.json does not target"),
     "untargeted_layer": ({"layers_to_transform": [0]}, "layers.1.self_attn.q_proj, which"),
 }

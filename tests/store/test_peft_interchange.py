@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weft.adapters.targets import leaf_names
-from weft.methods.lora.files import DEFAULTS
+from weft.methods.lora.method import DEFAULTS
 from weft.spec import AdapterSpec
 from weft.store.peft_files import CONFIG_FILE, read_adapter, write_adapter
 

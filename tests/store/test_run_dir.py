@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from weft import faults
 from weft.errors import StorageError
-from weft.faults import FaultPlan
 from weft.job_state import JobState, Reason, ReasonCode
+from weft.store import faults
 from weft.store.atomic import TEMP_PREFIX
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord, library_versions
+from weft.store.faults import FaultPlan
+from weft.store.run_dir import RunDirectory, RunRecord, library_versions
 
 
 def start(path) -> None:
@@ -169,7 +168,7 @@ OTHER = """
 import sys
 from weft.errors import StorageError
 from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunRecord
 assert "torch" not in sys.modules
 try:
     RunDirectory.open(sys.argv[1], resume=sys.argv[2] == "resume")

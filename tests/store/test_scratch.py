@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from weft.store.run_lock import ScratchFolder
+from weft.store.owner import ScratchFolder
 
 OWNER = """
 import time
-from weft.store.run_lock import ScratchFolder
+from weft.store.owner import ScratchFolder
 folder = ScratchFolder("test")
 print(folder.path, flush=True)
 time.sleep(60)

@@ -4,7 +4,7 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.spec import AdapterSpec
-from weft.store.servers import ServingRemark, check_servable
+from weft.store.peft_config import ServingRemark, check_servable
 
 PATHS = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from weft.store.tensor_file import file_pieces, sha256
+from weft.store.checkpoint import file_pieces, sha256
 
 MIXED = {
     "b": torch.arange(6, dtype=torch.float32).reshape(2, 3),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weft.cli.demo.skills import SKILLS
+from weft.cli.skills import SKILLS
 from weft.model.source import TINY
 
 Settings = Callable[..., dict[str, Any]]

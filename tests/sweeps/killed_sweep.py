@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from weft import faults
+from weft.store import faults
 from weft.sweeps import api
 
 MAX_CHILDREN = 60

@@ -8,7 +8,7 @@ from pathlib import Path
 from weft.engine.execute.local import executor_on
 from weft.model.load import load_skeleton
 from weft.model.resolve import resolve
-from weft.objectives.preference.dpo import Dpo
+from weft.objectives.preference import Dpo
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.configure import Configurations
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.sweeps.plan_check import violations
 from weft.engine.execute.local import executor_on
 from weft.errors import ConfigError, PlanError
 from weft.model.load import load_skeleton
 from weft.model.resolve import resolve
 from weft.plan.cost.hardware import DEVICES
-from weft.plan.sweep import violations
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.configure import Configurations
-from weft.sweeps.cost_preview import plan_elsewhere, sampled
+from weft.sweeps.planned_packs import plan_elsewhere, sampled
 
 
 def planned(given):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from weft.spec.sweep import SweepSpec
-from weft.sweeps.eta import remaining_s
-from weft.sweeps.record.trials_file import Trial, TrialState
+from weft.sweeps.live_board import remaining_s
+from weft.sweeps.trials_file import Trial, TrialState
 
 
 def spec(**budgets: Any) -> SweepSpec:

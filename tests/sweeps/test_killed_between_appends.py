@@ -13,7 +13,7 @@ from covering import chosen
 
 import weft
 from weft.sweeps import api
-from weft.sweeps.record.trials_file import TrialsFile
+from weft.sweeps.trials_file import TrialsFile
 
 ROW = ("rank", "name", "state", "reason", "value", "params", "steps", "total_steps", "tokens", "losses")
 ASHA = {"rule": "asha", "factor": 2, "grace": 2, "unit": "steps", "min_trials": 2}

@@ -10,8 +10,7 @@ import pytest
 from test_sweep_replicas import found, run_sweep
 
 from weft.plan.sweep import SweepPlan
-from weft.sweeps.decide import planned_packs
-from weft.sweeps.search import samplers
+from weft.sweeps import planned_packs, samplers
 
 RATES = [1e-3, 2e-3, 3e-3, 4e-3]
 

@@ -16,7 +16,7 @@ from tests.parallel.replicas.thread_ranks import ThreadRanks
 from weft.engine.train import load_engine
 from weft.errors import JobError
 from weft.model.source import load_tokenizer
-from weft.parallel.replicas.places import rank_order
+from weft.parallel.replicas.hosts import rank_order
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.steered_engine import SweepReplicas
 from weft.spec.load_sweep import sweep_from_mapping

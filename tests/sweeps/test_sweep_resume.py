@@ -13,18 +13,18 @@ import pytest
 import yaml
 
 import weft
-from weft import faults
 from weft.engine.engine import Engine
-from weft.errors import ConfigError, StorageError
-from weft.plan.cost.rows import capacities
+from weft.errors import ConfigError, StorageError, WeftError
+from weft.plan.cost.shape import capacities
 from weft.spec.load_sweep import sweep_from_mapping
+from weft.store import faults
 from weft.store.owner import Owner
 from weft.store.run_dir import RunDirectory
+from weft.store.wall_clock import Activity, TimeSplit
 from weft.sweeps import api
 from weft.sweeps.api import open_run, prepare_sweep
-from weft.sweeps.record.trials_file import Observation, Trial, TrialsFile, TrialState
 from weft.sweeps.trial_loop import SweepRun
-from weft.wall_clock import Activity, TimeSplit
+from weft.sweeps.trials_file import Observation, Trial, TrialsFile, TrialState
 
 SCRIPT = Path(__file__).parent / "killed_sweep.py"
 
@@ -264,3 +264,25 @@ def test_sweep_when_capacity_is_auto_then_it_is_chosen_once_and_kept_on_resume(s
     assert read(Path("out/sweep.yaml").read_text())["capacity"] == 2048
     with pytest.raises(ConfigError, match="capacity: the sweep in out has 2048, this one 8192"):
         weft.sweep({**given, "capacity": 8192}, resume=True)
+
+
+def _other_rows(folder: Path) -> None:
+    for path in folder.glob("*.jsonl"):
+        path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+
+
+def test_sweep_when_its_data_is_other_at_its_resume_then_refused_and_no_trial_has_ended(settings):
+    """Ended trials count too: later ones would be compared with them on other data."""
+    given = settings(space={"lr": [1e-3, 2e-3]}, max_jobs=1)
+    prepared = prepare_sweep(sweep_from_mapping(given, base_dir=Path()), Path())
+    with open_run(prepared, Path("out"), resume=False) as run:
+        run.train(should_stop=lambda: any(trial.state is TrialState.DONE for trial in run.trials))
+    kept = {path.name: path.read_bytes() for path in Path().glob("*.jsonl")}
+    trials = Path("out", "trials.jsonl").read_bytes()
+    _other_rows(Path())
+    with pytest.raises(WeftError, match=r"^t00\d: (train|eval)_data is not what"):
+        weft.sweep(given, resume=True)
+    assert Path("out", "trials.jsonl").read_bytes() == trials
+    for name, data in kept.items():
+        Path(name).write_bytes(data)
+    assert [trial.state for trial in weft.sweep(given, resume=True).trials] == [TrialState.DONE] * 2

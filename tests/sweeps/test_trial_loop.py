@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from weft.spec import load_run
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
 from weft.sweeps.api import open_run, prepare_sweep
-from weft.sweeps.record.trials_file import TrialState
-from weft.sweeps.search.objective import TrialObjective
+from weft.sweeps.objective import TrialObjective
+from weft.sweeps.trials_file import TrialState
 
 
 def states(result) -> list[str]:
@@ -152,7 +153,7 @@ def test_trial_when_memory_ends_while_it_is_judged_then_it_alone_fails_and_says_
     monkeypatch.setattr(TrialObjective, "value", end)
     result = weft.sweep(settings(space={"lr": [1e-3, 2e-3]}))
     assert sorted(states(result)) == ["done", "failed"]
-    assert "ran out of memory while it was judged" in next(t.reason for t in result.trials if str(t.state) == "failed")
+    assert "ran out of memory in its evaluation" in next(t.reason for t in result.trials if str(t.state) == "failed")
 
 
 def test_sweep_when_a_replica_is_lost_while_a_trial_is_judged_then_ends_in_a_sentence_and_goes_on(
@@ -337,9 +338,27 @@ def test_second_sweep_when_started_from_the_first_then_nothing_is_trained_twice(
     assert spent == sum(trial.tokens for trial in second.trials if not trial.origin) > 0
     assert [trial.points for trial in weft.sweep(given, resume=True).trials] == [t.points for t in second.trials]
     other = settings(start_from="out", output_dir="third", objective="exact_match")
-    with pytest.raises(ConfigError, match=r"start_from: out was judged by eval_loss \(min\), this sweep by exact"):
+    with pytest.raises(ConfigError, match=r"start_from: out was scored by eval_loss \(min\), this sweep is by exact"):
         weft.sweep(other)
     assert not Path("third").exists()
+
+
+def test_second_sweep_when_the_data_or_the_model_has_changed_since_then_trains_everything(settings, small_model):
+    """The same settings are not the same trial then; `start_from` still teaches the sampler."""
+    one = {"space": {"lr": [8e-3]}, "job": {"max_steps": 2}}
+    weft.sweep(settings(**one))
+    assert weft.sweep(settings(**one, start_from="out", output_dir="same")).trials[0].origin
+    rows = Path("rows.jsonl")
+    kept = rows.read_text()
+    rows.write_text("".join(reversed(kept.splitlines(keepends=True))))
+    assert not weft.sweep(settings(**one, start_from="out", output_dir="other-data")).trials[0].origin
+    rows.write_text(kept)
+    model = Path(shutil.copytree(small_model, "model"))
+    weft.sweep({**settings(**one, output_dir="mine"), "base_model": "./model"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
+    given = {**settings(**one, start_from="mine", output_dir="other-model"), "base_model": "./model"}
+    assert not weft.sweep(given).trials[0].origin
 
 
 def test_sweep_when_the_folder_holds_one_then_only_resume_touches_it(settings):

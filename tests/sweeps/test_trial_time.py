@@ -7,8 +7,8 @@ import time
 import pytest
 
 from weft.engine.timeline import TimelineRecorder
-from weft.sweeps.record.trials_file import Trial
-from weft.sweeps.trial_time import TrialTime
+from weft.sweeps.trial_loop import TrialTime
+from weft.sweeps.trials_file import Trial
 
 
 def test_shares_when_a_microbatch_is_recorded_after_what_began_later_then_counts_once():

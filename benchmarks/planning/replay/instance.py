@@ -18,7 +18,7 @@ from typing import Literal
 
 from benchmarks.planning.replay.trace import TraceJob
 from weft.errors import PlanError
-from weft.plan.cost.rows import GPU_ROW_TILE
+from weft.plan.cost.shape import GPU_ROW_TILE
 from weft.plan.cost.types import CostModel, LinearCost
 
 H200_8B = LinearCost(token_s=1 / (2 * 17_400))

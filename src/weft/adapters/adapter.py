@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from weft.adapters.devices import Devices
-from weft.adapters.head import HEAD, HeadWeights
-from weft.adapters.method import KernelCopy, Method, ModuleTensors, Place, SlotWeights
-from weft.adapters.part import PartShape
-from weft.adapters.sample_sums import AnyOrderSums
-from weft.adapters.token_rows import INPUT_ROWS, RowsShape, TokenRows
+from weft.adapters.method import KernelCopy, Method, ModuleTensors, Site, SlotWeights
+from weft.adapters.parts import HEAD, INPUT_ROWS, HeadWeights, PartShape, RowsShape, TokenRows
+from weft.adapters.routing import AnyOrderSums
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import mix, module_key
 from weft.kernels.fixed_point import SumWords
@@ -38,75 +36,75 @@ class Adapter:
         self,
         spec: AdapterSpec,
         method: Method,
-        places: Mapping[str, Place],
+        sites: Mapping[str, Site],
         seed: int,
         device: torch.device,
         parts: Mapping[str, PartShape] | None = None,
         *,
         has_any_order_sums: bool = False,
     ) -> None:
-        """Places: where it sits, by path, in the backbone's order. Each part is one more group of parameters.
+        """`sites`: by path, in the backbone's order. Each part is one more group of parameters.
 
-        `has_any_order_sums`: the order of samples changes no bit of its gradients, which `complete_gradients` finishes.
+        `has_any_order_sums`: the order of samples does not change a bit of the gradients once `complete_gradients` is
+        done.
         """
         self.spec = spec
         self.method = method
-        shapes = {path: (place.out_features, place.in_features) for path, place in places.items()}
+        shapes = {path: (site.out_features, site.in_features) for path, site in sites.items()}
         self.method.check(spec, shapes)
-        self._places = places
+        self._sites = sites
         self._linears = shapes
         self._shapes = {path: tuple(self.method.shapes(spec, path, shape)) for path, shape in shapes.items()}
         self.shared: Mapping[str, torch.Tensor] = {}
-        """Frozen tensors that all modules read, and that follow from the settings."""
+        """Frozen tensors that all modules read and that follow from the settings."""
         self.groups: dict[str, ParameterGroup] = {}
-        """Those that are trained."""
+        """The trained groups."""
         self.frozen: dict[str, torch.Tensor] = {}
-        """The flat buffers of those that are not."""
+        """The flat buffers of groups that are not trained."""
         self.modules: dict[str, SlotWeights] = {}
-        """What a slot of each module holds."""
+        """The weights of a slot on each module."""
         self._parts = dict(parts or {})
         self.head: HeadWeights | None = None
-        """What makes logits of hidden states, for objectives that have a head."""
+        """The head that makes logits from hidden states, for objectives that have one."""
         self.token_rows: dict[str, TokenRows] = {}
-        """Rows of the embedding and of the output head that are its own, by where they stand."""
+        """Trained rows of the embedding and the output head, by part."""
         self._tied_grad: torch.Tensor | None = None
-        """What tied rows get from the output head, until the global batch is whole."""
+        """Gradient of tied rows from the output head, until the global batch is complete."""
         self.has_any_order_sums = has_any_order_sums
         self._any_order_sums: list[AnyOrderSums] = []
         self._views: dict[str, ModuleTensors] = {}
         self.kernel_copy: KernelCopy | None = None
-        """What kernels read while it has a slot of the fused path; they may leave gradients there too."""
+        """Copy of the weights for kernels, while it has a slot of the fused path; kernels may leave gradients there
+        too."""
         self._penalised_at: int | None = None
-        """The version of the weights whose penalty the gradients have in them already."""
+        """Version of the weights whose penalty is already in the gradients."""
         names = self.method.groups[: len(next(iter(self._shapes.values())))]
         sizes = {name: sum(self._sizes(i)) for i, name in enumerate(names)}
         sizes |= {name: sum(part.sizes) for name, part in self._parts.items()}
         self._take({name: torch.zeros(size, device=device) for name, size in sizes.items()})
         self.version = 0
-        """Counts the changes of the weights, for those who keep a copy."""
+        """Number of changes of the weights so far, for copies of them."""
         self._initialise(seed)
 
     def changed(self) -> None:
-        """To be called after the weights were written to."""
+        """Must be called after the weights were written to."""
         self.version += 1
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return next(iter(self.groups.values())).params.device
 
     @property
     def parts(self) -> Collection[str]:
-        """The groups that sit on none of its method's modules."""
+        """The groups that are on none of its method's modules."""
         return self._parts.keys()
 
     @property
     def num_parameters(self) -> int:
-        """Trainable numbers."""
+        """Number of trainable parameters."""
         return sum(group.params.numel() for group in self.groups.values())
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for group in self.groups.values():
             group.grad.zero_()
         self._forget_sums()
@@ -115,29 +113,29 @@ class Adapter:
         self._penalised_at = None
 
     def _forget_sums(self) -> None:
-        """What is summed elsewhere begins again: those who step on a GPU empty the gradients' buffers alone."""
+        """Clears sums outside the gradients' buffers: a step on a GPU empties only the buffers."""
         for sums in self._any_order_sums:
             sums.forget()
         if self._tied_grad is not None:
             self._tied_grad.zero_()
 
     def add_up_gradients(self, devices: Devices) -> None:
-        """Makes the gradients of a whole global batch whole where the layers are divided over devices, on all of them.
+        """Adds up the gradients of a complete global batch over devices that divide the layers; all get the sum.
 
-        Where all devices have found the same already, that of the first counts.
+        Gradients that all devices compute alike are taken from the first device.
         """
         if devices.index > 0:
             for path, own in self._split_grads().items():
-                if path in self._parts or self._places[path].share.devices is None:
+                if path in self._parts or self._sites[path].share.devices is None:
                     for grad in own:
                         grad.zero_()
         for group in self.groups.values():
             group.grad.copy_(devices.add_up(group.grad))
 
     def complete_gradients(self) -> None:
-        """Adds to the gradients of a whole global batch what kernels left elsewhere and what is not the loss's.
+        """Adds penalties and gradients that kernels left elsewhere to the gradients of a complete global batch.
 
-        A second time it adds nothing.
+        A second call adds nothing.
         """
         if self.kernel_copy is not None:
             self.kernel_copy.collect()
@@ -152,7 +150,8 @@ class Adapter:
         self._penalised_at = self.version
 
     def any_order_sums(self) -> dict[str, SumWords]:
-        """What its samples have brought so far, by group in the order of its buffer, to be added to that of others."""
+        """The order-independent sums of its samples so far, by group in the order of its buffer, to be added to
+        others."""
         found: dict[str, list[SumWords]] = {name: [] for name in self.groups}
         for sums in self._any_order_sums:
             for group, words in sums.words():
@@ -164,7 +163,7 @@ class Adapter:
         return joined
 
     def penalties(self) -> dict[str, torch.Tensor] | None:
-        """What is added to order-independent sums that is not the loss's, by group; None if nothing is."""
+        """Gradients apart from the loss to add to order-independent sums, by group; None if there are none."""
         if not any(weights.has_penalty for weights in self.modules.values()):
             return None
         self._add_penalties()
@@ -174,7 +173,7 @@ class Adapter:
         return found
 
     def write_gradients(self, flat: Mapping[str, torch.Tensor]) -> None:
-        """Takes the gradients of a whole global batch, complete, from buffers by group: its own sums are in them."""
+        """Replaces the gradients by those of a complete global batch, by group; its own sums are in them already."""
         for name, grad in flat.items():
             self.groups[name].grad.copy_(grad)
         self._forget_sums()
@@ -191,31 +190,31 @@ class Adapter:
                 grad.add_(penalty)
 
     def flat(self) -> dict[str, torch.Tensor]:
-        """The buffers themselves, by group, frozen ones included."""
+        """The buffers themselves, by group, including frozen ones."""
         found = {**self.frozen, **self.trained()}
         return {name: found[name] for name in (*self.method.groups, *self._parts) if name in found}
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """The buffers of the groups that are trained."""
+        """The buffers of the trained groups."""
         return {name: group.params for name, group in self.groups.items()}
 
     def put(self, flat: Mapping[str, torch.Tensor]) -> None:
-        """Copies weights from buffers by group: all of them, or the trained ones."""
+        """Copies weights from buffers by group: all groups, or the trained ones."""
         own = self.flat()
         for name, params in flat.items():
             own[name].copy_(params)
         self.changed()
 
     def tensors(self) -> dict[str, ModuleTensors]:
-        """Copies of the weights on the CPU by module path, as files hold them."""
+        """Copies of the weights on the CPU by module path, as in files."""
         return self.in_files({path: tuple(view.cpu().clone() for view in own) for path, own in self._views.items()})
 
     def in_files(self, tensors: Mapping[str, ModuleTensors]) -> dict[str, ModuleTensors]:
-        """Weights of this adapter by module path, as files hold them."""
+        """Weights of this adapter by module path, as in files."""
         return {path: own if path in self._parts else self.modules[path].in_files(own) for path, own in tensors.items()}
 
     def load(self, tensors: Mapping[str, ModuleTensors], where: str) -> None:
-        """Takes the weights of every module, as files hold them; modules and shapes must be this adapter's."""
+        """Loads the weights of all modules, as in files; modules and shapes must be this adapter's."""
         if (HEAD in tensors) != (self.head is not None):
             side = "holds a head for labels, and the job" if HEAD in tensors else "holds no head, and the job"
             raise AdapterFileError(f"{side} {'has none' if HEAD in tensors else 'needs one'}.", where=where)
@@ -235,15 +234,14 @@ class Adapter:
         self.changed()
 
     def take(self, flat: Mapping[str, torch.Tensor]) -> None:
-        """Makes these buffers the weights, wherever they are, and forgets the gradients; no slot may hold the adapter.
+        """Makes these buffers the weights, on any device, and clears the gradients; no slot may hold the adapter.
 
-        Without the memory for new gradients, nothing changes.
+        If memory for new gradients is missing, nothing changes.
         """
         self._take(flat)
         self.changed()
 
     def _take(self, flat: Mapping[str, torch.Tensor]) -> None:
-        """Makes these the weights, with fresh gradients beside them."""
         frozen = self.method.frozen(self.spec)
         trained = {name: params for name, params in flat.items() if name not in frozen}
         self.groups = {name: ParameterGroup(params, torch.zeros_like(params)) for name, params in trained.items()}
@@ -253,22 +251,21 @@ class Adapter:
         grads = self._split_grads()
         self._any_order_sums = []
         self._take_parts(grads)
-        for path, place in self._places.items():
+        for path, site in self._sites.items():
             params = (*self._own(path, self._views[path]), *self.shared.values())
-            weights = self.method.weights(self.spec, path, place, params, self._own(path, grads[path]))
+            weights = self.method.weights(self.spec, path, site, params, self._own(path, grads[path]))
             if path in self.modules:
                 weights.keep_from(self.modules[path])
             weights.any_order_sums = self._sums_of(self.method.groups[: len(grads[path])], grads[path])
             self.modules[path] = weights
 
     def _own(self, path: str, tensors: ModuleTensors) -> ModuleTensors:
-        """Views of a module's tensors as far as they belong to what is on this device of the module."""
-        share = self._places[path].share
+        """Views of a module's tensors, cut to the module's share on this device."""
+        share = self._sites[path].share
         shapes = self.method.shapes(self.spec, path, share.shape)
         return tuple(share.view(x, shape) if x.numel() else x for x, shape in zip(tensors, shapes, strict=False))
 
     def _take_parts(self, grads: Mapping[str, ModuleTensors]) -> None:
-        """Makes what the parts are used by."""
         self.head = None
         if HEAD in self._parts:
             self.head = HeadWeights(
@@ -285,16 +282,17 @@ class Adapter:
                     self.token_rows[end] = TokenRows(shape.ids, rows_KD, self._tied_grad, sums)
 
     def _sums_of(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> AnyOrderSums | None:
-        """What takes the gradients of a place over, if their sums do not depend on the order; each is of a group."""
+        """The sums that take over the gradients of a site if their order must not matter; each gradient is of a
+        group."""
         if not self.has_any_order_sums:
             return None
         self._any_order_sums.append(AnyOrderSums(groups, grads))
         return self._any_order_sums[-1]
 
     def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:
-        """Views of flat buffers of some groups, given by name in the method's order, by module path.
+        """Views of flat buffers by module path, from buffers of some groups by name in the method's order.
 
-        A part is a module of its own.
+        A part counts as a module.
         """
         found: dict[str, list[torch.Tensor]] = {path: [] for path in self._shapes}
         for name, buffer in buffers.items():
@@ -323,19 +321,19 @@ class Adapter:
         return tuple(name for name in self.groups if name not in self._parts)
 
     def rate_factors(self, job: JobSpec) -> list[float]:
-        """What multiplies the job's learning rate, for each group; parts have that of the job."""
+        """Factors on the job's learning rate for each group; 1 for parts."""
         return [*self.method.rate_factors(job), *(1.0 for _ in self._parts)]
 
     def _sizes(self, group: int) -> list[int]:
         return [torch.Size(shapes[group]).numel() for shapes in self._shapes.values()]
 
     def _initialise(self, seed: int) -> None:
-        """Starting values, drawn per module from the job's seed: no module's depends on the others."""
+        """Draws initial values per module from the job's seed: no module's values depend on the others."""
         for path, views in self._views.items():
             generator = torch.Generator().manual_seed(mix(seed, module_key(path), 0x1417))
             if path in self._parts:
                 values = self._parts[path].initial(generator)
             else:
-                values = self.method.initial(self.spec, path, self._places[path], generator)
+                values = self.method.initial(self.spec, path, self._sites[path], generator)
             for view, value in zip(views, values, strict=True):
                 view.copy_(value)

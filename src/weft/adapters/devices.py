@@ -1,48 +1,62 @@
-"""The devices over which every layer of a model is divided, and the two places where they meet.
+"""The devices over which every layer of a model is divided, and their shares of a site.
 
-A linear whose outputs are divided reads the same x everywhere: each device finds a part of dx, and the parts add up. A
-linear whose inputs are divided finds a part of y everywhere, and these add up. Sums are made in the order of the
-devices and in fp32, so that all devices have the same bits, every time; another number of devices has others.
-"""
+The frozen weight W (O, D) of a linear is divided by its outputs or by its inputs (`SiteShare`). With divided outputs
+all devices read the same x, and each computes a part of dx; with divided inputs each computes a part of y. The parts
+are added in the order of the devices and in fp32, so that all devices have the same bits, every time; another number of
+devices gives other bits. An adapter's parameters stay whole on every device. A slot computes with the part that belongs
+to the device's outputs or inputs, and adds gradients to that part alone (LoRA: all of A and some rows of B, or some
+columns of A and all of B). All methods that can be divided are linear in what is divided, so the devices' gradients add
+up to the whole gradient.
+
+Two passes of one device can take turns (`SideBySide`): one computes while the other waits for a sum. Each pass is a
+thread, and only one runs at a time; on a GPU both launch on one stream. A pass hands over when it has started a sum
+over the devices, and waits for that sum at its next turn. So the order of all operations follows from the two passes
+alone: it is the same every time and on every device, and each pass computes what it would compute alone. Passes must
+not write to the same tensors; each finds its own routing table again after a turn of the other."""
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
-if TYPE_CHECKING:
-    from weft.adapters.side_by_side import Turns
+from weft.adapters.routing import Routing
+from weft.kernels.device import as_here, join_thread
 
 
 class Devices(ABC):
     """One of several devices that run the same operations on parts of the same layers."""
 
     index: int
-    """Its own place among them."""
+    """Index of this device."""
     count: int
-    """How many there are."""
+    """Number of devices."""
     turns: Turns | None = None
-    """While two passes run side by side: whose turn it is."""
+    """The two passes that run side by side at the moment, if any."""
     runs_pairs: bool = False
-    """Whether some passes of what is run now are side by side: then none is recorded, since two take turns."""
+    """Whether some of the current passes run side by side: then none is recorded, since two take turns."""
     waited_s: float = 0.0
-    """Seconds in which a host has waited for others, so far, while one pass ran alone."""
+    """Seconds that the host has waited for other devices, while one pass ran alone."""
     can_be_recorded: bool = False
     """Whether an exchange can be recorded with the launches around it, to be replayed as one graph."""
 
     @abstractmethod
     def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
-        """Starts to exchange tensors of one shape; what is returned waits for those of all devices, in their order.
+        """Starts an exchange of tensors of one shape. Returns a function that waits for the tensors of all devices, in
+        order.
 
-        All start at once. Passes that run side by side, 0 and 1, do not hear each other's.
+        All devices start together. Exchanges of the passes 0 and 1, which run side by side, are independent.
         """
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What all devices give, in their order; the pass beside this one, if any, computes meanwhile."""
+        """The tensors of all devices, in order; the other pass, if there is one, computes meanwhile."""
         if self.turns is None:
             begun_s = time.perf_counter()
             found = self.start(tensor, 0)()
@@ -53,7 +67,7 @@ class Devices(ABC):
         return wait()
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of what all devices give, in a tensor of its own; layers meet nowhere else."""
+        """The sum over all devices, in a new tensor."""
         first, *others = self.gather(tensor)
         total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
         for other in others:
@@ -62,13 +76,13 @@ class Devices(ABC):
 
 
 def sum_forward(y: torch.Tensor, devices: Devices) -> torch.Tensor:
-    """The whole result from the parts that the devices have; its gradient is that of every part."""
+    """The sum of the devices' parts; its gradient is that of every part."""
     whole: torch.Tensor = _SumForward.apply(y, devices)  # type: ignore[no-untyped-call]
     return whole
 
 
 def sum_backward(x: torch.Tensor, devices: Devices) -> torch.Tensor:
-    """X itself; on the way back the devices' parts of its gradient are added up."""
+    """X itself; in backward, the devices' parts of its gradient are added up."""
     same: torch.Tensor = _SumBackward.apply(x, devices)  # type: ignore[no-untyped-call]
     return same
 
@@ -92,3 +106,149 @@ class _SumBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.devices.add_up(dx), None
+
+
+class OtherPassFailedError(Exception):
+    """Raised in a pass when the other pass has failed."""
+
+
+class Turns:
+    """The turns of two passes; pass 0 begins."""
+
+    def __init__(self, routing: Routing) -> None:
+        self.pass_number = 0
+        """The pass whose turn it is."""
+        self._routing = routing
+        self._changed = threading.Condition()
+        self._is_one_over = self._has_one_failed = False
+
+    def hand_over(self) -> None:
+        """Lets the other pass run until it hands over too; does nothing once that pass has ended."""
+        if self._is_one_over:
+            return
+        own, put_back = self.pass_number, self._routing.kept()
+        self._give_to(1 - own)
+        self.await_turn(own)
+        put_back()
+
+    def await_turn(self, number: int) -> None:
+        """Waits for the turn of a pass; OtherPassFailedError if the other pass has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.pass_number == number)
+        if self._has_one_failed:
+            raise OtherPassFailedError("the pass beside this one has failed")
+
+    def end(self, *, has_failed: bool) -> None:
+        """Ends the pass whose turn it is."""
+        self._is_one_over, self._has_one_failed = True, has_failed or self._has_one_failed
+        self._give_to(1 - self.pass_number)
+
+    def _give_to(self, number: int) -> None:
+        with self._changed:
+            self.pass_number = number
+            self._changed.notify_all()
+
+
+class SideBySide:
+    """Runs two passes at a time on one of several devices that share every layer; all devices run the same two."""
+
+    def __init__(self, devices: Devices, routing: Routing, device: torch.device) -> None:
+        """`device`: the local device."""
+        self._devices, self._routing, self._device = devices, routing, device
+        # It stays: threads of torch that belong to a thread are started with it. As many as here: products may depend
+        # on how many there are.
+        self._thread = ThreadPoolExecutor(1, "weft-second-pass", _join, (torch.get_num_threads(), device))
+
+    def run(self, passes: Sequence[Callable[[], None]]) -> None:
+        """Runs two passes to their end; raises the error of one of them once both have ended."""
+        first, second = passes
+        turns = self._devices.turns = Turns(self._routing)
+        beside = self._thread.submit(_run_there, as_here(self._device), turns, second)
+        try:
+            _run(turns, 0, first)
+        except OtherPassFailedError:
+            beside.result()
+            raise
+        finally:
+            beside.exception()
+            self._devices.turns = None
+        beside.result()
+
+
+def _join(num_threads: int, device: torch.device) -> None:
+    torch.set_num_threads(num_threads)
+    join_thread(device)
+
+
+def _run_there(device: AbstractContextManager[object], turns: Turns, run: Callable[[], None]) -> None:
+    with device:
+        _run(turns, 1, run)
+
+
+def _run(turns: Turns, number: int, run: Callable[[], None]) -> None:
+    turns.await_turn(number)
+    try:
+        run()
+    except BaseException:
+        turns.end(has_failed=True)
+        raise
+    turns.end(has_failed=False)
+
+
+Side = Literal["outputs", "inputs"]
+"""The dimension by which linears are divided over devices."""
+
+
+@dataclass(frozen=True)
+class SiteShare:
+    """The outputs and inputs of a site that are on this device."""
+
+    outputs: slice
+    inputs: slice
+    devices: Devices | None = None
+    """The devices that hold the other parts; None: all devices do the same here."""
+    has_all_inputs: bool = True
+
+    @classmethod
+    def whole(cls, num_out: int, num_in: int) -> SiteShare:
+        """The share of a site that is not divided."""
+        return cls(slice(0, num_out), slice(0, num_in))
+
+    @classmethod
+    def part(cls, num_out: int, num_in: int, side: Side, devices: Devices) -> SiteShare:
+        """This device's share of the outputs or inputs of a linear."""
+        num_all = num_out if side == "outputs" else num_in
+        assert num_all % devices.count == 0, "checked before anything was loaded"
+        size = num_all // devices.count
+        own = slice(devices.index * size, (devices.index + 1) * size)
+        if side == "outputs":
+            return cls(own, slice(0, num_in), devices)
+        return cls(slice(0, num_out), own, devices, has_all_inputs=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the share."""
+        return self.outputs.stop - self.outputs.start, self.inputs.stop - self.inputs.start
+
+    @property
+    def adds_once(self) -> bool:
+        """Whether this device adds what must be added once whatever the number of devices, such as a bias."""
+        return self.has_all_inputs or self.devices is None or self.devices.index == 0
+
+    def view(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The part of an adapter's tensor that belongs to this share: a view of this shape."""
+        start = self.outputs.start if self.has_all_inputs else self.inputs.start
+        for dim, size in enumerate(shape):
+            if tensor.shape[dim] != size:
+                tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+    def over_inputs(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all inputs, from the sum over this device's inputs."""
+        return part if self.has_all_inputs or self.devices is None else self.devices.add_up(part)
+
+    def joined(self, weight_OD: torch.Tensor) -> torch.Tensor:
+        """The frozen weight of the whole site; all devices must call this together."""
+        if self.devices is None:
+            return weight_OD
+        return torch.cat(self.devices.gather(weight_OD.contiguous()), dim=0 if self.has_all_inputs else 1)

@@ -31,18 +31,25 @@ from torch import nn
 from weft.errors import ConfigError
 from weft.kernels.device import is_cpu
 from weft.kernels.lora.product import Factors
-from weft.kernels.storage.fp8 import Rows8, dequantise, has_fp8, quantise_rows
-from weft.kernels.storage.int8 import quantise_int8
-from weft.kernels.storage.nf4 import Nf4Codes, dequantise_nf4, quantise_nf4
+from weft.kernels.storage import (
+    Nf4Codes,
+    Rows8,
+    dequantise,
+    dequantise_nf4,
+    has_fp8,
+    quantise_int8,
+    quantise_nf4,
+    quantise_rows,
+)
 
 FP8_MULTIPLE = 16
-"""Both dimensions of an FP8 product's weight are multiples of it; other weights stay dense."""
+"""Divisor of both dimensions of a weight in FP8 products; other weights stay dense."""
 
 
 def tiled_mm(
     x_TK: torch.Tensor, w_KN: torch.Tensor, row_tile: int | None, onto_TN: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """X W in blocks of `row_tile` rows, of which T is a multiple; added to `onto_TN` in place where that is given."""
+    """X W in blocks of `row_tile` rows, of which T is a multiple; added to `onto_TN` in place if that is given."""
     if row_tile is None or x_TK.shape[0] == row_tile:
         return torch.mm(x_TK, w_KN) if onto_TN is None else onto_TN.addmm_(x_TK, w_KN)
     assert x_TK.shape[0] % row_tile == 0, "rows are padded to whole tiles before they get here"
@@ -57,18 +64,18 @@ def tiled_mm(
 
 
 class FrozenWeight(nn.Module, ABC):
-    """A weight (O, D) that never changes; a kind says how it is stored and, if it can do better, how it multiplies."""
+    """A weight (O, D) that never changes. Subclasses define how it is stored, and may define a faster product."""
 
     kind: ClassVar[str]
     out_dims: ClassVar[Mapping[str, int]]
-    """The stored tensors, and which of their dimensions counts the outputs."""
+    """Names of the stored tensors, with the dimension that counts outputs."""
     in_dims: ClassVar[Mapping[str, int]]
-    """Those that have numbers of single inputs, or of blocks of them, and which dimension counts these."""
+    """Names of the tensors with a dimension for inputs or blocks of inputs, and that dimension."""
     adds_up: ClassVar[bool] = True
-    """Whether its products can be added to what is there already; FP8 products cannot."""
+    """Whether its products can be added to an existing tensor; FP8 products cannot."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], num_in: int, dtype: torch.dtype) -> None:
-        """Takes what another weight of its kind stores; use `quantise` to make one."""
+        """Takes the stored tensors of another weight of its kind; `quantise` makes one from a dense weight."""
         super().__init__()
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
@@ -83,12 +90,13 @@ class FrozenWeight(nn.Module, ABC):
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether `product` multiplies rows of 8-bit floats; who has x as such may hand it over as `x8`."""
+        """Whether `product` multiplies rows of 8-bit floats; a caller that has such rows of x may pass them as `x8`."""
         return False
 
     @property
     def gradient_columns(self) -> torch.Tensor | None:
-        """What multiplies dy before `input_gradient` makes rows of 8-bit floats of it (`dy8`); None if it does not."""
+        """Factors on the columns of dy before `input_gradient` rounds its rows to 8-bit floats (`dy8`); None if it
+        does not."""
         return None
 
     def product(
@@ -98,7 +106,7 @@ class FrozenWeight(nn.Module, ABC):
         onto_TO: torch.Tensor | None = None,
         x8: Rows8 | None = None,
     ) -> torch.Tensor:
-        """X Wᵀ, (T, O); with `onto_TO` (see `adds_up`) added there, in fp32, and rounded once."""
+        """X Wᵀ, (T, O); with `onto_TO` (see `adds_up`) added to it in fp32, and rounded once."""
         return tiled_mm(x_TD, self.dense().t(), row_tile, onto_TO)
 
     def input_gradient(
@@ -108,25 +116,25 @@ class FrozenWeight(nn.Module, ABC):
         onto_TD: torch.Tensor | None = None,
         dy8: Rows8 | None = None,
     ) -> torch.Tensor:
-        """dY W, (T, D); with `onto_TD` added there."""
+        """dY W, (T, D); with `onto_TD` added to it."""
         return tiled_mm(dy_TO, self.dense(), row_tile, onto_TD)
 
     def factors(self, x_TD: torch.Tensor, x8: Rows8 | None = None) -> Factors:
-        """What `product` multiplies."""
+        """The two factors of `product`."""
         return Factors(x_TD, self.dense())
 
     def gradient_factors(self, dy_TO: torch.Tensor, dy8: Rows8 | None = None) -> Factors:
-        """What `input_gradient` multiplies."""
+        """The two factors of `input_gradient`."""
         return Factors(dy_TO, self.dense().t())
 
     def part(self, start: int, stop: int) -> FrozenWeight:
-        """The weight of the outputs [start, stop), sharing this one's storage."""
+        """The weight of the outputs [start, stop), which shares this one's storage."""
         assert 0 <= start < stop <= self.shape[0]
         cut = {name: t.narrow(self.out_dims[name], start, stop - start) for name, t in self.stored.items()}
         return type(self)(cut, self.shape[1], self.dtype)
 
     def cut(self, outputs: slice, inputs: slice) -> FrozenWeight:
-        """The weight of some outputs and inputs, with storage of its own; the numbers stay as they are."""
+        """The weight of some outputs and inputs, in storage of its own and with the same values."""
         num_in, rows = self.shape[1], self.part(outputs.start, outputs.stop).stored
         for name, dim in self.in_dims.items() if inputs != slice(0, num_in) else ():
             if name in rows:
@@ -138,17 +146,16 @@ class FrozenWeight(nn.Module, ABC):
 
     @property
     def stored(self) -> dict[str, torch.Tensor]:
-        """What it keeps, by name."""
+        """The stored tensors by name."""
         return {name: tensor for name, tensor in self._parameters.items() if tensor is not None}
 
     @property
     def num_bytes(self) -> int:
-        """Memory of what it keeps."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.stored.values())
 
 
 class Dense(FrozenWeight):
-    """The weight itself."""
+    """A weight that is not quantised."""
 
     kind = "none"
     out_dims: ClassVar[Mapping[str, int]] = {"weight_OD": 0}
@@ -157,16 +164,14 @@ class Dense(FrozenWeight):
 
     @classmethod
     def of(cls, weight_OD: torch.Tensor) -> Dense:
-        """The weight as it is."""
         return cls({"weight_OD": weight_OD}, weight_OD.shape[1], weight_OD.dtype)
 
     def dense(self) -> torch.Tensor:
-        """W (O, D)."""
         return self.weight_OD
 
 
 class Int8(FrozenWeight):
-    """Eight-bit whole numbers, one scale per output."""
+    """Eight-bit integers with one scale per output."""
 
     kind = "int8"
     out_dims: ClassVar[Mapping[str, int]] = {"q_OD": 0, "scale_O": 0}
@@ -176,17 +181,15 @@ class Int8(FrozenWeight):
 
     @classmethod
     def of(cls, weight_OD: torch.Tensor) -> Int8:
-        """The nearest such weight."""
         q_OD, scale_O = quantise_int8(weight_OD)
         return cls({"q_OD": q_OD, "scale_O": scale_O}, weight_OD.shape[1], weight_OD.dtype)
 
     def dense(self) -> torch.Tensor:
-        """W (O, D) in the type of the activations."""
         return dequantise(self.q_OD, self.scale_O, self.dtype)
 
 
 class Nf4(FrozenWeight):
-    """Four-bit codes of QLoRA's levels, one scale per 64 weights."""
+    """Four-bit codes of QLoRA's levels with one scale per 64 weights."""
 
     kind = "nf4"
     out_dims: ClassVar[Mapping[str, int]] = {"codes": 0, "absmax_OG": 0}
@@ -196,17 +199,16 @@ class Nf4(FrozenWeight):
 
     @classmethod
     def of(cls, weight_OD: torch.Tensor) -> Nf4:
-        """The nearest such weight."""
         found = quantise_nf4(weight_OD)
         return cls({"codes": found.codes, "absmax_OG": found.absmax_OG}, weight_OD.shape[1], weight_OD.dtype)
 
     def dense(self) -> torch.Tensor:
-        """W (O, D) in the type of the activations."""
         return dequantise_nf4(Nf4Codes(self.codes, self.absmax_OG, self.shape), self.dtype)
 
 
 class Fp8(FrozenWeight):
-    """Eight-bit floats, one scale per output, multiplied as such: forward always, backward with a second copy."""
+    """Eight-bit floats with one scale per output. Forward products are FP8; backward ones too if there is a second
+    copy."""
 
     kind = "fp8"
     adds_up = False
@@ -215,11 +217,10 @@ class Fp8(FrozenWeight):
     w8_OD: nn.Parameter
     scale_O: nn.Parameter
     w8_DO: nn.Parameter
-    """Only with two copies: the same numbers transposed, since an FP8 product reads both factors along its sums."""
+    """The same values transposed, only with two copies: an FP8 product reads both factors along its sums."""
 
     @classmethod
     def of(cls, weight_OD: torch.Tensor, copies: int) -> Fp8:
-        """The nearest such weight."""
         w8_OD, scale_O = quantise_rows(weight_OD)
         tensors = {"w8_OD": w8_OD, "scale_O": scale_O}
         if copies == 2:
@@ -228,21 +229,19 @@ class Fp8(FrozenWeight):
 
     @property
     def copies(self) -> int:
-        """2 if the backward multiplies 8-bit floats too, else 1."""
+        """2 if backward products are FP8 too, else 1."""
         return 2 if "w8_DO" in self.stored else 1
 
     def dense(self) -> torch.Tensor:
-        """W (O, D) in the type of the activations."""
         return dequantise(self.w8_OD, self.scale_O, self.dtype)
 
     @property
     def rounds_inputs(self) -> bool:
-        """Where 8-bit floats are multiplied at all."""
         return _multiplies_fp8(self.w8_OD.device)
 
     @property
     def gradient_columns(self) -> torch.Tensor | None:
-        """The weight's scales, with two copies."""
+        """The weight's scales, if there are two copies."""
         return self.scale_O if self.copies == 2 and _multiplies_fp8(self.w8_OD.device) else None
 
     def product(
@@ -272,14 +271,14 @@ class Fp8(FrozenWeight):
         return _scaled_mm(self.gradient_factors(dy_TO, dy8), row_tile).to(self.dtype)
 
     def factors(self, x_TD: torch.Tensor, x8: Rows8 | None = None) -> Factors:
-        """Both sides as 8-bit floats, x rounded row by row."""
+        """Both factors as 8-bit floats, x rounded row by row."""
         if not self.rounds_inputs:
             return super().factors(x_TD)
         x8_TD, scale_T = quantise_rows(x_TD) if x8 is None else x8
         return Factors(x8_TD, self.w8_OD, scale_T, self.scale_O)
 
     def gradient_factors(self, dy_TO: torch.Tensor, dy8: Rows8 | None = None) -> Factors:
-        """With two copies both sides as 8-bit floats; the weight's scales are in dy then."""
+        """With two copies, both factors as 8-bit floats; the weight's scales are in dy then."""
         if self.gradient_columns is None:
             return super().gradient_factors(dy_TO)
         d8_TO, scale_T = quantise_rows(dy_TO, self.scale_O) if dy8 is None else dy8
@@ -288,7 +287,7 @@ class Fp8(FrozenWeight):
 
 
 def _multiplies_fp8(device: torch.device) -> bool:
-    """Whether FP8 products are computed, or emulated, on a device."""
+    """Whether FP8 products are computed or emulated on a device."""
     return is_cpu(device) or has_fp8(device)
 
 
@@ -330,14 +329,14 @@ KINDS: dict[str, Callable[[torch.Tensor, int], FrozenWeight]] = {
     "nf4": lambda weight_OD, _: Nf4.of(weight_OD),
     "int8": lambda weight_OD, _: Int8.of(weight_OD),
 }
-"""How each kind is made of a dense weight and, for FP8, a number of copies."""
+"""Constructor of each kind from a dense weight and, for FP8, a number of copies."""
 
 
 @torch.no_grad()
 def quantise(weight_OD: torch.Tensor, kind: str, *, copies: int = 2) -> FrozenWeight:
-    """The weight stored as `kind`, on its device; one whose shape FP8 products do not take stays dense.
+    """The weight stored as `kind`, on its device; a weight whose shape FP8 products do not support stays dense.
 
-    `copies` concerns FP8 alone: 2 makes the backward FP8 as well, 1 needs half the memory.
+    `copies` is for FP8: 2 makes backward products FP8 too, 1 needs half the memory.
     """
     if kind not in KINDS:
         raise ConfigError(f"got {kind!r}; accepted are {', '.join(KINDS)}.", where="quantize")
@@ -345,7 +344,7 @@ def quantise(weight_OD: torch.Tensor, kind: str, *, copies: int = 2) -> FrozenWe
 
 
 def join(weights: Sequence[FrozenWeight]) -> FrozenWeight:
-    """One weight with the outputs of several of a kind, in order; the numbers stay as they are."""
+    """Concatenates the outputs of several weights of one kind; values stay the same."""
     first = weights[0]
     assert all(type(w) is type(first) and w.shape[1] == first.shape[1] for w in weights)
     stacked = {name: torch.cat([w.stored[name] for w in weights], first.out_dims[name]) for name in first.stored}
@@ -353,12 +352,12 @@ def join(weights: Sequence[FrozenWeight]) -> FrozenWeight:
 
 
 def quantisation(weights: Iterable[FrozenWeight]) -> str:
-    """How a backbone's weights are stored, in the word of the setting `quantize`."""
+    """The storage kind of a backbone's weights, as a value of the setting `quantize`."""
     return next((weight.kind for weight in weights if weight.kind != Dense.kind), Dense.kind)
 
 
 def describe(weights: Iterable[FrozenWeight]) -> str:
-    """How weights are stored, in words: `fp8 (7.0 GB in 222 linears), 2 linears dense (100.0 MB)`."""
+    """A description of how weights are stored: `fp8 (7.0 GB in 222 linears), 2 linears dense (100.0 MB)`."""
     weights = list(weights)
     kept = [weight for weight in weights if isinstance(weight, Dense)]
     stored = [weight for weight in weights if not isinstance(weight, Dense)]

@@ -1,19 +1,19 @@
-"""What a PEFT method is: all that the rest of the house asks of a way to adapt a frozen model.
+"""The interface of PEFT methods.
 
 A method is a folder `methods/<name>/`: `config.py` with its settings and what it can do, `method.py` with a `Method`,
-weights and files. `methods/configs.py` lists it. Nothing else knows it: the engine steps, checkpoints and
-moves named groups of parameters (`adapters/adapter.py`), the reference path calls the hooks of `SlotWeights` on each
-slot's own rows (`adapters/slots.py`), files are written as the method's `PeftFormat` says, and planners count its cost
-in ranks. `tests/methods/test_methods.py` runs for every entry of the registry.
+weights and files. `methods/configs.py` lists it. No other code depends on it: the engine steps, checkpoints and moves
+named groups of parameters (`adapters/adapter.py`), the reference path calls the hooks of `SlotWeights` on each slot's
+own rows (`adapters/slots.py`), the method's `PeftFormat` defines its files, and planners count its cost in ranks.
+`tests/methods/test_methods.py` runs for every entry of the registry.
 
-An adapter without kernels costs its neighbours nothing: on a fused backbone its job has microbatches of its own, which
-run on the reference path over the same weights.
+On a fused backbone a job without kernels has microbatches of its own, which run on the reference path over the same
+weights, so it does not slow down its neighbours.
 
 An adapter sits on linears, on the outputs of attention and MLP blocks before these are normed or added to the residual
 stream, or on rows in front of every sample (`Attachment`). `target_modules` names the first two by the same rules:
 `[q_proj, v_proj]` or `all-linear`, `[self_attn, mlp]` or `all-blocks`. What `auto` means for a method is in its
-`config.py`. All places but linears have D outputs and D inputs (`adapters/row_place.py`), so one set of hooks
-serves them all.
+`config.py`. All sites but linears have D outputs and D inputs (`adapters/sites.py`), so one set of hooks serves them
+all.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 import torch
 from torch import nn
 
-from weft.adapters.place_share import SiteShare
-from weft.adapters.routing import Routing, SlotRows
-from weft.adapters.sample_sums import AnyOrderSums
+from weft.adapters.devices import SiteShare
+from weft.adapters.routing import AnyOrderSums, Routing, SlotRows
 from weft.errors import AdapterFileError
-from weft.kernels.fixed_words import Words
+from weft.kernels.fixed_point import Words
 from weft.kernels.lora.tables import Entry
 from weft.kernels.methods.parts import OtherParts
 from weft.spec import AdapterSpec, JobSpec
@@ -42,45 +41,39 @@ if TYPE_CHECKING:
 LinearShape = tuple[int, int]
 """(out, in) of a linear module; of a block's output both are its width."""
 ModuleTensors = tuple[torch.Tensor, ...]
-"""An adapter's tensors on one module, in the order of its method's groups."""
+"""An adapter's tensors at one site, in the order of its method's groups."""
 
 
-class Place(Protocol):
-    """Somewhere on a backbone where adapters sit: what their methods may ask of it."""
+class Site(Protocol):
+    """A part of a backbone that holds adapters, as methods see it."""
 
     @property
     def bias_O(self) -> torch.Tensor | None:
-        """The frozen bias, if there is one; `SlotWeights.forward` finds it added already."""
-        ...
+        """The frozen bias, if there is one; it is already in the y of `SlotWeights.forward`."""
 
     @property
     def in_features(self) -> int:
-        """D, on all devices together."""
-        ...
+        """D, of all devices together."""
 
     @property
     def out_features(self) -> int:
-        """O, on all devices together."""
-        ...
+        """O, of all devices together."""
 
     @property
     def share(self) -> SiteShare:
-        """What of it is on this device."""
-        ...
+        """The part on this device."""
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """The frozen weight (O, D) that is here, made dense where it is stored otherwise; a block's output has none."""
-        ...
+        """The local part of the frozen weight (O, D), dense; None for a block's output."""
 
     @property
     def read_original(self) -> Callable[[], torch.Tensor] | None:
-        """Reads the weight as it was before it was quantised; None where it is as it was."""
-        ...
+        """Reads the original weight of a quantised one; None if it is not quantised."""
 
 
 class Attachment(enum.Enum):
-    """What of a backbone an adapter sits on; the value is what errors call one such place."""
+    """The kind of site that a method adapts; the value is its name in errors."""
 
     LINEAR = "linear module"
     BLOCK_OUTPUT = "block"
@@ -89,75 +82,77 @@ class Attachment(enum.Enum):
 
 
 class SlotWeights(ABC):
-    """A method's weights in one place, which a slot holds: views into the adapter's flat buffers.
+    """A method's weights at one site, which a slot holds: views into the adapter's flat buffers.
 
     On a linear, x is its input and the frozen product is x Wᵀ + b. On a block's output, x is that output and the frozen
     product is x itself: `forward` adds to a copy of it, and `backward` finds dy in dx.
 
-    All hooks get the buffers of the whole microbatch and change the rows of their own slot alone. Rows of others may be
-    NaN: they are left out by slicing, never masked by a product.
+    All hooks get the buffers of the whole microbatch and change the rows of their own slot only. Rows of other slots
+    may be NaN: they are left out by slicing, never masked by a product.
 
-    Two rules keep an adapter's bits the same beside any neighbours and for any cut into microbatches:
+    Two rules make an adapter's bits independent of its neighbours and of the cut into microbatches:
     - A product over rows runs in the windows of `rows.windows`, which have a fixed number of rows, so that libraries
-      choose the same algorithm whatever else is there: compute on `window.computed`, use `[window.inside]` of the
-      result, and write it to `window.own`. What is computed row by row may use `rows.own`.
+      choose the same algorithm in all cases: compute on `window.computed`, use `[window.inside]` of the result, and
+      write it to `window.own`. Row-wise operations may use `rows.own`.
     - A sum over tokens, as every gradient is, runs over one sample of `rows.samples` at a time, in their order, and is
-      added in fp32 (`sample_sums.add_product`): `sample.buffer` are its rows in the microbatch, `sample.slot` those
+      added in fp32 (`routing.add_product`): `sample.buffer` are its rows in the microbatch, `sample.slot` those
       among the slot's own.
-    `methods/bottleneck/weights.py` is a short example.
+    `methods/bottleneck/method.py` is a short example.
     """
 
     changes_input: ClassVar[bool] = False
-    """Whether the frozen product sees other inputs than x on these rows."""
+    """Whether the frozen product of these rows has another input than x."""
     changes_gradient: ClassVar[bool] = False
-    """Whether the frozen product has another gradient than y on these rows."""
+    """Whether the frozen product of these rows has another gradient than dy."""
     has_penalty: ClassVar[bool] = False
-    """Whether the parameters have a gradient that is not the loss's: `penalty_gradients`."""
+    """Whether the parameters have a gradient apart from the loss: `penalty_gradients`."""
     any_order_sums: AnyOrderSums | None = None
-    """Takes each sample's gradients over, where their order must not matter; its rows then come sample by sample."""
+    """Sums that take over each sample's gradients where their order must not matter; rows then come sample by
+    sample."""
 
     def change_input(self, x_TD: torch.Tensor, rows: SlotRows) -> None:
-        """Turns a copy of x into what the frozen product sees; asked only of those that say `changes_input`."""
-        raise AssertionError("a method that says `changes_input` has this hook")
+        """Turns a copy of x into the input of the frozen product; only called if `changes_input`."""
+        raise AssertionError("methods with `changes_input` define this")
 
     @abstractmethod
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> Any:
         """Changes y, which holds the frozen product; returns what `backward` needs besides x."""
 
     def change_gradient(self, dy_TO: torch.Tensor, rows: SlotRows) -> None:
-        """Turns a copy of dy into the gradient of the frozen product; asked only of those that `changes_gradient`."""
-        raise AssertionError("a method that says `changes_gradient` has this hook")
+        """Turns a copy of dy into the gradient of the frozen product; only called if `changes_gradient`."""
+        raise AssertionError("methods with `changes_gradient` define this")
 
     @abstractmethod
     def backward(
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: Any
     ) -> None:
-        """Adds to the gradients, and to dx, which holds what came through the frozen product; None: nobody needs dx."""
+        """Adds to the gradients, and to dx, which holds the gradient through the frozen product; None if dx is not
+        needed."""
 
     def penalty_gradients(self) -> ModuleTensors:
-        """What every optimizer step adds to the gradients once; asked only of those that say `has_penalty`."""
-        raise AssertionError("a method that says `has_penalty` has this hook")
+        """Gradients that every optimizer step adds once; only called if `has_penalty`."""
+        raise AssertionError("methods with `has_penalty` define this")
 
     def keep_from(self, before: SlotWeights) -> None:  # noqa: B027 (most have nothing)
-        """Takes over what the weights in this place had besides their buffers, when the adapter moves to others."""
+        """Takes over the state of the previous weights at this site that is not in buffers, when the adapter moves."""
 
     def in_files(self, params: ModuleTensors) -> ModuleTensors:
-        """What the adapter's files hold of such parameters of this place: most methods' files hold themselves."""
+        """The tensors of the adapter's file for these parameters; by default the same."""
         return params
 
     def from_files(self, given: ModuleTensors) -> ModuleTensors:
-        """The parameters that the tensors of a file mean in this place."""
+        """The parameters for these tensors of a file."""
         return given
 
 
 class KernelCopy:
-    """An adapter's weights as the fused path's kernels read them, and where these leave gradients."""
+    """An adapter's weights as the fused path's kernels read them, and the buffers for their gradients."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.entries: dict[str, Entry] = {}
-        """What it has of products of a low rank, by path."""
+        """Low-rank products by path."""
         self.others: OtherParts[str] = OtherParts()
-        """What it changes besides, by path."""
+        """All other changes by path."""
         self._adapter = adapter
         self._version = -1
 
@@ -169,86 +164,91 @@ class KernelCopy:
             self._version = self._adapter.version
 
     def copy_weights(self) -> None:
-        """Brings what kernels read in line with the masters."""
+        """Updates the copy from the masters."""
 
     def collect(self) -> None:
         """Adds gradients that kernels left in buffers of their own to the adapter's, and empties these buffers."""
 
-    def clear_gradients(self) -> None:
-        """Empties those buffers."""
+    def clear_gradients(self) -> None: ...
 
     def any_order_words(self) -> Mapping[str, Words]:
-        """The words in which kernels have added gradients in any order, by group."""
+        """Order-independent sums of the kernels, by group."""
         return {}
 
 
 @dataclass(frozen=True)
 class CostRanks:
-    """What an adapter costs in the unit of the cost models: the rank of a LoRA that costs no less."""
+    """The cost of an adapter as the rank of a LoRA that costs at least as much."""
 
     usual: int
-    """Of most modules, for times."""
+    """Rank on most modules, for times."""
     widest: int
-    """Of the most expensive module, for memory."""
+    """Rank on the most expensive module, for memory."""
 
 
 Change = tuple[str, str]
-"""What a method other than LoRA may change for kernels, and the role of the sites where it does."""
+"""A kind of change in kernels besides LoRA, and the role of the sites that have it."""
 Keeps = Literal["", "outputs", "blocks", "sparse"]
-"""What the fused path keeps for a method besides S: nothing, outputs of linears, those of blocks, or what sparse
-products read, for a moment."""
+"""Tensors that the fused path keeps for a method besides S: none, outputs of linears, outputs of blocks, or those
+that sparse products read, for a short time."""
 WHOLE_NUMBERS = ("indices", "shape")
-"""How names of tensors in files end that hold whole numbers; all others are floats."""
+"""Ends of the names of integer tensors in files; all others are floats."""
 
 
 class PeftFormat(ABC):
     """The files of a method's adapters as PEFT writes and reads them."""
 
     peft_type: str
-    """What adapter_config.json calls the method."""
+    """Name of the method in adapter_config.json."""
     marker: str | None = None
-    """The key that is on in its files alone, where another method has the same peft_type."""
+    """The key that is on in this method's files only, where another method has the same peft_type."""
     in_peft: bool = False
-    """Whether PEFT has the method; where it has not, only Weft reads the files."""
+    """Whether PEFT has the method; otherwise only Weft reads the files."""
     title: str
-    """What people call it."""
+    """Name of the method in sentences."""
     suffixes: Mapping[str, str]
-    """What PEFT calls a group's tensors, and how their names end: lora_A and `lora_A.weight`; in the groups' order."""
+    """PEFT's names of the groups' tensors and how they end: lora_A and `lora_A.weight`; in the groups' order."""
     defaults: Mapping[str, Any]
-    """Every key PEFT writes and its default, except peft_version, which PEFT fills in where a file has none."""
+    """Every key that PEFT writes and its default, except peft_version, which PEFT adds to files without one."""
     refused: Mapping[str, str] = {}
-    """Keys that must be off, and why."""
+    """Keys that must be off, with the reason."""
+
+    own_settings: tuple[str, ...] = ()
+    """The method's settings that its files have under the same names; the first one is required."""
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
-        """The keys that are not as by default for an adapter on the modules `paths`."""
-        return {}
+        """The keys without default values, for an adapter on the modules `paths`."""
+        return {name: getattr(spec, name) for name in self.own_settings}
 
-    def check_config(self, config: Mapping[str, Any], where: str) -> None:  # noqa: B027 (optional)
-        """AdapterFileError if the config asks for what we do not implement."""
+    def check_config(self, config: Mapping[str, Any], where: str) -> None:
+        """AdapterFileError for a config with features that are not supported."""
+        for name in self.own_settings[:1]:
+            if config.get(name) is None:
+                raise AdapterFileError(f"{name} is missing.", where=where)
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The method's own settings of an AdapterSpec; the config holds no null."""
-        return {}
+        return {name: config[name] for name in self.own_settings if name in config}
 
     @abstractmethod
     def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
-        """AdapterFileError if the tensors of a module are not those of the spec."""
+        """AdapterFileError if the tensors of a module do not fit the spec."""
 
     def shared_names(self, config: Mapping[str, Any]) -> Collection[str]:
-        """What PEFT calls the tensors that the file has for all modules together."""
+        """PEFT's names of the tensors that all modules share in the file."""
         return ()
 
     def check_shared(  # noqa: B027 (optional)
         self, spec: AdapterSpec, shared: Mapping[str, torch.Tensor], where: str
     ) -> None:
-        """AdapterFileError if those tensors are not those of the spec; called only where the file has some."""
+        """AdapterFileError if those tensors do not fit the spec; only called if the file has some."""
 
     def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, int | None]:
-        """(out, in) of the module that tensors are for; None where they do not show it."""
+        """(out, in) of the module that tensors belong to; None where they do not show it."""
         return None, None
 
     def what_it_is(self, name: str) -> str:
-        """Why a tensor that is none of the method's cannot be read."""
+        """Why a tensor of another kind cannot be read."""
         return f"which is no tensor of {self.title}"
 
     @abstractmethod
@@ -258,60 +258,58 @@ class PeftFormat(ABC):
 
 @runtime_checkable
 class JoinedFormat(Protocol):
-    """A format whose file does not have its tensors place by place."""
+    """A format whose file does not have separate tensors for each site."""
 
     def join(self, tensors: Mapping[str, ModuleTensors]) -> dict[str, torch.Tensor]:
-        """The tensors of the file, out of those by path."""
-        ...
+        """The tensors of the file, from those by path."""
 
     def part(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], where: str
     ) -> dict[str, ModuleTensors]:
-        """The tensors by path, out of those of the file; AdapterFileError if it holds others."""
-        ...
+        """The tensors by path, from those of the file; AdapterFileError if there are others."""
 
 
 class Method(ABC):
-    """One PEFT method. What is not abstract has a default, which most methods keep."""
+    """A PEFT method. Hooks that are not abstract have a default, which most methods keep."""
 
     attachment: Attachment
     groups: tuple[str, ...]
-    """Names of its groups of parameters; checkpoints know them by these. An adapter may have only the first of them."""
+    """Names of its groups of parameters, also in checkpoints. An adapter may have only the first few."""
     files: PeftFormat
     kernel_keeps: Keeps = ""
     kernel_changes: tuple[Change, ...] = ()
-    """All that its adapters may ask of kernels besides LoRA's."""
+    """All changes in kernels that its adapters may need besides LoRA's."""
     has_any_order_kernels: bool = False
-    """Whether kernels can add its gradients so that no order of samples matters."""
+    """Whether kernels can sum its gradients independently of the order of samples."""
     workspace_bytes: int = 0
-    """What one place needs on the reference path besides what is kept, at most; it is given back at once."""
+    """Upper bound of the temporary memory of one site on the reference path."""
 
     @abstractmethod
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
-        """Shapes of the tensors on one module, one for each group that the adapter has."""
+        """Shapes of the tensors on one module, one for each group of the adapter."""
 
     @abstractmethod
-    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
-        """PEFT's starting values in one place, of all devices together."""
+    def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
+        """PEFT's initial values at one site, for all devices together."""
 
     @abstractmethod
     def weights(
-        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+        self, spec: AdapterSpec, path: str, site: Site, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
-        """What a slot of one place holds; views of the flat buffers, as far as they belong to the place's share.
+        """The weights of a slot at one site; views of the flat buffers, cut to the site's share.
 
         After `params` come the shared tensors, whole. The gradient of a frozen group is an empty tensor.
         """
 
-    @abstractmethod
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
-        """What such an adapter costs."""
+        """Ranks of a LoRA that costs at least as much as this adapter; by default rank 1."""
+        return CostRanks(1, 1)
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:  # noqa: B027 (optional)
-        """ConfigError if an adapter cannot sit on these modules."""
+        """ConfigError if an adapter cannot be on these modules."""
 
     def frozen(self, spec: AdapterSpec) -> tuple[str, ...]:
-        """Those of its groups that are not trained: they have no gradients, and no moments."""
+        """The groups that are not trained: they have no gradients and no moments."""
         return ()
 
     def shared(
@@ -321,47 +319,47 @@ class Method(ABC):
         return {}
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:
-        """Factors on the job's learning rate, for each group that is trained."""
+        """Factors on the job's learning rate, for each trained group."""
         return (1.0,) * (len(self.groups) - len(self.frozen(job.adapter)))
 
     def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
-        """Numbers that `SlotWeights.forward` keeps of a row in one place, dropout masks apart."""
+        """Numbers that `SlotWeights.forward` keeps per row and site, without dropout masks."""
         return 0
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Puts an adapter's effect on one linear into the linear itself.
+        """Merges an adapter into one linear.
 
-        After the module's `tensors` come the shared ones. A method without this is refused when it is to be merged.
+        After the module's `tensors` come the shared ones. An adapter of a method without this cannot be merged.
         """
         raise AdapterFileError(f"a {self.files.title} adapter cannot be merged into its base model; keep it apart.")
 
     def exported(
         self, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors]
     ) -> tuple[AdapterSpec, Mapping[str, ModuleTensors]]:
-        """The adapter that is written for one with these tensors, where it is not the same."""
+        """The adapter to write for one with these tensors; by default the same."""
         return spec, tensors
 
     def has_kernels(self, spec: AdapterSpec) -> bool:
-        """Whether the fused path can run such an adapter."""
-        return False
+        """Whether the fused path can run such an adapter; by default if its method has a `kernel_copy`."""
+        return type(self).kernel_copy is not Method.kernel_copy
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """What the fused path's kernels read; needed by methods that have kernels."""
-        raise AssertionError(f"{type(self).__name__} claims kernels, so it must say what they read")
+        """The copy that the fused path's kernels read."""
+        raise AssertionError("only methods with kernels have a copy for them")
 
     def kernel_rank(self, spec: AdapterSpec) -> int:
-        """The widest rank that its kernels see; 0 where it has no product of a low rank."""
+        """The largest rank of its low-rank products in kernels; 0 if it has none."""
         return 0
 
     def kernel_bytes(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], each: int) -> int:
-        """What kernels read and leave of such an adapter beside a copy of its parameters, whose numbers have `each`
-        bytes."""
+        """Bytes that kernels need for such an adapter besides a copy of its parameters in elements of `each` bytes."""
         return 0
 
     def compile_copy(  # noqa: B027 (optional)
         self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor
     ) -> None:
-        """Launches what such a copy of rank `rank` will, on linears of these shapes, besides torch's own operations.
+        """Launches the kernels that a copy of rank `rank` needs on linears of these shapes, besides torch's own
+        operations.
 
         `like`: a tensor of the activations' type and device.
         """

@@ -1,17 +1,20 @@
-"""The routing table: which rows of the current microbatch belong to whom.
+"""The routing table: which rows of the current microbatch belong to which slot and sample.
 
 One `Routing` object is shared by every module of a backbone and rewritten before each microbatch; modules read it, so
-jobs come and go by changing this table and the slots, never the model.
+jobs come and go by changing this table and the slots, never the model. Gradients are summed over the rows of one sample
+at a time, in fp32 (`add_product`), and over samples where their order must not matter (`AnyOrderSums`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import torch
+
+from weft.kernels.fixed_point import FixedPointSum, SumWords
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +32,14 @@ class Window:
     computed: slice
     """Rows of the buffer."""
     own: slice
-    """The slot's rows, among those of the buffer."""
+    """The slot's rows, as rows of the buffer."""
     inside: slice
-    """The slot's rows, among those computed."""
+    """The slot's rows, as rows of `computed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The rows of one sample: among those of the buffer, and among those of its slot."""
+    """The rows of one sample, as rows of the buffer and as rows of its slot."""
 
     buffer: slice
     slot: slice
@@ -48,17 +51,18 @@ class SlotRows:
 
     slot: int
     samples: tuple[Sampled, ...]
-    """What gradients are summed by, in the job's own order."""
+    """Samples in the job's own order, by which gradients are summed."""
     begins: tuple[int, ...]
-    """Rows of the buffer where a sample begins; none of a sample that goes on from a cache."""
+    """Rows of the buffer where a sample begins, without samples that continue from a cache."""
     windows: tuple[Window, ...]
-    """They cover the samples; all have one size, so near the end of the buffer one begins earlier."""
+    """Windows that cover the samples. All have one size, so near the end of the buffer one begins earlier."""
     step_key: int | None = None
-    """A number of the job's seed and step, for methods that draw something for each step; None: nothing is drawn."""
+    """Number derived from the job's seed and step, for methods that draw random numbers in each step; None: none are
+    drawn."""
 
     @property
     def own(self) -> slice:
-        """All of the slot's rows, among those of the buffer, where they lie side by side."""
+        """All rows of the slot, as rows of the buffer, if they are adjacent."""
         return slice(self.samples[0].buffer.start, self.samples[-1].buffer.stop)
 
 
@@ -70,7 +74,8 @@ def slot_rows(
     begins: Sequence[int] = (),
     step_key: int | None = None,
 ) -> SlotRows:
-    """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window of them all."""
+    """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window of all of
+    them."""
     start, end = segments[0].start, segments[-1].end
     samples = tuple(Sampled(slice(s.start, s.end), slice(s.start - start, s.end - start)) for s in segments)
     if window is None:
@@ -89,26 +94,74 @@ class Routing:
 
     segments: tuple[Rows, ...] = ()
     bounds: torch.Tensor | None = None
-    """On a GPU: int32, the first row of each segment and, last, the end of the buffer; padding is a segment too."""
+    """On a GPU, int32: the first row of each segment, then the end of the buffer; padding counts as a segment."""
     longest: int = 0
-    """Rows of the longest segment, padding included."""
+    """Number of rows of the longest segment, padding included."""
     tokens: np.ndarray | None = None
-    """The token of every row, on the host."""
+    """Token of every row, on the host."""
     slots: tuple[SlotRows, ...] = ()
-    """The rows that an adapter applies to; all others see the bare backbone."""
+    """Rows with an adapter; all other rows see the bare backbone."""
     dropout_keys_T: torch.Tensor | None = None
-    """int32: the key of each row, from its job's seed and step and its place in its sample; None turns dropout off."""
+    """Dropout key of each row (int32), from its job's seed and step and its index in its sample; None: no dropout."""
     row_tile: int | None = None
-    """Frozen products are computed in blocks of this many rows: at a fixed row count a row's result does not depend on
-    its neighbours. None: all rows at once."""
+    """Rows per block of frozen products: with a fixed row count a row's result does not depend on its neighbours.
+    None: all rows at once."""
     prefixes: dict[int, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=dict
     )
-    """By layer, while adapters hold keys and values there: what puts these in the place of computed ones."""
+    """By layer, a function that replaces leading keys and values, while adapters train those."""
     caches: list[dict[int, Any]] = field(default_factory=list)
-    """While generating: per segment, what attention keeps of earlier tokens, by layer; empty while training."""
+    """While generating: per segment, attention's cache of earlier tokens, by layer; empty while training."""
 
     def kept(self) -> Callable[[], None]:
-        """Puts back all that the table says now, once another microbatch has been in its place."""
+        """Returns a function that restores the current table after another microbatch has replaced it."""
         now = {each.name: getattr(self, each.name) for each in fields(self)}
         return lambda: vars(self).update(now)
+
+
+def add_product(grad_MN: torch.Tensor, left_LM: torch.Tensor, right_LN: torch.Tensor, scale: float) -> None:
+    """Grad (fp32) += scale · leftᵀ right, summed in fp32 whatever the type of the factors."""
+    if left_LM.dtype is torch.float32:
+        grad_MN.addmm_(left_LM.t(), right_LN, alpha=scale)
+    elif left_LM.is_cuda:
+        grad_MN.add_(torch.mm(left_LM.t(), right_LN, out_dtype=torch.float32), alpha=scale)
+    else:
+        grad_MN.addmm_(left_LM.t().float(), right_LN.float(), alpha=scale)
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """All windows of a slot in one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class AnyOrderSums:
+    """The gradients of one site in an adapter with order-independent sums.
+
+    Methods add to the fp32 buffers as always. After each sample its gradients are taken from the buffers, and when the
+    global batch is complete the sum of all samples is written back.
+    """
+
+    def __init__(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> None:
+        """`grads`: views of the adapter's buffers of these groups; those of frozen groups are empty."""
+        named = zip(groups, grads, strict=True)
+        self._sums = [(group, grad, FixedPointSum(grad)) for group, grad in named if grad.numel()]
+
+    def take_sample(self) -> None:
+        """Adds the gradients that one sample has left in the buffers."""
+        for _, _, total in self._sums:
+            total.take()
+
+    def give(self) -> None:
+        """Writes the sums into the buffers; empty sums are skipped, since kernels may have sums of their own."""
+        for _, grad, total in self._sums:
+            if not total.is_empty:
+                grad.copy_(total.total().view_as(grad))
+
+    def words(self) -> Iterator[tuple[str, SumWords]]:
+        """The sums so far, each with its group."""
+        for group, _, total in self._sums:
+            yield group, total.words()
+
+    def forget(self) -> None:
+        for _, _, total in self._sums:
+            total.forget()

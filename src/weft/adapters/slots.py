@@ -1,4 +1,4 @@
-"""What every place with slots does: a frozen map for all rows, and each job's own adapter on its own rows.
+"""The operation of every site with slots: a frozen map for all rows, and each job's own adapter on its own rows.
 
 Forward: the frozen map of x, in which a method may have changed its rows, then each slot's method on y.
 Backward: the frozen map's gradient of dy, where a method may have changed its rows, then each slot's method on its
@@ -19,28 +19,25 @@ from weft.adapters.method import SlotWeights
 from weft.adapters.routing import Routing, SlotRows
 
 Active = list[tuple[SlotRows, SlotWeights]]
-"""The slots with rows in the microbatch and an adapter in this place."""
+"""Slots with rows in the microbatch and an adapter at this site."""
 
 
 class FrozenMap(Protocol):
-    """What happens to all rows alike: each row's result depends on that row alone."""
+    """A map of all rows: each row's result depends on that row alone."""
 
     @property
     def stored(self) -> Mapping[str, torch.Tensor]:
-        """The tensors it reads, by name."""
-        ...
+        """Tensors that the map reads, by name."""
 
     def product(self, x_TD: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
-        """Its result, in a tensor of its own."""
-        ...
+        """The mapped rows, in a new tensor."""
 
     def input_gradient(self, dy_TO: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
-        """The gradient of x, in a tensor of its own."""
-        ...
+        """The gradient of x, in a new tensor."""
 
 
 def active_slots(slots: Mapping[int, SlotWeights], routing: Routing) -> Active:
-    """Of a place's slots those with rows in the current microbatch, in the order of the rows."""
+    """The slots of a site that have rows in the current microbatch, in the order of the rows."""
     return [(rows, slots[rows.slot]) for rows in routing.slots if rows.slot in slots]
 
 
@@ -95,7 +92,7 @@ class _SlotFunction(torch.autograd.Function):
 
 
 def _changed_input(x_TD: torch.Tensor, active: Active) -> torch.Tensor:
-    """What the frozen map sees: x, or a copy in which some slots have changed their own rows."""
+    """The input of the frozen map: x, or a copy in which some slots have changed their own rows."""
     changing = [(rows, weights) for rows, weights in active if weights.changes_input]
     if changing:
         x_TD = x_TD.clone()

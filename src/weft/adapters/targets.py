@@ -1,4 +1,4 @@
-"""Which places of a backbone an adapter sits in, by PEFT's rules: its linears, or for some methods its blocks."""
+"""The sites of an adapter by PEFT's rules: linears of the backbone, or for some methods its blocks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from weft.adapters.method import Attachment
 from weft.errors import ConfigError, closest
-from weft.plan.families.registry import FAMILIES
-from weft.settings.fields import answers_pattern
+from weft.plan.families import FAMILIES
+from weft.settings import answers_pattern
 from weft.spec import AdapterSpec
 
 ALL = {
@@ -17,18 +17,18 @@ ALL = {
     Attachment.INPUT: ("all",),
     Attachment.KEYS_AND_VALUES: ("all",),
 }
-"""Words for all places of a kind; the first is the one to write."""
+"""Words for all sites of a kind; the first one is documented."""
 SHARED = {"lm_head": "the output head", "embed_out": "the output head"} | dict.fromkeys(
     ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"), "an embedding"
 )
-"""What people name as targets elsewhere."""
+"""Shared modules that other trainers accept as targets."""
 _LAYER_INDEX = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
 
 def choose_modules(spec: AdapterSpec, kind: Attachment, paths: Sequence[str]) -> list[str]:
-    """The adapted ones among `paths`, all places of a kind on the backbone, in their order.
+    """The paths of the sites that an adapter is on, out of `paths`, all sites of a kind, in their order.
 
-    A name in target_modules that no module answers to is an error, even if others match.
+    A name in target_modules that matches no module is an error, even if other names match.
     """
     if not paths:
         families = ", ".join(FAMILIES)
@@ -50,10 +50,10 @@ def choose_modules(spec: AdapterSpec, kind: Attachment, paths: Sequence[str]) ->
 
 
 def _unknown_module(name: str, leaves: Sequence[str], kind: Attachment) -> ConfigError:
-    """What to say of a name in target_modules that no place answers to."""
+    """The error for a name in target_modules that matches no site."""
     has = f"it has {', '.join(leaves)}."
     if name.rpartition(".")[-1] in SHARED:
-        found = f"{name} is {SHARED[name.rpartition('.')[-1]]}, which all jobs share and nobody adapts; besides {has}"
+        found = f"{name} is {SHARED[name.rpartition('.')[-1]]}, shared by all jobs and never adapted; besides {has}"
         return ConfigError(found, where="adapter.target_modules")
     guess = closest(name, list(leaves))
     return ConfigError(
@@ -64,7 +64,7 @@ def _unknown_module(name: str, leaves: Sequence[str], kind: Attachment) -> Confi
 
 
 def _refuse_idle_patterns(spec: AdapterSpec, chosen: Sequence[str]) -> None:
-    """ConfigError for a key of rank_pattern or alpha_pattern that none of the adapted modules answers to."""
+    """ConfigError for a key of rank_pattern or alpha_pattern that matches no adapted module."""
     for setting, patterns in (("rank_pattern", spec.rank_pattern), ("alpha_pattern", spec.alpha_pattern)):
         for pattern in patterns:
             if not any(answers_pattern(path, pattern) for path in chosen):
@@ -75,10 +75,10 @@ def _refuse_idle_patterns(spec: AdapterSpec, chosen: Sequence[str]) -> None:
 
 
 def is_target(spec: AdapterSpec, kind: Attachment, path: str) -> bool:
-    """Whether PEFT, given a config with this spec, puts an adapter on a module path (`all-linear` is taken as all).
+    """Whether PEFT, given a config with this spec, puts an adapter on a module path (`all-linear` counts as all).
 
-    Unlike `choose_modules`, it finds layers by their number wherever that is in the path, and a module that is named by
-    its whole path is a target in any layer.
+    Unlike `choose_modules`, it finds layers by their number anywhere in the path, and a module that is named by its
+    whole path is a target in any layer.
     """
     if spec.exclude_modules is not None and _answers(spec.exclude_modules, path):
         return False
@@ -113,20 +113,20 @@ def _no_module_chosen(spec: AdapterSpec, paths: Sequence[str], kind: Attachment)
 
 
 def refuse_experts(spec: AdapterSpec, experts: Iterable[str]) -> None:
-    """ConfigError if an adapter asks for weights of experts, given their paths: these stay frozen."""
+    """ConfigError if an adapter targets weights of experts, given their paths: these stay frozen."""
     targets = spec.target_modules
     if targets in (*ALL[Attachment.LINEAR], spec.config.auto_targets):
         return
-    asked = next((path for path in experts if _answers(targets, path)), None)
-    if asked is not None:
+    targeted = next((path for path in experts if _answers(targets, path)), None)
+    if targeted is not None:
         raise ConfigError(
-            f"{asked} is a weight of experts, which stay frozen; name linears outside of them, or use all-linear.",
+            f"{targeted} is a weight of experts, which stay frozen; name linears outside of them, or use all-linear.",
             where="adapter.target_modules",
         )
 
 
 def leaf_names(chosen: Iterable[str], paths: Iterable[str]) -> list[str] | None:
-    """The last names of the chosen modules, if these names alone choose exactly them; else None."""
+    """The last names of the chosen modules if these names choose exactly those modules, else None."""
     chosen = set(chosen)
     leaves = {p.rsplit(".", 1)[-1] for p in chosen}
     same = {p for p in paths if p.rsplit(".", 1)[-1] in leaves}
@@ -138,7 +138,7 @@ def _matches(targets: str | tuple[str, ...], path: str, kind: Attachment) -> boo
 
 
 def _answers(targets: str | tuple[str, ...], path: str) -> bool:
-    """Whether a path is one of the names, or all of it matches the one regular expression."""
+    """Whether a path is one of the names, or all of it matches the regular expression."""
     if isinstance(targets, tuple):
         return any(_named(name, path) for name in targets)
     return re.fullmatch(targets, path) is not None

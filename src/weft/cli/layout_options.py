@@ -1,4 +1,4 @@
-"""The options that say how a run lies over devices: its replicas, their stages, and how these share the work."""
+"""Options for the layout of a run over devices: its replicas, their stages, and how these share the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.errors import ConfigError, closest
+from weft.errors import ConfigError, not_accepted
 from weft.plan.layout import AUTO, parse_layout
 from weft.plan.layout import Layout as ReplicaLayouts
 from weft.plan.pipeline.build import Schedule
@@ -17,9 +17,9 @@ from weft.plan.pipeline.build import Schedule
 if TYPE_CHECKING:
     from weft.model.resolve import ResolvedModel
     from weft.parallel.auto_layout import ChosenLayout, Machine
-    from weft.parallel.replicas.places import ReplicaHosts
+    from weft.parallel.replicas.hosts import ReplicaHosts
     from weft.parallel.stages.load_stages import StageLayout
-    from weft.plan.homes import PlannedReplicas
+    from weft.plan.level import PlannedReplicas
     from weft.spec import JobSpec, RunSpec
 
 _KINDS = (
@@ -40,26 +40,25 @@ WHERE = "--layout"
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """What was said about replicas and stages on the command line."""
+    """The command line's options about layouts."""
 
     layout: str | None = None
     schedule: str | None = None
     devices: str | None = None
-    """The GPUs of its devices; None: the first ones."""
+    """Numbers of the GPUs, separated by commas; None: the first ones."""
     planned: PlannedReplicas | None = None
-    """What the plan says that the layout comes from; None: there is none."""
+    """Replicas of the plan that the layout was made from, if any."""
     may_be_auto: bool = True
-    """Whether the verb can choose a layout."""
+    """True if the verb can choose a layout."""
 
     @property
     def flags(self) -> list[str]:
-        """The same, as it was said."""
         given = {"--layout": self.layout, "--schedule": self.schedule, "--devices": self.devices}
         return [part for name, value in given.items() if value is not None for part in (name, value)]
 
     @property
     def stages(self) -> StageLayout | None:
-        """Of the replicas; None for one that is not divided."""
+        """Stages of the replicas; None for a single undivided replica."""
         if self._sizes == (1,) and self._tensor == 1:
             return None
         from weft.parallel.stages.load_stages import StageLayout
@@ -69,25 +68,24 @@ class LayoutOptions:
 
     @property
     def chosen(self) -> ReplicaLayouts:
-        """The layout that was said, or one device."""
         if self.layout is None:
             return ReplicaLayouts()
         if self.is_auto:
-            raise ConfigError("auto is for weft train, sweep and plan; say a layout, such as stages:2.", where=WHERE)
+            raise ConfigError("auto is for weft train, sweep and plan; name a layout, such as stages:2.", where=WHERE)
         return parse_layout(self.layout, where=WHERE, or_auto=self.may_be_auto)
 
-    def places(self, model: ResolvedModel | None, jobs: Iterable[JobSpec]) -> ReplicaHosts | None:
-        """Where its replicas are, each with jobs of its own; None where one engine trains on all there are.
+    def hosts(self, model: ResolvedModel | None, jobs: Iterable[JobSpec]) -> ReplicaHosts | None:
+        """Hosts of the replicas, each with jobs of its own; None if one engine trains on all replicas.
 
-        That is so for a single replica, and where replicas share a job: one with gradient_sum any_order. `planned` may
-        have some hold only a part of the jobs, which one engine knows.
+        One engine trains on a single replica, on replicas that share a job with gradient_sum any_order, and on
+        `planned` replicas, each of which may have only some of the jobs.
         """
         return None if model is None or len(self._ranks(jobs)) == 1 else self.in_ranks(model, jobs)
 
     def in_ranks(self, model: ResolvedModel, jobs: Iterable[JobSpec]) -> ReplicaHosts:
-        """Where its replicas are in any case; those that share jobs are with one rank."""
-        from weft.parallel.replicas.places import layout_places
-        from weft.parallel.stages.stage_devices import find_gpus
+        """Hosts of the replicas, also of a single one; replicas that share jobs are in one rank."""
+        from weft.parallel.replicas.hosts import layout_hosts
+        from weft.parallel.stages.transport import find_gpus
 
         gpus = find_gpus(model, self.chosen.num_devices, self.devices)
         numbers = self.devices.split(",") if self.devices is not None else [str(k) for k, _ in enumerate(gpus)]
@@ -100,15 +98,14 @@ class LayoutOptions:
             divided.append(stages)
             seen.append(gpus[first] if gpus and stages is None else None)
             first += part.num_devices
-        return layout_places(divided, seen)
+        return layout_hosts(divided, seen)
 
     def _ranks(self, jobs: Iterable[JobSpec]) -> tuple[ReplicaLayouts, ...]:
-        """The replicas that have an engine together."""
+        """Replicas by the engine that trains on them."""
         is_shared = self.planned is not None or any(job.gradient_sum == "any_order" for job in jobs)
         return (self.chosen,) if is_shared else self.chosen.apart
 
     def notes(self, spec: RunSpec, model: ResolvedModel) -> tuple[str, ...]:
-        """What a user should know of it."""
         if self.stages is None:
             return ()
         from weft.parallel.stages.load_stages import layout_notes, pair_notes
@@ -124,10 +121,7 @@ class LayoutOptions:
         machine: Machine,
         check_more: Callable[[LayoutOptions], None] | None = None,
     ) -> tuple[LayoutOptions, ChosenLayout]:
-        """The same with a layout in the place of auto, and why it is that one.
-
-        `check_more`: raises what else keeps a layout from being taken.
-        """
+        """The options with a layout instead of auto, and the reasons; `check_more` raises for one to be left out."""
         from weft.parallel.auto_layout import choose_for
 
         def check(layout: ReplicaLayouts) -> None:
@@ -140,9 +134,9 @@ class LayoutOptions:
         return LayoutOptions() if found.layout.is_one_device else replace(self, layout=str(found.layout)), found
 
     def check(self, spec: RunSpec, replica_flags: Sequence[str], model: ResolvedModel | None = None) -> None:
-        """ConfigError or ModelError for what is not possible, before any weight is read.
+        """ConfigError or ModelError for an impossible layout, before any weight is read.
 
-        `replica_flags`: options that were given besides; `model`: None if it is yet to be resolved.
+        `replica_flags`: flags of ReplicaOptions that were given, too; `model`: None if it is not resolved yet.
         """
         self.check_alone(replica_flags)
         sizes, schedule = self._sizes, self._read_schedule()
@@ -161,52 +155,43 @@ class LayoutOptions:
             check_layout(spec, model or resolve(spec.backbone), self.stages)
 
     def check_alone(self, replica_flags: Sequence[str]) -> None:
-        """ConfigError if other options say which replicas there are, or one of these says nothing that is known."""
+        """ConfigError for an unknown schedule and for options that contradict the layout."""
         self._read_schedule()
         if self.is_auto and self.devices is not None:
-            raise ConfigError("are for a layout that is said; leave them out with auto.", where="--devices")
+            raise ConfigError("are for a layout with a name; leave them out with auto.", where="--devices")
         if self.layout is not None and replica_flags:
-            raise ConfigError(f"says which replicas there are; leave {replica_flags[0]} out, or --layout.", where=WHERE)
+            raise ConfigError(f"determines the replicas; leave {replica_flags[0]} out, or --layout.", where=WHERE)
 
     @property
     def is_auto(self) -> bool:
-        """Whether a layout is still to be chosen."""
         return self.layout == AUTO
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Stages of all that run microbatches of their own."""
+        """Number of stages of every replica that runs its own microbatches."""
         layout = self.chosen
         if len({replica.tensor for replica in layout.replicas}) > 1:
-            found = (
-                f"got {self.layout!r}; replicas share layers over as many devices each, so say one tensor:N for all."
-            )
-            raise ConfigError(found, where=WHERE)
+            message = f"got {self.layout!r}; all replicas have the same tensor:N."
+            raise ConfigError(message, where=WHERE)
         if self._tensor > 1 and max(layout.shards) > 1:
-            found = (
-                f"got {self.layout!r}; devices of tensor:N keep their own part of every product, which others have no "
-                "use for and do not gather; say shards:N with stages:N, or tensor:N with stages:N."
-            )
-            raise ConfigError(found, where=WHERE)
+            message = f"got {self.layout!r}; tensor:N and shards:N exclude each other, and each goes with stages:N."
+            raise ConfigError(message, where=WHERE)
         return layout.replica_sizes
 
     @property
     def _tensor(self) -> int:
-        """Devices that share every layer."""
         return self.chosen.replicas[0].tensor
 
     @property
     def _shards(self) -> tuple[int, ...]:
-        """By how many each copy of the frozen weights is shared; empty: by none."""
+        """Number of devices that share each copy of the frozen weights; empty if none is shared."""
         shards = self.chosen.shards
         return shards if max(shards) > 1 else ()
 
     def _read_schedule(self) -> Schedule | None:
-        """None for auto: of a few ways to pack and order microbatches, the one that is fastest in the simulator."""
+        """The named schedule; None for auto, which takes the fastest one in the simulator."""
         if self.schedule in (None, AUTO):
             return None
         if self.schedule not in SCHEDULES:
-            guess = closest(self.schedule, [AUTO, *SCHEDULES])
-            found = f"got {self.schedule!r}; accepted are {', '.join((AUTO, *SCHEDULES))}."
-            raise ConfigError(found, where="--schedule", hint=f"Did you mean {guess}?" if guess else None)
+            raise not_accepted(self.schedule, (AUTO, *SCHEDULES), "--schedule")
         return Schedule(self.schedule)

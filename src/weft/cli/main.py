@@ -14,21 +14,20 @@ from typing import Any, ClassVar, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from weft import __version__, faults
-from weft.cli.wrong_value import wrong_value
+from weft import __version__
 from weft.errors import ConfigError, WeftError
+from weft.store import faults
 
 
 class Verb(NamedTuple):
-    """Where a verb is, below its command line's package, and what it does; its module is imported when it is used."""
+    """A verb's implementation, `module:function` in the package of its command line, imported on use."""
 
-    place: str
+    location: str
     sentence: str
     """The first line of its documentation."""
 
     def command(self, name: str, package: str) -> Any:
-        """The verb itself."""
-        module, attribute = self.place.split(":")
+        module, attribute = self.location.split(":")
         verb = getattr(importlib.import_module(f"{package}.{module}"), attribute)
         if not isinstance(verb, typer.Typer):
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -38,42 +37,46 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "demo": Verb("demo.demo:demo", "Train several adapters together on a small backbone and see what they learnt."),
+    "demo": Verb("demo:demo", "Train several adapters together on a small backbone and see what they learnt."),
     "train": Verb("train:train", "Train all jobs of a file together on one backbone."),
     "sweep": Verb("sweep:sweep", "Try many configurations together on one backbone and keep the best."),
     "import": Verb("service.import_jobs:imports", "Bring fine-tuning jobs from elsewhere, such as OpenAI."),
-    "init": Verb("init:init", "Write a commented jobs file that runs as it is, and two small data files for it."),
-    "config": Verb("config:config", "List all settings, or check a jobs file and show every value it leads to."),
+    "init": Verb("files:init", "Write a commented jobs file that runs as it is, and two small data files for it."),
+    "config": Verb("files:config", "List all settings, or check a jobs file and show every value it leads to."),
     "plan": Verb("plan:plan", "Show what will train with what, how full, how long and in how much memory."),
     "plan deploy": Verb("deploy:deploy", "Show which replicas a cluster should have for its jobs, and what they save."),
     "report": Verb(
-        "report:report",
+        "files:report",
         "Write report.html of a run or a sweep again, also of one that is still going on or was killed.",
     ),
     "generate": Verb(
         "adapters.generate:generate",
         "Answer prompts with one or several adapters, all in one batch on the shared model.",
     ),
-    "chat": Verb("adapters.chat:chat", "Talk to an adapter; switch between several with /adapter NAME."),
+    "chat": Verb("adapters.generate:chat", "Talk to an adapter; switch between several with /adapter NAME."),
     "eval": Verb("adapters.evaluate:evaluate", "Measure adapters on data, beside the bare model."),
-    "export": Verb("adapters.export:export", "Check that a server takes an adapter, copy it, and say how to serve it."),
+    "export": Verb(
+        "adapters.export:export", "Check that a server takes an adapter, copy it, and show how to serve it."
+    ),
     "merge": Verb("adapters.export:merge", "Add an adapter to its base weights and write an ordinary model directory."),
     "doctor": Verb("doctor:doctor", "Show what is installed, what it runs on, and whether training works here."),
     "profile": Verb(
-        "measure.profile:profile",
+        "measure:profile",
         "Measure this device's time and memory for planning, and check the fits on shapes they have not seen.",
     ),
-    "rank": Verb("rank:rank", "Be one replica of a run that another process controls, and train the jobs it is given."),
+    "rank": Verb(
+        "service.rank:rank", "Be one replica of a run that another process controls, and train the jobs it is given."
+    ),
     "worker": Verb("service.worker:worker", "Train the jobs of a service and answer its prompts, until stopped."),
-    "serve": Verb("service.serve:serve", "Serve fine-tuning to many tenants behind OpenAI's API."),
+    "serve": Verb("service.serve:serve", "Serve fine-tuning to many tenants with OpenAI's API."),
     "tune": Verb(
-        "measure.tune:tune",
+        "measure:tune",
         "Measure this GPU's best launches of the adapter kernels, "
         "or with --jobs the best capacity and layout of a run.",
     ),
-    "workers": Verb("service.workers:workers", "Workers of the service, on all machines."),
+    "workers": Verb("service.keys:workers", "Workers of the service, on all machines."),
     "keys": Verb("service.keys:keys", "Keys and tenants of the service."),
-    "cache": Verb("cache:cache", "Prepared data that is kept for the next run."),
+    "cache": Verb("files:cache", "Prepared data that is kept for the next run."),
 }
 """All verbs, in the order in which they are listed."""
 
@@ -84,19 +87,18 @@ class Verbs(TyperGroup):
     verbs: ClassVar[Mapping[str, Verb]] = VERBS
     package: ClassVar[str] = "weft.cli"
     moved: ClassVar[Mapping[str, str]] = {"bench": "python -m benchmarks"}
-    """Verbs of the release before, and the commands that replace them."""
+    """Commands that replace the verbs of earlier releases."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # By these names, whoever mistypes a verb is told the one that is most like it.
+        # typer suggests one of these names for a mistyped verb.
         self.commands: Any = dict.fromkeys(self.verbs)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb of that name."""
         return self.verbs[cmd_name].command(cmd_name, self.package) if cmd_name in self.verbs else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb that arguments begin with; it may be of two words."""
+        """The verb at the beginning of the arguments, of one or two words."""
         name = " ".join(args[:2])
         if len(args) > 1 and name in self.verbs:
             return name, self.get_command(ctx, name), args[2:]
@@ -106,17 +108,16 @@ class Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the verb; ConfigError for a value that one of its options does not take."""
+        """Runs the verb; ConfigError for an option's wrong value."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
             if type(error) is not typer.BadParameter:
-                # One that is missing: the usage says what belongs there.
+                # A missing parameter: the usage shows it.
                 raise
             raise wrong_value(error) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Lists all verbs; a sentence is wrapped and not cut."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, verb.sentence) for name, verb in self.verbs.items()])
 
@@ -150,11 +151,11 @@ PINNED_MEMORY = "pinned_use_cuda_host_register:True,pinned_num_register_threads:
 
 def main(command: typer.Typer = app) -> None:
     """Runs a command line; a mistake is one sentence and exit code 2."""
-    # Before any verb imports torch: threads that wait by spinning slow each other down tenfold as soon as anything else
-    # runs on the machine. Processes that a verb starts inherit it.
+    # Before any verb imports torch: spinning threads slow each other down tenfold when anything else runs on the
+    # machine. Child processes inherit it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Taking pinned memory for a snapshot keeps all launches waiting, ten times as long by CUDA's own way.
+        # Allocating pinned memory for a snapshot blocks all launches, ten times as long with CUDA's own allocator.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", PINNED_MEMORY)
     try:
         plan = os.environ.get("WEFT_FAULTS")
@@ -174,3 +175,34 @@ def main(command: typer.Typer = app) -> None:
         # The reader of a pipe went away, e.g. `weft config | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+_ACCEPTED = {
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "finite_number": "a number",
+}
+"""Accepted values, by the type of typer's validation error."""
+
+
+def wrong_value(error: typer.BadParameter) -> ConfigError:
+    """The error with the option's name, what it accepts and what it got."""
+    return ConfigError(_reason(error), where=_name(error.param))
+
+
+def _reason(error: typer.BadParameter) -> str:
+    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    accepted = _ACCEPTED.get(found[0]["type"]) if found else None
+    if accepted is None:
+        return error.message
+    return f"must be {accepted.format(**found[0].get('ctx', {}))}, got {found[0]['input']}."
+
+
+def _name(param: Any) -> str | None:
+    if param is None:
+        return None
+    is_option = param.param_type_name == "option"
+    return " / ".join(param.opts) if is_option else param.metavar or param.name

@@ -10,21 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from weft.cli.user_path import user_path
-from weft.errors import ConfigError
+from weft.cli.options import path_argument, path_option
+from weft.errors import ConfigError, counted, size
 from weft.plan.layout import Layout
-from weft.report.readable import output_console
+from weft.report.readable import output_console, print_line
 from weft.spec import RunSpec, load_run
-from weft.wording import counted, size
 
 if TYPE_CHECKING:
     from weft.cli.layout_options import LayoutOptions
     from weft.model.resolve import ResolvedModel
     from weft.plan.cost.hardware import Hardware
-    from weft.plan.cost.profile import Profile
-    from weft.plan.cost.profiled import ProfiledCost
+    from weft.plan.cost.profile import Profile, ProfiledCost
     from weft.plan.simulate.forecast import Forecast, JobOutline
 
 PLANNED_STEPS = 32
@@ -32,7 +29,7 @@ PLANNED_STEPS = 32
 
 
 def plan(
-    jobs_file: Annotated[Path, typer.Argument(parser=user_path, metavar="PATH", help="The jobs file.")],
+    jobs_file: Annotated[Path, path_argument("The jobs file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: capacity=8192")] = None,
     device: Annotated[
         str, typer.Option(help="Kind of device to plan for: cpu, h200, h100, a100-80, … Default: what is here.")
@@ -45,12 +42,13 @@ def plan(
         ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="With --layout: over so many devices. Default: those that are here.", min=1)
+        int | None,
+        typer.Option(help="With --layout: over so many devices. Default: those that are here.", min=1, max=1024),
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches of each job to plan.", min=1)] = PLANNED_STEPS,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Plan with what `weft profile` measured, from this file, instead of the hardware table."),
+        path_option("Plan with what `weft profile` measured, from this file, instead of the hardware table."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -58,19 +56,19 @@ def plan(
 
     `weft plan deploy` plans the replicas of a whole cluster.
     """
-    from weft.engine.execute.outline import outlines
     from weft.model.resolve import resolve
+    from weft.parallel.auto_layout import outlines
     from weft.plan.cost.profile import load_profile
-    from weft.plan.cost.rows import capacities
+    from weft.plan.cost.shape import capacities
     from weft.plan.simulate.layout_forecast import forecast_layout
     from weft.plan.simulate.timeline import gantt
 
     spec = load_run(jobs_file, overrides or ())
     console = output_console()
     if layout is None and gpus is not None:
-        raise ConfigError("is for --layout; say one, such as auto, or use --stages N.", where="--gpus")
+        raise ConfigError("is for --layout; give one, such as auto, or use --stages N.", where="--gpus")
     if layout is not None and stages > 1:
-        raise ConfigError("--stages says how many there are; leave --stages out, or --layout.", where="--layout")
+        raise ConfigError("--stages is short for a layout; leave --stages out, or --layout.", where="--layout")
     spelled: tuple[str, ...] = ()
     if stages > 1:
         layout, gpus = f"stages:{stages}", stages
@@ -105,8 +103,8 @@ def plan(
         typer.echo(json.dumps(found.to_json() | ({} if planned is None else planned.to_json())))
         return
     if planned is not None:
-        said = [*(f"layout    {line}" for line in planned.lines), *(f"note      {note}" for note in planned.notes)]
-        console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
+        lines = [*(f"layout    {line}" for line in planned.lines), *(f"note      {note}" for note in planned.notes)]
+        print_line(console, "\n".join(lines))
     _show(found, console, () if planned is None else planned.alone, is_measured=measured is not None)
     width = max(20, min(100, console.width - 12))
     console.print(gantt(found.timeline, width, names=found.stage_names), markup=False, highlight=False)
@@ -114,27 +112,25 @@ def plan(
 
 
 class _PlannedLayout(NamedTuple):
-    """A layout, the devices that it is planned for, and what is said of it."""
+    """A layout, the devices that it is planned for, and its texts."""
 
     options: LayoutOptions
     hardware: Hardware
     lines: tuple[str, ...]
-    """What is predicted of it, and of others where it was chosen."""
+    """Prediction for the layout, and for the others if it was chosen among several."""
     notes: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
-    """Why no two microbatches of it run side by side, if that was no question."""
+    """Reason why no two microbatches run side by side, if that is certain in advance."""
     in_pairs: bool = False
-    """Microbatches may run side by side."""
+    """True if microbatches may run side by side."""
 
     def to_json(self) -> dict[str, Any]:
-        """What is said of it; why no microbatches run side by side is a note here."""
         return {"layout": self.lines, "notes": (*self.notes, *self.alone)}
 
 
 def _layout(
     spec: RunSpec, layout: str, device: str, gpus: int | None, base_dir: Path, spelled: tuple[str, ...]
 ) -> tuple[ResolvedModel, _PlannedLayout]:
-    """The layout that was named or is chosen, on the machine that was named or on this one."""
     from weft.cli.layout_options import LayoutOptions
     from weft.model.resolve import resolve
     from weft.parallel.auto_layout import machine_of, predicted_on
@@ -157,7 +153,6 @@ def _layout(
 
 
 def _hardware(spec: RunSpec, device: str) -> Hardware:
-    """What is planned for: a device by name, or where the run would train here."""
     from weft.plan.cost.hardware import find_hardware
 
     if device == "auto":
@@ -166,7 +161,7 @@ def _hardware(spec: RunSpec, device: str) -> Hardware:
 
 
 def _device_of(found: Profile, device: str, path: Path | None) -> str:
-    """The device to plan for: that of the profile, which another may not contradict."""
+    """The profile's device; ConfigError if `device` is another one."""
     from weft.plan.cost.hardware import find_hardware
 
     if device == "auto":
@@ -176,33 +171,31 @@ def _device_of(found: Profile, device: str, path: Path | None) -> str:
     except ConfigError:
         return device
     if find_hardware(device).name != own:
-        raise ConfigError(f"is of {found.setup.device}; --device says {device}.", where=f"--profile {path}")
+        raise ConfigError(f"is of {found.setup.device}; --device is {device}.", where=f"--profile {path}")
     return device
 
 
 def _measured(found: Profile, model: ResolvedModel, jobs: Sequence[JobOutline], path: Path | None) -> ProfiledCost:
-    """The cost model of a profile, which must be of the same backbone, stored and run in the same way."""
-    from weft.plan.cost.profiled import ProfiledCost, check_profile
+    """The cost model of a profile, which must be of the same backbone with the same storage and recomputation."""
+    from weft.plan.cost.profile import ProfiledCost, check_profile
 
     check_profile(found, model.shape, model.spec.quantize, model.spec.recompute, f"--profile {path}")
     return ProfiledCost(found, rank=max(job.cost_rank for job in jobs), num_jobs=len(jobs))
 
 
 def _here() -> str:
-    """The kind of this machine's device, in the words of the hardware table."""
+    """The kind of this machine's device, as the hardware table names it."""
     from weft.kernels.device import default_device, device_name
 
     return device_name(default_device())
 
 
 def _show(found: Forecast, console: Console, alone: Sequence[str], *, is_measured: bool) -> None:
-    """Prints a forecast; `alone`: why no two microbatches run side by side, if that was no question."""
+    """Prints a forecast; `alone`: see `_PlannedLayout`."""
     from weft.engine.events import MicrobatchesPaired
-    from weft.report.readable import NOTHING, NameCell
+    from weft.report.readable import NOTHING, NameCell, plain_table
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("job", "group", "steps", "tokens", "rank"):
-        table.add_column(name, justify="left" if name == "job" else "right", no_wrap=name != "job")
+    table = plain_table("job", "group", "steps", "tokens", "rank", left=("job",))
     for job in found.jobs:
         name = job.queue.job
         steps, tokens = f"{job.num_steps:,}", f"{job.num_tokens:,}"
@@ -234,11 +227,11 @@ def _show(found: Forecast, console: Console, alone: Sequence[str], *, is_measure
             f"own rows  {size(found.trained_rows_bytes)} of that, with gradients and optimizer, for rows of embedding "
             f"and head: {owners}"
         )
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    print_line(console, "\n".join(lines))
 
 
 def duration(seconds: float) -> str:
-    """A time as people read it."""
+    """`12.3 ms`, `48.0 s`, `12 min`, `3.1 h`."""
     if seconds < 1:
         return f"{seconds * 1e3:,.3g} ms"
     if seconds < 120:

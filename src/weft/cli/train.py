@@ -9,51 +9,52 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from weft import processes
 from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
-from weft.cli.replica_options import Cluster, Devices, GpuType, Listen, ReplicaOptions, Replicas, print_join_command
-from weft.cli.restart import retry_on_replica_loss
-from weft.cli.user_path import looked_at, run_location, trained_in, user_path
-from weft.errors import ConfigError, StorageError, WeftError
-from weft.report.readable import output_console
+from weft.cli.options import (
+    Cluster,
+    Devices,
+    GpuType,
+    Listen,
+    Out,
+    ReplicaOptions,
+    Replicas,
+    open_for_reading,
+    open_for_training,
+    path_argument,
+    print_join_command,
+    print_note,
+    run_location,
+)
+from weft.errors import ConfigError, StorageError, WeftError, counted, size
+from weft.report.readable import output_console, print_line
 from weft.spec import JobSpec, RunSpec, load_run
 from weft.spec.load import locate
-from weft.wall_clock import Activity, WallClock, process_start_s
-from weft.wording import counted, size
+from weft.store.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
     from weft.model.resolve import ResolvedModel
     from weft.parallel.auto_layout import Machine
-    from weft.parallel.replicas.layout_keeper import LayoutKeeper
-    from weft.parallel.replicas.places import ReplicaHosts
+    from weft.parallel.replicas.following_engine import LayoutKeeper
+    from weft.parallel.replicas.hosts import ReplicaHosts
     from weft.parallel.replicas.rank_group import RankGroup
     from weft.plan.choose_layout import LayoutOption
-    from weft.plan.replan import Forecaster, Prediction
-    from weft.plan.replan.devices import DeviceForecaster
-    from weft.store.remote.run_url import RunUrl
+    from weft.plan.replan import DeviceForecaster, Forecaster, Prediction
     from weft.store.run_dir import RunDirectory
+    from weft.store.run_url import RunUrl
 
 
 def train(
-    jobs_file: Annotated[
-        Path,
-        typer.Argument(parser=user_path, metavar="PATH", help="The jobs file; `weft init` writes one to start from."),
-    ],
+    jobs_file: Annotated[Path, path_argument("The jobs file; `weft init` writes one to start from.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: jobs.0.adapter.r=32")] = None,
-    out: Annotated[
-        Any,
-        typer.Option(
-            parser=run_location, metavar="PATH", help="Where results go, or a URL such as s3://…. Default: output_dir."
-        ),
-    ] = None,
+    out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the output directory.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, train nothing.")] = False,
     keep_going: Annotated[
@@ -79,14 +80,14 @@ def train(
     short = {"memory_limit": memory_limit, "kernels": kernels, "planner": planner}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_run(jobs_file, changes)
-    place = out or run_location(spec.output_dir)
+    location = out or run_location(spec.output_dir, locate("output_dir", jobs_file, changes))
     options = ReplicaOptions(replicas, devices if layout is None else None, cluster, gpu_type, listen)
     stages = LayoutOptions(layout, schedule, None if layout is None else devices)
     reasons: tuple[str, ...] = ()
     predicted: LayoutOption | None = None
     forecast: Forecaster | None = None
     model: ResolvedModel | None = None
-    said = Invocation(("weft", "train", str(jobs_file), *changes), (*options.flags, *stages.flags))
+    invocation = Invocation(("weft", "train", str(jobs_file), *changes), (*options.flags, *stages.flags))
     if stages.is_auto:
         from weft.model.resolve import resolve
         from weft.parallel.auto_layout import machine_here
@@ -108,39 +109,44 @@ def train(
         if error.where is None or not error.where.startswith("jobs."):
             raise
         raise error.at(locate(error.where, jobs_file, changes)) from None
-    order = Order(spec, jobs_file, changes, keep_going, options, stages, said, model, forecast)
+    order = Order(spec, jobs_file, changes, keep_going, options, stages, invocation, model, forecast)
     console = output_console()
     for reason in reasons:
-        console.print(f"layout    {reason}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"layout    {reason}")
     if dry_run:
         from weft.store.run_dir import RunDirectory
 
-        with looked_at(place) as directory:
+        with open_for_reading(location) as directory:
             is_taken = RunDirectory.holds_run(directory)
             if resume or not is_taken:
                 RunDirectory.check(directory, resume=resume)
+            RunDirectory.check_writable(directory)
         if is_taken and not resume:
-            _note(console, f"{place} holds a run: train with --resume, or into another --out")
+            print_note(console, f"{location} holds a run: train with --resume, or into another --out")
         options.check(spec.backbone)
         alone = replace(order, replicas=ReplicaOptions(), layout=LayoutOptions(), model=None, forecast=None)
         run = _prepare(alone, console)
-        told: tuple[str, ...] = ()
+        forecast_lines: tuple[str, ...] = ()
         if not reasons and stages.layout is not None:
             from weft.model.resolve import resolve
             from weft.parallel.auto_layout import machine_here, predicted_on
 
             model = model or resolve(spec.backbone)
-            # Of GPUs that the hardware table does not have nothing is predicted.
+            # There is no prediction for GPUs that are not in the hardware table.
             with suppress(ConfigError):
-                predicted, _, told = predicted_on(spec, model, stages.layout, jobs_file.parent, machine_here(spec))
+                predicted, _, forecast_lines = predicted_on(
+                    spec, model, stages.layout, jobs_file.parent, machine_here(spec)
+                )
         if predicted is not None and predicted.layout.is_one_device:
             predicted = None
-        _show_plan(run, told, () if model is None else stages.notes(spec, model), predicted, console)
+        _show_plan(run, forecast_lines, () if model is None else stages.notes(spec, model), predicted, console)
         return
-    train_order(order, place, resume=resume)
+    train_order(order, location, resume=resume)
 
 
-def _forecaster(spec: RunSpec, asked: LayoutOptions, model: ResolvedModel, machine: Machine) -> DeviceForecaster | None:
+def _forecaster(
+    spec: RunSpec, options: LayoutOptions, model: ResolvedModel, machine: Machine
+) -> DeviceForecaster | None:
     """Chooses the layout again when jobs come and go; None if it stays.
 
     Only on CPUs: it is untested whether closed replicas leave a GPU's memory free for others. A given schedule needs
@@ -148,7 +154,7 @@ def _forecaster(spec: RunSpec, asked: LayoutOptions, model: ResolvedModel, machi
     """
     from weft.parallel.auto_layout import device_forecaster
 
-    if not machine.is_cpu or asked.schedule is not None:
+    if not machine.is_cpu or options.schedule is not None:
         return None
     try:
         LayoutOptions("stages:2").check(spec, (), model)
@@ -157,32 +163,39 @@ def _forecaster(spec: RunSpec, asked: LayoutOptions, model: ResolvedModel, machi
     return device_forecaster(spec, model, machine)
 
 
-def train_order(order: Order, place: Path | RunUrl, *, resume: bool) -> NoReturn:
-    """Trains what was ordered, to the exit of the command."""
+def train_order(order: Order, location: Path | RunUrl, *, resume: bool) -> NoReturn:
+    """Trains the jobs and exits. After the loss of a stage all stages start again, from the jobs' checkpoints."""
+    from weft.cli.watch import retry_on_replica_loss
+    from weft.store.run_dir import RunDirectory
+
     console = output_console()
-    with trained_in(place, resume=resume, notify=lambda text: _note(console, text)) as directory:
+    notify = partial(print_note, console)
+    with open_for_training(location, resume=resume, notify=notify) as directory:
+
+        def attempt(is_later: bool, wall: WallClock) -> int:
+            resumes = RunDirectory.holds_run(directory) if is_later else resume
+            return _train(order, directory, console, resume=resumes, location=location, wall=wall)
+
         wall = WallClock(process_start_s())
-        is_staged = order.places is None and order.layout.stages is not None
-        train_all = _train_through if is_staged else _train
-        code = train_all(order, directory, console, resume=resume, place=place, wall=wall)
+        is_staged = order.hosts is None and order.layout.stages is not None
+        code = retry_on_replica_loss(attempt, wall, notify) if is_staged else attempt(False, wall)
     raise typer.Exit(code)
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """A command as it was given, but for where results go and for what a run that goes on is told."""
+    """A command as it was given, without --out, and the flags that a resumed run needs again."""
 
     words: tuple[str, ...]
     flags: tuple[str, ...] = ()
 
-    def again(self, place: Path | RunUrl, *flags: str) -> str:
-        """The command that goes on with the run."""
-        return shlex.join([*self.words, "--out", str(place), "--resume", *flags, *self.flags])
+    def resume_command(self, location: Path | RunUrl, *flags: str) -> str:
+        return shlex.join([*self.words, "--out", str(location), "--resume", *flags, *self.flags])
 
 
 @dataclass(frozen=True)
 class Order:
-    """What was asked for on the command line."""
+    """A run as the command line describes it."""
 
     spec: RunSpec
     jobs_file: Path
@@ -190,99 +203,83 @@ class Order:
     keep_going: bool
     replicas: ReplicaOptions
     layout: LayoutOptions
-    said: Invocation
+    invocation: Invocation
     model: ResolvedModel | None = None
-    """None: it is resolved where it is loaded."""
+    """The resolved backbone; None: the process that loads it resolves it."""
     forecast: Forecaster | None = None
-    """What the layout is chosen anew by when jobs come and go; None: it stays."""
+    """Forecaster by which the layout is chosen again when jobs come and go; None: the layout stays."""
 
     @cached_property
-    def places(self) -> ReplicaHosts | None:
-        """Where its replicas are, if each has an engine of its own."""
+    def hosts(self) -> ReplicaHosts | None:
+        """Hosts of the replicas, if each has an engine of its own."""
         if self.forecast is not None:
             assert self.model is not None, "a layout that follows the jobs was planned for a model"
             return self.layout.in_ranks(self.model, self.spec.jobs)
-        return self.replicas.places(self.spec.backbone) or self.layout.places(self.model, self.spec.jobs)
+        return self.replicas.hosts(self.spec.backbone) or self.layout.hosts(self.model, self.spec.jobs)
 
     def locate(self, setting: str) -> str:
-        """Where a setting was written, for mistakes that show only later."""
+        """File and line, or override, of a setting."""
         return locate(setting, self.jobs_file, self.overrides)
 
 
-def _note(console: Console, text: str) -> None:
-    console.print(f"note      {text}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _train_through(
-    order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl, wall: WallClock
-) -> int:
-    """The same where a stage may be lost: all stages are started again then, and jobs go on from their checkpoints."""
-    from weft.store.run_dir import RunDirectory
-
-    clocks = [wall]
-
-    def attempt(is_later: bool) -> int:
-        if is_later:
-            clocks.append(clocks[-1].again())
-        resumes = RunDirectory.holds_run(out) if is_later else resume
-        return _train(order, out, console, resume=resumes, place=place, wall=clocks[-1])
-
-    return retry_on_replica_loss(attempt, lambda text: _note(console, text))
-
-
-def _train(order: Order, out: Path, console: Console, *, resume: bool, place: Path | RunUrl, wall: WallClock) -> int:
-    """Runs or resumes in a directory, which its owner knows as `place`; returns the exit code."""
+def _train(order: Order, out: Path, console: Console, *, resume: bool, location: Path | RunUrl, wall: WallClock) -> int:
+    """Runs or resumes in the directory `out`, which the user knows as `location`; returns the exit code."""
     from weft.cli.watch import conclude
     from weft.store.run_dir import RunDirectory
 
     RunDirectory.check(out, resume=resume)
     if resume:
-        from weft.engine.resume import check_same_data, plan_resume, with_recorded_capacity
+        from weft.engine.resume import check_same_inputs, plan_resume, with_recorded_capacity
         from weft.engine.train import clock_of
 
         with RunDirectory.open(out, resume=True) as directory:
             plan = plan_resume(order.spec, directory, locate=order.locate)
             if len(plan.done) == len(order.spec.jobs):
                 console.print("nothing to resume: every job has ended")
-                conclude(out, console, place=place)
+                conclude(out, console, location=location)
                 return _failures(order, directory)
             order = replace(order, spec=with_recorded_capacity(order.spec, directory))
             if plan.changes:
-                changes = "; ".join(plan.changes)
-                console.print(f"takes over  {changes}", markup=False, highlight=False, soft_wrap=True)
+                print_line(console, f"takes over  {'; '.join(plan.changes)}")
             run = _prepare(order, console, plan.done, clock_of(directory.read_run()), wall)
-            check_same_data(run, directory)
-            return _train_in(directory, order, run, console, place=place, wall=wall)
+            check_same_inputs(run, directory)
+            return _train_in(directory, order, run, console, location=location, wall=wall)
     run = _prepare(order, console, wall=wall)
     with RunDirectory.open(out, resume=False) as directory:
-        return _train_in(directory, order, run, console, place=place, wall=wall)
+        return _train_in(directory, order, run, console, location=location, wall=wall)
 
 
 def _train_in(
-    directory: RunDirectory, order: Order, run: PreparedRun, console: Console, *, place: Path | RunUrl, wall: WallClock
+    directory: RunDirectory,
+    order: Order,
+    run: PreparedRun,
+    console: Console,
+    *,
+    location: Path | RunUrl,
+    wall: WallClock,
 ) -> int:
-    """Trains what is prepared and concludes it; returns the exit code."""
-    from weft.cli.watch import conclude, follow, print_time, settle
+    """Trains a prepared run and reports its results; returns the exit code."""
+    from weft.cli.watch import conclude, follow, print_time, record_time
 
-    states, stopped = follow(run, directory, console, place)
+    states, stopped = follow(run, directory, console, location)
     directory.check_owned()
     code = _failures(order, directory)
     run.engine.close()
     paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     try:
         with wall.spending(Activity.WRITING):
-            time = partial(settle, wall, directory)
-            conclude(directory.path, console, live=run.engine.jobs, place=place, time=time)
+            time = partial(record_time, wall, directory)
+            conclude(directory.path, console, live=run.engine.jobs, location=location, time=time)
     except StorageError as error:
-        # A disk that has no room for a job's files has none for a report about it.
+        # A disk without room for a job's files has no room for a report either.
         if not paused:
             raise
-        console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
-    settle(wall, directory)
+        print_line(console, f"no report: {error}", "yellow")
+    record_time(wall, directory)
     print_time(wall, console)
     if stopped and {"paused", "queued"} & set(states.values()):
-        again = order.said.again(place, *(["--keep-going"] if order.keep_going else []))
-        console.print(f"stopped; go on with: {again}", markup=False, soft_wrap=True)
+        again = order.invocation.resume_command(location, *(["--keep-going"] if order.keep_going else []))
+        print_line(console, f"stopped; go on with: {again}")
         return 130
     if paused:
         raise StorageError(f"{paused[0].reason} Free some space and go on with --resume.", where=paused[0].spec.name)
@@ -290,7 +287,7 @@ def _train_in(
 
 
 def _failures(order: Order, directory: RunDirectory) -> int:
-    """The exit code of a run in which nothing else went wrong: 1 if a job failed, now or before a resume."""
+    """The exit code: 1 if a job failed, now or before a resume, else 0."""
     states = [(directory.read_status(job.name) or {}).get("state") for job in order.spec.jobs]
     return 1 if "failed" in states else 0
 
@@ -303,14 +300,14 @@ def _prepare(
     wall: WallClock | None = None,
 ) -> PreparedRun:
     """Loads the run, without its finished jobs; `clock` is when it began, if it is resumed."""
-    from weft.cli.loading import loading
+    from weft.cli.watch import loading
     from weft.engine.execute.data_ahead import prepare_ahead
     from weft.report.trackers import open_trackers
 
     spec, clock = order.spec, clock or datetime.datetime.now()
-    # Opening them touches nothing, and nobody should wait for the model to hear that one is not installed.
+    # Opening them touches nothing; a tracker that is not installed is reported before the model is loaded.
     open_trackers(spec.report_to, Path(), "")
-    places = order.places
+    hosts = order.hosts
     with loading(console), ExitStack() as undo, ExitStack() as end:
         # Others work while this process imports what it needs itself.
         jobs = [job for job in spec.jobs if job.name not in finished]
@@ -318,11 +315,11 @@ def _prepare(
         if ahead is not None:
             end.callback(ahead.close)
         ranks = None
-        if places is not None:
-            print_join_command(places, console)
-            from weft.parallel.replicas.places import rank_order
+        if hosts is not None:
+            print_join_command(hosts, console)
+            from weft.parallel.replicas.hosts import rank_order
 
-            ranks = places.start(rank_order(spec, spec.jobs))
+            ranks = hosts.start(rank_order(spec, spec.jobs))
             undo.callback(ranks.abandon)
         from weft.engine.train import prepare_run
 
@@ -342,42 +339,41 @@ def _prepare(
     stored = facts.storage if spec.quantize != "none" else facts.dtype
     lines = [
         f"backbone  {spec.base_model} on {facts.device}, {stored}",
-        *([] if places is None else [f"replicas  {places.number}, {places.manner}"]),
+        *([] if hosts is None else [f"replicas  {hosts.number}, {hosts.manner}"]),
         f"kernels   {facts.kernels}",
         f"capacity  {run.spec.capacity:,} tokens a microbatch",
         *(f"note      {note}" for note in run.notes),
         *(f"data      {name}: {data.train.summary.describe()}" for name, data in run.data.items()),
     ]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, "\n".join(lines))
     return run
 
 
 def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> OpenEngine:
-    """What loads the engine of a run: here, over stages, or over ranks."""
+    """The function that loads the engine of a run: here, over stages, or over ranks."""
     from weft.engine.train import load_engine
 
     model = order.model
     if ranks is not None:
-        from weft.parallel.replicas.load import load_following, load_replicated
+        from weft.parallel.replicas.load import load_replicated
 
         notes = () if model is None else order.layout.notes(order.spec, model)
-        if model is None or order.forecast is None:
-            return lambda spec, jobs, wall: load_replicated(spec, ranks, clock=clock, wall=wall, notes=notes)
-        layouts = _keeper(order, model, order.forecast)
-        return lambda spec, jobs, wall: load_following(spec, ranks, layouts, clock=clock, wall=wall, notes=notes)
+        layouts = None if model is None or order.forecast is None else _keeper(order, model, order.forecast)
+        return lambda spec, jobs, wall: load_replicated(
+            spec, ranks, clock=clock, wall=wall, notes=notes, layouts=layouts
+        )
     stages = order.layout.stages
     if model is None or stages is None:
         return load_engine
-    from weft.parallel.load_staged import load_staged
+    from weft.parallel.stages.load_stages import load_staged
 
     return lambda spec, jobs, wall: load_staged(spec, model, jobs, stages, wall)
 
 
 def _keeper(order: Order, model: ResolvedModel, forecast: Forecaster) -> LayoutKeeper:
-    """What has the layout of a run follow its jobs."""
-    from weft.parallel.replicas.layout_keeper import LayoutKeeper
-    from weft.parallel.replicas.places import rank_order
+    """Changes the layout of a run as its jobs come and go."""
+    from weft.parallel.replicas.following_engine import LayoutKeeper
+    from weft.parallel.replicas.hosts import rank_order
     from weft.plan.replan import Prediction
 
     def open_ranks(wanted: Prediction, jobs: Sequence[JobSpec], capacity: int) -> RankGroup:
@@ -391,15 +387,14 @@ def _keeper(order: Order, model: ResolvedModel, forecast: Forecaster) -> LayoutK
 
 
 def _show_plan(
-    run: PreparedRun, told: Sequence[str], notes: Sequence[str], layout: LayoutOption | None, console: Console
+    run: PreparedRun, forecast: Sequence[str], notes: Sequence[str], layout: LayoutOption | None, console: Console
 ) -> None:
-    """Prints what would be done; `layout`: what is predicted of one over several devices, as `told` says, and `notes`:
-    more on it."""
+    """Prints the plan. `layout`: the prediction for one over several devices, `forecast`: its text."""
     import torch
 
     from weft.engine.engine import Engine
     from weft.engine.preview import preview
-    from weft.report.readable import NameCell
+    from weft.report.readable import NameCell, plain_table
 
     assert isinstance(run.engine, Engine), "one replica shows what all would do"
     if layout is not None:
@@ -407,25 +402,23 @@ def _show_plan(
         torch.set_num_threads(1)
     with console.status("trying one microbatch"):
         plan = preview(run.engine)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("job", "steps", "tokens", "parameters"):
-        table.add_column(name, justify="left" if name == "job" else "right", no_wrap=name != "job")
+    table = plain_table("job", "steps", "tokens", "parameters", left=("job",))
     for job in plan.jobs:
         table.add_row(NameCell(job.name), f"{job.num_steps:,}", f"{job.num_tokens:,}", f"{job.num_parameters:,}")
     console.print(table)
     if plan.capacity != run.spec.capacity:
-        _note(console, f"there is memory for microbatches of {plan.capacity:,} tokens only")
-    for line in told:
-        console.print(f"layout    {line}", highlight=False, markup=False, soft_wrap=True)
+        print_note(console, f"there is memory for microbatches of {plan.capacity:,} tokens only")
+    for line in forecast:
+        print_line(console, f"layout    {line}")
     for note in notes:
-        _note(console, note)
+        print_note(console, note)
     console.print("\n".join(_figures(plan, layout)), highlight=False, soft_wrap=True)
     for name, error in run.failed.items():
-        console.print(f"{name}: would fail: {error}", style="red", markup=False, soft_wrap=True)
+        print_line(console, f"{name}: would fail: {error}", "red")
 
 
 def _figures(plan: Preview, layout: LayoutOption | None) -> list[str]:
-    """Of one device, measured; and what a layout is predicted to make of that."""
+    """Memory and time of one device, as measured, and those predicted for a layout."""
     mib, on_one = 2**20, ""
     memory = (
         f"about {plan.total_bytes / mib:,.0f} MiB: backbone {plan.backbone_bytes / mib:,.0f}, adapters with "

@@ -1,18 +1,20 @@
-"""Follows a run as it trains: it updates the live table and the trackers, and answers Ctrl-C."""
+"""Follows a run as it trains: the loading line, the live table, the trackers, Ctrl-C, and restarts after a loss."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from rich.console import Console
+from rich.console import Console, Group
 
+from weft.data.prepared.prepare import QUIET_S, Bar, Standing, shown_by
 from weft.errors import MissingExtraError, StorageError
 from weft.report import readable
 from weft.report.live import LiveTable, summary_table
@@ -20,7 +22,7 @@ from weft.report.page import ReportExtra, write_report
 from weft.report.read_run import read_run
 from weft.report.run_data import JobReport
 from weft.report.trackers import open_trackers
-from weft.wall_clock import TimeSplit, WallClock
+from weft.store.wall_clock import TimeSplit, WallClock
 
 if TYPE_CHECKING:
     from weft.engine.events import Event
@@ -31,14 +33,13 @@ if TYPE_CHECKING:
 
 
 class StopRequest:
-    """True once the user or the system has asked the run to stop; the second time is a plain interrupt."""
+    """True once the user or the system has requested a stop; the second request is a plain interrupt."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self.is_set = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """What a signal calls."""
         if number == signal.SIGHUP:
             _leave_terminal()
         if self.is_set:
@@ -52,12 +53,12 @@ class StopRequest:
 
 @contextmanager
 def stop_signals(request: StopRequest) -> Iterator[None]:
-    """Ctrl-C, a plain kill and a terminal that is closed ask for a stop while the block runs."""
-    heeded = [signal.SIGINT, signal.SIGTERM]
+    """Ctrl-C, a plain kill and a terminal that is closed request a stop while the block runs."""
+    handled = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        # Under nohup it is ignored, and is to stay so.
-        heeded.append(signal.SIGHUP)
-    before = {number: signal.signal(number, request) for number in heeded}
+        # nohup ignores it.
+        handled.append(signal.SIGHUP)
+    before = {number: signal.signal(number, request) for number in handled}
     try:
         yield
     finally:
@@ -66,7 +67,7 @@ def stop_signals(request: StopRequest) -> Iterator[None]:
 
 
 def _leave_terminal() -> None:
-    """Sends what is still printed nowhere: the terminal is gone, and writing to it would raise."""
+    """Discards further output: the terminal is gone, and writing to it would raise."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         if os.isatty(descriptor):
@@ -75,11 +76,11 @@ def _leave_terminal() -> None:
 
 
 def follow(
-    run: PreparedRun, directory: RunDirectory, console: Console, place: object = None
+    run: PreparedRun, directory: RunDirectory, console: Console, location: object = None
 ) -> tuple[dict[str, JobState], bool]:
-    """Trains a prepared run while showing it; returns how each job ended and whether the user stopped it.
+    """Trains a prepared run while showing it; returns the final state of each job and whether the user stopped it.
 
-    `place`: where its owner finds the run, if not in the directory.
+    `location`: the run's directory or URL as the user knows it, if it is not `directory`.
     """
     from weft.engine.events import JobSucceeded
     from weft.engine.train import execute_run
@@ -88,7 +89,7 @@ def follow(
     name = run.spec.run_name or directory.path.resolve().name
 
     def warn(message: str) -> None:
-        console.print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)
+        readable.print_line(console, f"warning: {message}", "yellow")
 
     stop = StopRequest(console)
     trackers = open_trackers(run.spec.report_to, directory.path, name, warn=warn)
@@ -96,8 +97,8 @@ def follow(
 
         def on_event(event: Event) -> None:
             trackers.record(event)
-            if isinstance(event, JobSucceeded) and event.adapter_dir is not None and place is not None:
-                event = replace(event, adapter_dir=event.adapter_dir.replace(str(directory.path), str(place)))
+            if isinstance(event, JobSucceeded) and event.adapter_dir is not None and location is not None:
+                event = replace(event, adapter_dir=event.adapter_dir.replace(str(directory.path), str(location)))
             table.update(event)
 
         try:
@@ -112,47 +113,100 @@ def conclude(
     console: Console,
     extra: ReportExtra | None = None,
     live: Mapping[str, RunJob] = MappingProxyType({}),
-    place: object = None,
+    location: object = None,
     time: Callable[[], TimeSplit] | None = None,
 ) -> None:
-    """Writes report.html and says how it went and where everything is.
+    """Prints the results of a run and writes report.html.
 
-    `live`: jobs that this process knows; what it knows of them counts where their files could not be written. `place`:
-    where its owner finds the run, if not in the directory.
+    `live`: jobs of this process, whose state counts where their files could not be written. `location`: the run's
+    directory or URL as the user knows it, if it is not `directory`.
     """
-    place = place or directory
+    location = location or directory
     jobs = [_as_known(job, live.get(job.name)) for job in read_run(directory).jobs]
     console.print(summary_table(jobs))
     console.print()
     try:
         page = write_report(directory, extra=extra, time=time)
-        console.print(f"report    {place}/{page.name}", markup=False, soft_wrap=True)
+        readable.print_line(console, f"report    {location}/{page.name}")
     except MissingExtraError as error:
-        console.print(f"no report: {error}", style="yellow", markup=False, soft_wrap=True)
+        readable.print_line(console, f"no report: {error}", "yellow")
     if any(directory.glob("*/adapter")):
-        console.print(f"adapters  {place}/<job>/adapter/", markup=False, soft_wrap=True)
+        readable.print_line(console, f"adapters  {location}/<job>/adapter/")
 
 
-def settle(wall: WallClock, directory: RunDirectory) -> TimeSplit:
-    """Stops the clock, and records what the run has taken over all sessions, for its report and for the next one."""
+def record_time(wall: WallClock, directory: RunDirectory) -> TimeSplit:
+    """Stops the clock and records the run's time over all commands, for its report and for a resume."""
     wall.stop()
-    # A disk that is full is told of where a job's files cannot be written.
+    # A full disk is reported where a job's files cannot be written.
     with suppress(StorageError):
         directory.write_time(wall.of_run())
     return wall.of_run()
 
 
 def print_time(wall: WallClock, console: Console) -> None:
-    """Says where the time went, from the command until now."""
-    console.print(
-        f"time      {readable.time_split(wall.since_command())}", markup=False, highlight=False, soft_wrap=True
-    )
+    readable.print_line(console, f"time      {readable.time_split(wall.since_command())}")
 
 
 def _as_known(report: JobReport, job: RunJob | None) -> JobReport:
-    """What the files say of a job, corrected by what the process knows."""
+    """A job's report with its state in this process, which may be newer than its files."""
     if job is None or report.state == job.state:
         return report
     reason = None if job.reason is None else str(job.reason)
     status = {"state": str(job.state), "reason": reason, "step": job.step, "trained_tokens": job.num_tokens}
     return replace(report, status={**report.status, **status})
+
+
+@contextmanager
+def loading(console: Console, what: str = "loading the backbone and the data") -> Iterator[None]:
+    """Shows `what` while the block runs, and the progress of preparing data if that takes long."""
+    if not console.is_terminal:
+        with _printed_if_slow(console, what):
+            yield
+        return
+    with console.status(what) as status:
+        bar = Bar(console)
+
+        def show(at: Standing | None) -> None:
+            if at is None:
+                status.update(what)
+            else:
+                bar.draw(at)
+                status.update(Group(what, bar.progress))
+
+        with shown_by(show):
+            yield
+
+
+@contextmanager
+def _printed_if_slow(console: Console, what: str) -> Iterator[None]:
+    timer = threading.Timer(QUIET_S, console.print, [what], {"highlight": False})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+RESTARTS = 3
+"""Number of times all processes are started again."""
+Ended = TypeVar("Ended")
+
+
+def retry_on_replica_loss(
+    attempt: Callable[[bool, WallClock], Ended], wall: WallClock, notify: Callable[[str], None]
+) -> Ended:
+    """Calls `attempt` again, with True and a clock that goes on from the last, after the loss of a stage."""
+    from weft.parallel.stages.stage_pool import StageLostError
+
+    for num_left in reversed(range(RESTARTS + 1)):
+        try:
+            return attempt(num_left < RESTARTS, wall)
+        except StageLostError as error:
+            if num_left == 0:
+                raise
+            times = "once more" if num_left == 1 else f"{num_left} times"
+            notify(f"{error.where}: {error.message} They start again, at most {times}.")
+            wall = wall.again()
+    raise AssertionError("the last try returns or raises")

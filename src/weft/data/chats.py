@@ -1,27 +1,108 @@
-"""Reads chats: OpenAI's `messages` and ShareGPT's `conversations`, with tools and tool calls.
-
-A trained turn is an assistant turn with something before it: an opening assistant turn answers nothing and is context.
-Turns are left out of training by a `weight` of 0, or, as in other trainers, by `train`, `training` or `loss` set to
-false. OpenAI's older `functions`, `function_call` and role `function` are read as tools.
-"""
+"""The normal forms of a row: a conversation, a text, token ids, or something labelled."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from weft.data.conversation import ChatTurn, Conversation
-from weft.data.rows.columns import expect_list, expect_object, expect_text, has, list_column, text_column
-from weft.data.rows.json_rows import parse_json
-from weft.data.rows.row import Row
+from weft.data.json_rows import expect_list, expect_object, expect_text, has, list_column, parse_json, text_column
+from weft.data.row import Row
 from weft.errors import DataError
-from weft.settings.fields import describe
+from weft.settings import LARGEST, describe, is_usable_number
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """One message of a conversation."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str
+    trained: bool = False
+    """True if the turn counts in the loss."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields that the chat template may read, such as tool_calls, tool_call_id or name."""
+    weight: float = 1.0
+    """Weight of its tokens in the loss, if it is trained."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as chat templates read it."""
+        return {"role": self.role, "content": self.content, **self.extra}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns in order, and the tools the assistant may call."""
+
+    turns: tuple[ChatTurn, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    is_chat: bool = True
+    """False for a prompt and its completion, which need no chat template."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text; all of it is trained."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids made elsewhere."""
+
+    ids: tuple[int, ...]
+    supervised: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text with a class; nothing is added to it."""
+
+    text: str
+    label: int
+
+
+@dataclass(frozen=True)
+class Words:
+    """Words with a class each."""
+
+    words: tuple[str, ...]
+    labels: tuple[int | None, ...]
+    """Class of each word; None for a word that is not trained."""
+
+
+Form: TypeAlias = Conversation | Text | Tokens | Passage | Words
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of one sample and its trained characters."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    """Trained characters, as [start, end)."""
+    is_bare: bool
+    """True if no template made it: BOS (if the tokenizer adds one) and EOS are still to be added."""
+    where: str
+    weights: tuple[float, ...] = ()
+    """Weight of the tokens of each span in the loss; empty if all are 1."""
+
+    @property
+    def weighted_spans(self) -> list[tuple[tuple[int, int], float]]:
+        return list(zip(self.spans, self.weights or [1.0] * len(self.spans), strict=True))
+
 
 # Templates know no developer role; it is the newer name of the system prompt.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of messages with the thoughts before an answer."""
 TRAIN_FLAGS = ("train", "training", "loss")
 """True/false fields of a turn that decide whether it is trained."""
+MASK_FLAGS = {"mask": True, "masked": True, "loss_mask": False}
+"""Further such fields, also written as 1 and 0, with the value of a turn that is not trained."""
 DETAIL_FIELDS = ("train_detail", "training_detail")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -36,7 +117,6 @@ SHAREGPT_ROLES = {
 
 
 def read_chat(row: Row, need_answer: bool) -> Conversation:
-    """A row with `messages` as in OpenAI's fine-tuning files."""
     turns = message_turns(list_column(row, "messages"), "messages", row.where)
     return _conversation(turns, "messages", row, need_answer)
 
@@ -86,7 +166,6 @@ def _conversation(turns: tuple[ChatTurn, ...], name: str, row: Row, need_answer:
 
 
 def _check_answered(turns: tuple[ChatTurn, ...], name: str, where: str) -> None:
-    """DataError if there is no assistant turn to learn from."""
     answers = [turn for turn in turns[1:] if turn.role == "assistant"]
     if not answers and turns[0].role == "assistant":
         raise DataError(
@@ -113,7 +192,7 @@ def _message_turn(item: Any, path: str, where: str, first: bool) -> ChatTurn:
         message["tool_calls"] = calls
     content = message.pop("content", "" if calls else None)
     if content is None:
-        raise DataError(f"{path}.content is missing.", where=where)
+        raise DataError(f"{path}.content is {'null' if 'content' in item else 'missing'}.", where=where)
     text = _content_text(content, f"{path}.content", where)
     trained = role == "assistant" and weight != 0 and not first
     if trained and not text.strip() and not calls:
@@ -122,8 +201,7 @@ def _message_turn(item: Any, path: str, where: str, first: bool) -> ChatTurn:
 
 
 def _turn_weight(turn: dict[str, Any], role: str, path: str, where: str) -> float:
-    """Removes a turn's weight in the loss from it and returns it: 0 or 1 in OpenAI's files, any number from 0 up
-    here."""
+    """Removes a turn's weight in the loss from it and returns it: 0 or 1 in OpenAI's files, here any from 0 up."""
     for name in DETAIL_FIELDS:
         if turn.get(name):
             raise DataError(f"{path}.{name} masks parts of a turn; only whole turns can be left out.", where=where)
@@ -133,12 +211,18 @@ def _turn_weight(turn: dict[str, Any], role: str, path: str, where: str) -> floa
             raise DataError(f"{path}.{name} is {describe(flag)}; use true or false.", where=where)
         if flag and role != "assistant":
             raise DataError(f"{path}.{name} is true, but only assistant turns are trained.", where=where)
+    for name in (name for name in MASK_FLAGS if name in turn):
+        flag = turn.pop(name)
+        if flag not in (0, 1) or not isinstance(flag, int):
+            raise DataError(f"{path}.{name} is {describe(flag)}; use true or false, for a whole turn.", where=where)
+        flags[name] = bool(flag) != MASK_FLAGS[name]
+        if flags[name] and role != "assistant":
+            raise DataError(f"{path}.{name} is {describe(flag)}, but only assistant turns are trained.", where=where)
     weight = turn.pop("weight", None)
-    if weight is not None and (
-        role != "assistant" or not isinstance(weight, int | float) or not 0 <= weight < math.inf
-    ):
+    weight = int(weight) if isinstance(weight, bool) else weight
+    if weight is not None and (role != "assistant" or not is_usable_number(weight) or weight < 0):
         problem = f"{path}.weight is {describe(weight)}"
-        raise DataError(f"{problem}; use a number from 0 up, on assistant turns only.", where=where)
+        raise DataError(f"{problem}; use a number from 0 to {LARGEST:.0e}, on assistant turns only.", where=where)
     return 0.0 if False in flags.values() else 1.0 if weight is None else float(weight)
 
 
@@ -193,7 +277,8 @@ def _sharegpt_turn(item: Any, path: str, where: str, first: bool) -> ChatTurn:
     if trained and not text.strip():
         raise DataError(f"{path}.value is empty; an assistant turn needs text.", where=where)
     if speaker != "function_call":
-        return ChatTurn(role, text, trained, weight=weight)
+        thoughts = {name: entry[name] for name in THOUGHTS if name in entry}
+        return ChatTurn(role, text, trained, thoughts, weight)
     value = parse_json(text, f"{where}: {path}.value")
     functions = value if isinstance(value, list) else [value]
     calls = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data.order import BatchSchedule
-from weft.data.sample import Sample
-from weft.data.samples import Samples
+from weft.data.samples import Sample, Samples
+from weft.errors import counted
 from weft.objectives.distillation import Distillation
-from weft.objectives.heads.head_objective import HeadObjective
+from weft.objectives.heads import HeadObjective
 from weft.objectives.objective import LikelihoodObjective, Objective
 from weft.objectives.registry import SUPERVISED
-from weft.wording import counted
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,8 @@ class DataSummary:
     num_tokens: int
     num_supervised_tokens: int
     min_length: int
-    """Tokens of the shortest sample."""
     mean_length: float
     max_length: int
-    """Tokens of the longest sample."""
     notes: tuple[str, ...] = ()
     """Further notes for the user."""
     group_size: int = 1
@@ -122,12 +120,10 @@ class Dataset:
 
     @functools.cached_property
     def head(self) -> HeadObjective | None:
-        """The objective, if it learns by a head."""
         return self.objective if isinstance(self.objective, HeadObjective) else None
 
     @functools.cached_property
     def distillation(self) -> Distillation | None:
-        """The objective, if it learns from a teacher."""
         return self.objective if isinstance(self.objective, Distillation) else None
 
     @property
@@ -137,7 +133,6 @@ class Dataset:
 
     @property
     def has_teacher(self) -> bool:
-        """True if the samples hold a teacher's outputs."""
         return self.samples.arrays.num_teacher_tokens > 0
 
     @property
@@ -165,7 +160,6 @@ class Dataset:
 
     @property
     def num_members(self) -> int:
-        """Runs of one group."""
         return self.objective.group_size * (1 + self.has_mismatches)
 
     def sample_indices(self, index: int) -> range:
@@ -276,3 +270,66 @@ def measures(samples: Samples) -> dict[str, Any]:
         "mean_length": num_tokens / len(samples),
         "max_length": int(samples.lengths.max()),
     }
+
+
+MAX_HELD = 16
+"""Global batches in memory: what runs, and what a planner reads ahead."""
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples between two optimizer steps; they are made when the first microbatch needs one."""
+
+    data: Dataset
+    groups: tuple[int, ...]
+
+    @functools.cached_property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(member for group in self.groups for member in self.data.members(group))
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        return [length for group in self.groups for length in self.data.member_lengths(group)]
+
+    @functools.cached_property
+    def divisor(self) -> float:
+        samples = self.data.samples
+        weights = [samples.total_weight(i) for group in self.groups for i in self.data.sample_indices(group)]
+        return self.data.objective.divisor(weights)
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        return int(self.data.group_tokens[list(self.groups)].sum())
+
+
+class GlobalBatches:
+    """All global batches of one job: a function of its samples and its order, with the last ones in memory."""
+
+    def __init__(self, data: Dataset, order: BatchSchedule) -> None:
+        self.order = order
+        self.data = data
+        self._held: OrderedDict[int, GlobalBatch] = OrderedDict()
+
+    def __getitem__(self, step: int) -> GlobalBatch:
+        held = self._held.get(step)
+        if held is None:
+            held = GlobalBatch(self.data, tuple(self.order.batch(step).tolist()))
+            self._held[step] = held
+            if len(self._held) > MAX_HELD:
+                self._held.popitem(last=False)
+        return held
+
+    def lengths(self, step: int) -> list[int]:
+        return self[step].lengths
+
+    def samples_from(self, step: int) -> Iterator[Sample]:
+        """The samples, without leading rows, of a step and of later steps in its epoch, in order."""
+        end = min((step // self.order.steps_per_epoch + 1) * self.order.steps_per_epoch, self.order.num_steps)
+        for later in range(step, end):
+            for group in self.order.batch(later).tolist():
+                yield from (member.own for member in self.data.members(group))
+
+    def groups(self, step: int, first: int = 0) -> tuple[int, ...]:
+        """Number of members from `first` on that share a microbatch, group by group; empty where each is by itself."""
+        size = self.data.num_members
+        return (size,) * ((len(self[step].lengths) - first) // size) if size > 1 else ()

@@ -7,7 +7,7 @@
 | alpaca | instruction, output (or response); optional input (or context), system, history |
 | completion | prompt and completion (or response), question and answer, input and output, sentence or text and label |
 | text | text |
-| tokens | input_ids; optional labels (-100 is not trained), attention_mask |
+| tokens | input_ids; optional labels (-100 is not trained), attention_mask, loss_mask, … |
 
 Further columns are ignored, except those that the job's objective reads. Rows with chosen and rejected answers are for
 objective dpo, rows with a true/false label for objective kto; other objectives refuse them, unless the job sets a
@@ -22,12 +22,23 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from weft.data.chats import message_turns, read_chat, read_sharegpt, read_tools
-from weft.data.conversation import ChatTurn, Conversation, Form, Passage, Text, Tokens, Words
-from weft.data.rows.columns import expect_text, has, list_column, text_column
-from weft.data.rows.row import Row
-from weft.errors import ConfigError, DataError
-from weft.settings.fields import describe
+from weft.data.chats import (
+    ChatTurn,
+    Conversation,
+    Form,
+    Passage,
+    Text,
+    Tokens,
+    Words,
+    message_turns,
+    read_chat,
+    read_sharegpt,
+    read_tools,
+)
+from weft.data.json_rows import absence, expect_text, has, list_column, text_column
+from weft.data.row import Row
+from weft.errors import ConfigError, DataError, counted
+from weft.settings import describe
 from weft.spec.job import FORMATS
 
 IGNORED_LABEL = -100
@@ -35,6 +46,13 @@ PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"
 LABELLED = (("sentence", "label"), ("text", "label"))
 """Texts and their classes; a true/false label rates an answer instead."""
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
+MEDIA_ARRAYS = (
+    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_embeds", "inputs_embeds"),
+    *("input_features", "input_values", "audio_values"),
+)
+"""Columns with images, videos and audios as processors write them beside token ids."""
+TOKEN_MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")
+"""Columns of 0 and 1 beside token ids: padding, and tokens that are not trained."""
 MEDIA_MARK = re.compile(r"<\|?(image|audio|video)(_?pad|_?[0-9]+|_url)?\|?>")
 PREFERENCE_PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 
@@ -99,6 +117,10 @@ def _detect_first(row: Row, need_answer: bool) -> str:
     if detected is not None:
         return detected
     columns = [name for name in row.values if has(row, name)]
+    pair = next((pair for pair in PAIRS if set(pair) <= row.values.keys()), None)
+    if pair is not None:
+        empty = next(name for name in pair if not has(row, name))
+        raise DataError(f"{empty} is null; a row needs {pair[0]} and {pair[1]}.", where=row.where)
     raise DataError(
         f"has the columns {', '.join(columns) or '(none)'}; expected messages (chat), conversations (sharegpt), "
         "instruction and output (alpaca), prompt and completion or question and answer (completion), text, "
@@ -109,7 +131,6 @@ def _detect_first(row: Row, need_answer: bool) -> str:
 
 
 def _other_columns(row: Row, columns: list[str], need_answer: bool) -> str | None:
-    """A guess at the meaning of unknown columns."""
     if len(columns) == 1 and any(mark in columns[0] for mark in ";|\t,"):
         return "The cells of a .csv file are separated by commas, semicolons or tabs, those of a .tsv file by tabs."
     lower = {name.strip().lower(): value for name, value in row.values.items()}
@@ -139,10 +160,10 @@ def _refuse_preferences(row: Row) -> None:
 
 def refuse_media(row: Row, *, is_stated: bool) -> None:
     """Refuses rows with images, audios or videos; with a set format only if the text refers to one."""
-    name = next((name for name in MEDIA_COLUMNS if row.values.get(name) not in (None, "", [], {})), None)
+    name = _media(row)
     if name is None:
         return
-    others = {key: value for key, value in row.values.items() if key not in MEDIA_COLUMNS}
+    others = {key: value for key, value in row.values.items() if key not in (*MEDIA_COLUMNS, *MEDIA_ARRAYS)}
     mark = MEDIA_MARK.search(json.dumps(others, ensure_ascii=False, default=str))
     if mark is not None:
         problem = f"{name} belongs to the {mark[0]} in the text"
@@ -153,6 +174,10 @@ def refuse_media(row: Row, *, is_stated: bool) -> None:
             where=row.where,
             hint="To train on the text alone, state its data_format.",
         )
+
+
+def _media(row: Row) -> str | None:
+    return next((n for n in (*MEDIA_COLUMNS, *MEDIA_ARRAYS) if row.values.get(n) not in (None, "", [], {})), None)
 
 
 def _read_completion(row: Row, need_answer: bool) -> Conversation:
@@ -173,7 +198,6 @@ def _read_completion(row: Row, need_answer: bool) -> Conversation:
 
 
 def _pair(row: Row, need_answer: bool) -> tuple[str, str]:
-    """Names of the prompt and the completion column."""
     for pair in (*PAIRS, *LABELLED):
         if has(row, *pair):
             return pair
@@ -182,7 +206,7 @@ def _pair(row: Row, need_answer: bool) -> tuple[str, str]:
             return pair
         if has(row, pair[0]) or has(row, pair[1]):
             missing = pair[1] if has(row, pair[0]) else pair[0]
-            raise DataError(f"{missing} is missing.", where=row.where)
+            raise DataError(f"{missing} is {absence(row, missing)}.", where=row.where)
     raise DataError("prompt and completion are missing.", where=row.where)
 
 
@@ -229,21 +253,28 @@ def _read_text(row: Row, need_answer: bool) -> Text:
 
 def _read_tokens(row: Row, need_answer: bool) -> Tokens:
     ids = _whole_numbers(row, "input_ids")
+    media = _media(row)
+    if media is not None:
+        raise DataError(f"has {media} beside input_ids, but only text can be trained on.", where=row.where)
     labels = _whole_numbers(row, "labels") if has(row, "labels") else ids
-    attended = _whole_numbers(row, "attention_mask") if has(row, "attention_mask") else [1] * len(ids)
-    for name, values in (("labels", labels), ("attention_mask", attended)):
+    masks = {name: _whole_numbers(row, name) for name in TOKEN_MASKS if has(row, name)}
+    for name, values in (("labels", labels), *masks.items()):
         if len(values) != len(ids):
-            raise DataError(f"{name} has {len(values)} items, but input_ids has {len(ids)}.", where=row.where)
+            raise DataError(
+                f"{name} has {counted(len(values), 'item')}, but input_ids has {len(ids)}.", where=row.where
+            )
+    attended = masks.pop("attention_mask", [1] * len(ids))
+    is_trained = [all(flags) for flags in zip(*masks.values(), strict=True)] if masks else [True] * len(ids)
     kept: list[tuple[int, bool]] = []
-    for i, (token, label, mask) in enumerate(zip(ids, labels, attended, strict=True)):
-        if not mask:
+    for i, (token, label, is_attended) in enumerate(zip(ids, labels, attended, strict=True)):
+        if not is_attended:
             continue  # padding
         if token < 0:
             raise DataError(f"input_ids[{i}] is {token}; token ids start at 0.", where=row.where)
         if label not in (token, IGNORED_LABEL):
             problem = f"labels[{i}] is {label}, but input_ids[{i}] is {token}"
             raise DataError(f"{problem}; a label repeats its token or is {IGNORED_LABEL}.", where=row.where)
-        kept.append((token, label != IGNORED_LABEL))
+        kept.append((token, label != IGNORED_LABEL and is_trained[i]))
     return Tokens(tuple(token for token, _ in kept), tuple(trained for _, trained in kept))
 
 

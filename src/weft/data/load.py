@@ -4,65 +4,41 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.data.chat.chat_template import Tokenizer
+from weft.data.chat_template import ChatTemplate, Tokenizer
+from weft.data.chats import ChatTurn, Conversation, Form, Text, message_turns
 from weft.data.dataset import Dataset, JobData
+from weft.data.formats import convert_rows
+from weft.data.json_rows import ColumnMap
 from weft.data.order import Mixture, permutation
 from weft.data.prepared.convert import DataSettings
 from weft.data.prepared.prepare import prepared_data
-from weft.data.rows.columns import ColumnMap
-from weft.data.rows.find import find_source
-from weft.data.rows.sources import Source
-from weft.data.tokens.tokenise import with_new_tokens
+from weft.data.render import Renderer
+from weft.data.sources import Source, find_source, read_rows
+from weft.data.tokenise import tokenise_prompt, with_new_tokens
 from weft.errors import ConfigError, DataError
-from weft.objectives.heads.classes import Classification, label_name
+from weft.objectives.distillation import LOGPROBS
+from weft.objectives.heads import Classification, label_name
 from weft.objectives.registry import OBJECTIVES
-from weft.objectives.teacher_columns import LOGPROBS
-from weft.settings.fields import refuse_foreign_objective
+from weft.settings import refuse_foreign
 from weft.spec.job import JobSpec, SourceSpec
 
 
 def load_dataset(
-    sources: Sequence[str | SourceSpec],
-    tokenizer: Tokenizer,
-    *,
-    objective: str = "auto",
-    data_format: str = "auto",
-    data_columns: Mapping[str, str | int] = MappingProxyType({}),
-    max_length: int,
-    long_samples: str = "truncate",
-    train_on_inputs: bool = False,
-    mask_history: bool = False,
-    chat_template: str | None = None,
-    group_texts: bool = False,
-    labels: tuple[str, ...] = (),
-    clock: datetime.datetime | None = None,
-    base_dir: Path,
+    sources: Sequence[str | SourceSpec], tokenizer: Tokenizer, *, base_dir: Path, **settings: Any
 ) -> Dataset:
     """The samples of files (relative to `base_dir`) or Hub data sets; any problem is a DataError naming the row.
 
-    `clock` is the time for chat templates that read it; None for the current time.
+    `settings` are those of `DataSettings`.
     """
-    settings = DataSettings(
-        objective=objective,
-        data_format=data_format,
-        data_columns=dict(data_columns),
-        max_length=max_length,
-        long_samples=long_samples,
-        train_on_inputs=train_on_inputs,
-        mask_history=mask_history,
-        chat_template=chat_template,
-        group_texts=group_texts,
-        labels=labels,
-        clock=clock,
-    )
-    return prepared_data([SourceSpec.of(source) for source in sources], tokenizer, settings, base_dir)
+    named = [SourceSpec.of(source) for source in sources]
+    return prepared_data(named, tokenizer, DataSettings(**settings), base_dir)
 
 
 def find_sources(job: JobSpec, base_dir: Path) -> list[Source]:
@@ -82,34 +58,21 @@ def load_job_data(
     at = clock or datetime.datetime.now()
     tokenizer = with_new_tokens(tokenizer, job.adapter.new_tokens)
     job = _with_labels(job, base_dir)
+    leading = job.adapter.num_leading_rows
+    settings = {field.name: getattr(job, field.name) for field in fields(DataSettings) if field.name != "clock"}
+    settings |= {"max_length": job.max_length - leading, "clock": at}
 
     def load(setting: str, sources: Sequence[str | SourceSpec], objective: str) -> Dataset:
         try:
-            return load_dataset(
-                sources,
-                tokenizer,
-                objective=objective,
-                data_format=job.data_format,
-                data_columns=job.data_columns,
-                max_length=job.max_length - job.adapter.num_leading_rows,
-                long_samples=job.long_samples,
-                train_on_inputs=job.train_on_inputs,
-                mask_history=job.mask_history,
-                chat_template=job.chat_template,
-                group_texts=job.group_texts,
-                labels=job.labels,
-                clock=at,
-                base_dir=base_dir,
-            )
+            return load_dataset(sources, tokenizer, base_dir=base_dir, **settings | {"objective": objective})
         except DataError as error:
             error.setting = setting
-            leading = job.adapter.num_leading_rows
             if leading and "max_length" in error.message:
                 error.hint = f"Of max_length {job.max_length:,}, the adapter's virtual tokens take {leading:,}."
             raise
 
     train = load("train_data", job.train_sources, job.objective)
-    refuse_foreign_objective(job, train.objective.name)
+    refuse_foreign(job, "objectives", train.objective.name, "the objective")
     check_teacher(train, job)
     if job.eval_data is None:
         data = JobData(train, None)
@@ -122,12 +85,11 @@ def load_job_data(
         problem = f"holds {'no' if train.has_teacher else 'its'} {LOGPROBS}, unlike train_data"
         raise DataError(f"{problem}.", where=f"{job.name}: eval_data")
     data = of_job(data, job)
-    data = data.led_by(job.adapter.num_leading_rows)
+    data = data.led_by(leading)
     return data if job.source_weights is None else replace(data, train=_mixed(data.train, job))
 
 
 def _with_labels(job: JobSpec, base_dir: Path) -> JobSpec:
-    """The job with the names of its classes, read from its rows if it has none."""
     objective = OBJECTIVES.get(job.objective)
     if job.labels or not isinstance(objective, Classification):
         return job
@@ -139,7 +101,6 @@ def _with_labels(job: JobSpec, base_dir: Path) -> JobSpec:
 
 
 def check_teacher(data: Dataset, job: JobSpec) -> None:
-    """ConfigError if a job that learns from a teacher has none, or two."""
     if data.distillation is None:
         return
     if not data.has_teacher and job.teacher is None:
@@ -244,3 +205,66 @@ def find_labels(
         problem = f"has only the label {names[0]!r}" if names else "has no labels"
         raise DataError(f"{problem}; objective {objective.name} needs two or more.", where=sources[0].path)
     return tuple(names)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """Token ids to continue, and the answer in the data."""
+
+    tokens: npt.NDArray[np.int32]
+    """Rendered prompt, generation prompt included."""
+    text: str
+    reference: str | None
+    """Last assistant turn or completion; None if the row has none."""
+    where: str
+    """Origin, e.g. `test.jsonl line 3`."""
+
+
+def load_prompts(
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    chat_template: str | None = None,
+    base_dir: Path,
+) -> list[Prompt]:
+    """One prompt per row of a file or Hub data set; rows need no answer here."""
+    renderer = Renderer(ChatTemplate(tokenizer, chat_template))
+    rows = read_rows(source, base_dir)
+    _, forms = convert_rows(rows, "auto", need_answer=False)
+    return [_prompt(form, renderer, row.where) for row, form in zip(rows, forms, strict=True)]
+
+
+def prompt_of(text: str, tokenizer: Tokenizer, *, chat_template: str | None = None) -> Prompt:
+    """The prompt for one typed question: a user turn if there is a chat template, else the text as it is."""
+    question = Conversation((ChatTurn("user", text),), is_chat=False)
+    return _prompt(question, Renderer(ChatTemplate(tokenizer, chat_template)), "the prompt")
+
+
+def prompt_of_chat(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, chat_template: str | None = None
+) -> Prompt:
+    """The prompt for the next turn of a chat of OpenAI messages; without a template, the turns joined.
+
+    A tool's call and its result must appear in the prompt; a template that omits them is refused.
+    """
+    where = "the chat"
+    # Nothing is trained here, so an assistant turn may also be empty.
+    untrained = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in messages]
+    turns = message_turns(untrained, "messages", where)
+    prompt = _prompt(Conversation(turns, is_chat=False), Renderer(ChatTemplate(tokenizer, chat_template)), where)
+    for number, turn in enumerate(turns):
+        names = [call["function"]["name"] for call in turn.extra.get("tool_calls", ())]
+        texts = [turn.content.strip()] if turn.role == "tool" else names
+        if not all(text in prompt.text for text in texts):
+            raise DataError(f"messages[{number}] is about a tool; this model's chat template has no place for it.")
+    return prompt
+
+
+def _prompt(form: Form, renderer: Renderer, where: str) -> Prompt:
+    if not isinstance(form, Conversation | Text):
+        raise DataError("token ids cannot be split into a prompt and its answer.", where=where)
+    rendered, reference = renderer.render_prompt(form, where)
+    tokens = tokenise_prompt(rendered, renderer.tokenizer)
+    if not len(tokens):
+        raise DataError("the prompt is empty.", where=where)
+    return Prompt(tokens, rendered.text, reference, where)

@@ -125,7 +125,6 @@ class BatchSchedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch."""
         return math.ceil(self.num_samples / self.batch_size)
 
     @property
@@ -165,5 +164,4 @@ class BatchSchedule:
         return epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle, mixture=self.mixture)
 
     def epoch_of(self, step: int) -> float:
-        """Epochs done when `step` steps are done."""
         return step / self.steps_per_epoch

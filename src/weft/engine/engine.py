@@ -1,8 +1,8 @@
 """Executes programs on a replica of the backbone, for jobs that come and go.
 
 `submit`, `cancel`, `pause` and `resume` may be called at any time, from any thread and between events; they take effect
-at the next step boundary. The backbone is never reloaded and no other job notices. Jobs without room wait, or give way
-to a higher priority and go on later; no result depends on it.
+at the next step boundary. The backbone is never reloaded, and other jobs are not affected. Jobs without room wait, or
+give way to a higher priority and continue later; no result depends on it.
 """
 
 from __future__ import annotations
@@ -13,47 +13,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from weft.data.dataset import JobData
-from weft.engine.capacity import CapacityLimit, refuse_empty
-from weft.engine.events import Event, JobWarning, StepDone
+from weft.engine.events import Event, EventQueue, JobWarning, StepDone
 from weft.engine.execute.local import executor_on
 from weft.engine.execute.protocol import (
+    AdapterWork,
     AnswersWork,
     EvaluationWork,
     Executor,
+    ProgramExecutor,
     ReplicaFaultError,
     ReplicaMemoryError,
 )
 from weft.engine.jobs.lifecycle import Command, Lifecycle
 from weft.engine.jobs.live_job import LiveJob
-from weft.engine.jobs.placement import Placement
 from weft.engine.jobs.prepare_job import prepare_job
-from weft.engine.jobs.settle import StepFinisher
+from weft.engine.jobs.room import CapacityLimit, Placement, refuse_empty
+from weft.engine.jobs.step_finisher import StepFinisher
 from weft.engine.lookahead import LookaheadPlanner
-from weft.engine.program_run import ProgramRun
+from weft.engine.program_run import MicrobatchRun, ProgramRun
 from weft.engine.recorder import ExportTo, RunRecorder
-from weft.engine.resume import check_recorded, job_settings, open_run_directory
-from weft.engine.staged_run import StagedRun
+from weft.engine.resume import check_job_inputs, check_recorded, job_settings, open_run_directory
 from weft.engine.timeline import TimelineRecorder
-from weft.engine.untold import EventQueue
 from weft.errors import ConfigError, JobError, StorageError, WeftError
 from weft.job_state import JobState, Reason, ReasonCode
-from weft.objectives.metrics import MeanScores
+from weft.objectives.objective import MeanScores
 from weft.plan.admit import Budget
-from weft.plan.cost.rows import capacities
+from weft.plan.cost.shape import capacities
 from weft.plan.pack import pack
-from weft.plan.program import Planner
+from weft.plan.planner import PlanFunction, Planner
 from weft.plan.types import Limits
-from weft.settings.fields import describe
+from weft.settings import describe
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
-from weft.wall_clock import Activity, TimeSplit, WallClock
+from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.wall_clock import Activity, TimeSplit, WallClock
 
 if TYPE_CHECKING:
-    from weft.data.prompts import Prompt
-    from weft.engine.inference.answers import Answer
-    from weft.engine.inference.generate import Decoding
+    from weft.data.load import Prompt
+    from weft.engine.inference.generate import Answer, Decoding
     from weft.model.backbone import Backbone
 
 RUN_STOPPED = Reason(ReasonCode.RUN_STOPPED, "the run was stopped")
@@ -68,7 +65,7 @@ class Engine:
         *,
         capacity: Capacity = "auto",
         longest: int = 0,
-        planner: Planner = pack,
+        planner: PlanFunction = pack,
         max_jobs: int | None = None,
         job_memory: int | None = None,
         tenant_weights: Mapping[str, float] | None = None,
@@ -88,10 +85,9 @@ class Engine:
         with wall.spending(Activity.LOADING):
             self.executor = executor = executor_on(replica)
         self.jobs: dict[str, LiveJob] = {}
-        self.planner = planner
         self.max_jobs = max_jobs
         self._room = CapacityLimit(executor, capacities(capacity, executor.facts.device_kind, longest), self.jobs)
-        self._places = Placement(
+        self._placement = Placement(
             executor, self.jobs, max_jobs=max_jobs, job_memory=job_memory, weights=tenant_weights or {}
         )
         self._plans = LookaheadPlanner(planner, self.timeline)
@@ -100,39 +96,41 @@ class Engine:
             executor,
             self.jobs,
             room=self._room,
-            places=self._places,
+            placement=self._placement,
             keeper=self._keeper,
             timeline=self.timeline,
         )
-        self._lifecycle.transitions.land = self._land
+        self._lifecycle.transitions.sync_progress = self._sync_progress
         self._step_finisher = StepFinisher(self._lifecycle)
         self._is_capacity_free = capacity == "auto"
         self._own_directory: RunDirectory | None = None
-        """The run directory, if nobody else records there which jobs it has."""
+        """Run directory in which this engine records its jobs; None where a caller records them."""
         self._commands: deque[Command] = deque()
-        self._untold = EventQueue()
-        """Steps that are done and not yet told."""
-        self._program: ProgramRun | StagedRun | None = None
-        """The last one; a microbatch of it may still run."""
+        self._events = EventQueue()
+        """Finished steps that are not yet yielded."""
+        self._program: ProgramRun | None = None
+        """The last program; one of its microbatches may still run."""
         self._mid_update = False
-        """Something is under way of which jobs have not been told; for good, if it is interrupted."""
+        """True while jobs are further than their counts; stays true if that is interrupted."""
         self._stopping = False
         self._has_released = False
-        """A job may go further than the program that runs was planned for."""
+        """True if a job may go further than the current program was planned for."""
+
+    @property
+    def planner(self) -> Planner:
+        """What plans its programs."""
+        return self._plans.planner
 
     @property
     def num_replicas(self) -> int:
-        """It trains on one."""
         return 1
 
     @property
     def layout(self) -> str:
-        """How its replicas lie over devices now."""
         return str(self.executor.facts.layout)
 
     @property
     def limits(self) -> Limits:
-        """What a microbatch may hold now."""
         return self._room.limits
 
     @property
@@ -141,10 +139,10 @@ class Engine:
         return self._room.row_tile
 
     def submit(self, spec: JobSpec, data: JobData | None = None, *, base_dir: Path | str = ".") -> None:
-        """Adds a job. Bad data or an adapter that does not fit raises here and changes nothing for the others.
+        """Adds a job. Bad data or an adapter that does not fit raises here and changes nothing for other jobs.
 
-        Paths are relative to `base_dir`. A job found in the run directory goes on from its last checkpoint; it may have
-        changed where `weft train --resume` takes changes over.
+        Paths are relative to `base_dir`. A job of the run directory continues from its last checkpoint, with the
+        changes that `weft train --resume` accepts.
         """
         if not isinstance(spec, JobSpec):
             raise ConfigError(f"expected a Job, got {describe(spec)}.")
@@ -155,6 +153,7 @@ class Engine:
         job = self._checked(spec, data, Path(base_dir))
         try:
             if self._own_directory is not None:
+                check_job_inputs(spec.name, job.inputs, self._own_directory)
                 self._own_directory.write_job(spec.name, job_settings(spec))
         except WeftError:
             self.executor.drop(spec.name)
@@ -163,54 +162,52 @@ class Engine:
         self._commands.append(Command("start", spec.name))
 
     def check(self, spec: JobSpec, data: JobData | None = None, *, base_dir: Path | str = ".") -> LiveJob:
-        """What `submit` would make of a job, or what it would raise; the engine does not keep it."""
+        """The job that `submit` would add, or its error; the engine does not keep it."""
         job = self._checked(spec, data, Path(base_dir))
         self.executor.drop(spec.name)
         return job
 
     def bytes_of(self, job: LiveJob) -> int:
-        """Memory that a job takes here while it has a place."""
-        return self._places.bytes_of(job)
+        """Memory of a job while it has a seat."""
+        return self._placement.bytes_of(job)
 
     def budget(self, adapters: Collection[AdapterSpec]) -> Budget:
-        """What jobs with such adapters may take here together."""
-        return self._places.budget(self.limits.capacity, adapters)
+        """Memory for jobs with such adapters."""
+        return self._placement.budget(self.limits.capacity, adapters)
 
     def keep_in(self, directory: RunDirectory | Path | str) -> None:
-        """Writes metrics, checkpoints and adapters there, and goes on from what is there; call it before `events`."""
+        """Writes metrics, checkpoints and adapters there, and continues from what it holds; call it before `events`."""
         if not isinstance(directory, RunDirectory):
-            now = RunRecord(base_model=self.executor.facts.base_model, capacity=self._room.asked)
-            jobs = [job.submitted for job in list(self.jobs.values())]
+            now = RunRecord(base_model=self.executor.facts.base_model, capacity=self._room.requested)
             directory = self._own_directory = open_run_directory(
-                Path(directory), now, jobs, any_capacity=self._is_capacity_free
+                Path(directory), now, list(self.jobs.values()), self.executor, any_capacity=self._is_capacity_free
             )
         self._keeper.keep_in(directory)
 
     def cancel(self, name: str) -> None:
-        """Takes a job off; its slot is free at the next step boundary."""
+        """Ends a job; its slot is free at the next step boundary."""
         self._command("cancel", name)
 
     def pause(self, name: str) -> None:
-        """Keeps a job at its last step boundary; what has run of its next global batch is run again on resume."""
+        """Keeps a job at its last step boundary; on resume its begun global batch runs again."""
         self._command("pause", name)
 
     def resume(self, name: str) -> None:
-        """Lets a paused job go on."""
         self._command("resume", name)
 
     def hold(self, name: str, step: int) -> None:
-        """Lets a job take no step beyond this one for now; it keeps its place.
+        """Stops a job at this step for now; it keeps its seat.
 
-        `events` ends once no job can go on; hold the job at a later step, and it goes on with the next call.
+        `events` ends once no job can continue; hold the job at a later step, and the next call trains it further.
         """
         job, progress = self._job(name), self._job(name).progress
         if job.begun_step is not None and step < job.begun_step:
-            self._land()
+            self._sync_progress()
         before, progress.hold_step = progress.hold_step, min(max(step, progress.step), progress.num_steps)
         self._has_released |= progress.hold_step > before
 
     def hold_steps(self, name: str) -> None:
-        """Lets a job take no further step, so that all that is asked of it is of the same weights."""
+        """Stops a job where it is, so that all requests see the same weights."""
         self.hold(name, 0)
 
     def run(self) -> dict[str, LiveJob]:
@@ -220,44 +217,46 @@ class Engine:
         return self.jobs
 
     def stop(self) -> None:
-        """Pauses and saves every job at its last step boundary; `events` then ends. No finished step is lost."""
+        """Pauses and saves every job at its last step boundary; `events` then ends."""
         self._stopping = True
 
     def events(self) -> Iterator[Event]:
-        """Trains, and yields what happens as it happens; ends when no job can go on."""
+        """Trains and yields what happens; ends when no job can continue."""
         if self._mid_update:
             raise JobError(
                 "training was interrupted in the middle of a step, so what is in memory is no longer exact.",
                 hint="Make a new engine; with the same run directory its jobs go on from their last checkpoints.",
             )
-        yield from self._tell()
+        yield from self._emit()
         while not self._stopping:
-            if self._program is None or not self._program.goes_on:
+            if self._program is None or not self._program.is_under_way:
                 yield from self._finish_program()
             yield from self._step_finisher.receive()
             while self._commands:
-                # Done before it is told: a reader that leaves here must not leave half a command behind.
-                yield from self._lifecycle.obey(self._commands.popleft())
+                # Completely: a caller that stops reading here must not leave half a command.
+                yield from self._lifecycle.apply(self._commands.popleft())
             yield from self._lifecycle.admit()
-            for job in self._lifecycle.unsettled():
-                yield from self._step_finisher.settle(job)
+            for job in self._lifecycle.with_due_work():
+                yield from self._step_finisher.finish_step(job)
             training = self._lifecycle.running_next()
             if training:
-                with self._places.watched():
+                with self._placement.watched():
                     yield from self._execute(training)
+            elif self._step_finisher.evaluations.is_open:
+                yield from self._step_finisher.evaluations.run_slice()
             elif self._keeper.files.is_writing:
                 yield from self._step_finisher.receive(wait=True)
-            elif not self._commands and (self._lifecycle.running() or not self._places.waiting()):
+            elif not self._commands and (self._lifecycle.running() or not self._placement.waiting()):
                 break
         yield from self._finish_program()
         if self._stopping:
-            preempted = [job for job in self._places.waiting() if job.status.has_started]
+            preempted = [job for job in self._placement.waiting() if job.status.has_started]
             yield from self._lifecycle.transitions.pause([*self._lifecycle.running(), *preempted], RUN_STOPPED)
             self._stopping = False
         while self._keeper.files.is_writing:
             yield from self._step_finisher.receive(wait=True)
         for job in list(self.jobs.values()):
-            # Nobody knows whether the reader of these events will come back: there may be room by now.
+            # The caller may not come back, and there may be room by now.
             if job.state is JobState.PAUSED and job.is_short_of_storage:
                 yield from self._lifecycle.transitions.save_paused(job)
         try:
@@ -267,71 +266,68 @@ class Engine:
 
     @property
     def time_split(self) -> TimeSplit:
-        """Where the wall clock of the run went so far, over all its sessions."""
+        """Wall-clock time of the run by activity, over all its processes."""
         return self._keeper.time_split
 
     def adapter_of(self, name: str) -> dict[str, tuple[object, ...]]:
-        """The adapter's tensors of a job by module path, as they are now; LoRA's are (A, B)."""
+        """Current adapter tensors of a job by module path; LoRA's are (A, B)."""
         job = self._job(name)
-        self._land()
+        self._sync_progress()
         return dict(self.executor.adapter_of(job.name))
 
     def evaluate(self, name: str) -> MeanScores:
-        """How a job does on its evaluation data as it is now."""
+        """Scores of a job's current weights on its evaluation data."""
         work = EvaluationWork((self._job(name).name,), self.limits.capacity, self.row_tile)
-        self._land()
-        return self.executor.wait(self.executor.start(work)).means[0]
+        self._sync_progress()
+        return self.executor.wait(self.executor.start(work)).parts[0].means
 
     def answer(self, name: str, prompts: Sequence[Prompt], decoding: Decoding) -> list[Answer]:
-        """What a job answers to prompts as it is now."""
         work = AnswersWork({self._job(name).name: prompts}, decoding)
-        self._land()
+        self._sync_progress()
         return self.executor.wait(self.executor.start(work))[name]
 
     def export_adapter(self, name: str, directory: Path | str) -> None:
-        """Writes a job's adapter, as it is now, as a PEFT directory; its parent must exist."""
+        """Writes a job's current adapter as a PEFT directory; its parent must exist."""
         job = self._job(name)
-        self._land()
-        self._keeper.export_adapter(job, Path(directory))
+        self._sync_progress()
+        self.executor.wait(self.executor.start(AdapterWork(job.name, Path(directory), best=False)))
 
     def export_checkpoints(self, to: ExportTo) -> None:
-        """From now on, writes the adapter beside every checkpoint, before that is told, to where `to` says."""
+        """From now on, writes the adapter beside every checkpoint, before its event, to the path that `to` returns."""
         self._keeper.export_to = to
 
     def finish_files(self) -> None:
-        """Waits for all that is being written; whoever stops reading events does so before leaving the directory."""
+        """Waits for all writes; call it after leaving `events` early."""
         self._keeper.files.finish_all()
 
     def close(self) -> None:
-        """Ends what else belongs to the replica, such as other processes."""
+        """Ends the replica's other processes."""
         self.executor.close()
 
     def forget(self, name: str) -> None:
-        """Lets go of a job that has ended, or is paused, with its adapter and optimizer; what is on disk stays."""
+        """Drops a job that has ended or is paused, with its adapter and optimizer; its files stay."""
         job = self._job(name)
         if not (job.state.is_final or (job.state is JobState.PAUSED and not job.is_short_of_storage)):
             raise ConfigError(f"{name!r} has not ended; cancel it first.", where="name")
-        # What was asked of it too late is not meant for the next job of this name.
+        # Commands that came too late are not for the next job of this name.
         for command in [known for known in self._commands if known.job == name]:
             self._commands.remove(command)
         del self.jobs[name]
         self.executor.drop(name)
 
     def fit_microbatches(self) -> list[Event]:
-        """Before any have run: smaller ones, where those asked for would leave too little memory for jobs."""
+        """Before any microbatch has run: makes them smaller where they would leave too little memory for jobs."""
         return self._lifecycle.fit_microbatches()
 
     def shrink(self) -> bool:
-        """Halves what a microbatch may hold; False if a sample is in the way."""
+        """Halves the capacity; False if a sample does not allow it."""
         return self._room.shrink()
 
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
-        """Plans the next program and runs it, until its end or until something changes who trains."""
+        """Runs the next program until its end, or until other jobs are to train."""
         program = self._program
-        if isinstance(program, StagedRun) and program.goes_on:
-            program.go_on(running)
-        else:
-            kind = StagedRun if self.executor.facts.takes_programs else ProgramRun
+        if program is None or not program.continue_with(running):
+            kind = self.executor.run_kind if isinstance(self.executor, ProgramExecutor) else MicrobatchRun
             program = kind(self.executor, running, self._plans, self.limits, self.row_tile, self.timeline)
         self._program, self._has_released = program, False
         while names := program.next_jobs():
@@ -353,55 +349,62 @@ class Engine:
                 yield from jobs.free_memory(names) if failure is None else jobs.isolate_failure(names, failure)
                 return
             self._note([*self._plans.pop_warnings(), *done])
-            yield from self._tell()
+            yield from self._emit()
             yield from self._step_finisher.receive()
-            is_settled = all(job.is_running and job.is_settled for job in running)
-            has_changed = self._has_released or running != self._lifecycle.running_next()
-            if self._stopping or self._commands or has_changed or not is_settled:
+            if self._is_outdated(running):
                 return
+            if self._step_finisher.evaluations.is_open:
+                yield from self._step_finisher.evaluations.run_slice()
+                if self._is_outdated(running):
+                    return
+
+    def _is_outdated(self, running: list[LiveJob]) -> bool:
+        """True if a program for these jobs must not go on: something else comes first, or other jobs train next."""
+        is_step_finished = all(job.is_running and job.is_step_finished for job in running)
+        has_changed = self._has_released or running != self._lifecycle.running_next()
+        return self._stopping or bool(self._commands) or has_changed or not is_step_finished
 
     def _finish_program(self) -> Iterator[Event]:
-        """Before anything else is decided: what has been started is counted."""
+        """Counts all started work before anything else is decided."""
         if self._program is not None:
             self._count_started(self._program)
         self._program = None
-        yield from self._tell()
+        yield from self._emit()
 
-    def _land(self) -> None:
-        """Counts steps that stages have begun, so that jobs stand where their tensors do; they are told later."""
-        if self._program is not None and self._program.goes_on:
+    def _sync_progress(self) -> None:
+        """Counts steps that stages have begun, so that progress matches the tensors; their events come later."""
+        if self._program is not None and self._program.is_under_way:
             self._count_started(self._program)
 
-    def _count_started(self, program: ProgramRun | StagedRun) -> None:
+    def _count_started(self, program: ProgramRun) -> None:
         self._mid_update = True
         done = program.finish()
         self._mid_update = False
         self._note(done)
 
     def _note(self, done: Sequence[Event]) -> None:
-        """Notes what has been done, to be told."""
         for event in done:
             if isinstance(event, StepDone):
                 self._keeper.note_step(self.jobs[event.job], event)
                 self.jobs[event.job].is_suspect = False
-        self._untold.add(done)
+        self._events.add(done)
 
-    def _tell(self) -> Iterator[Event]:
-        """Tells what has been done, and settles each step once it is told."""
-        while self._untold:
-            event = self._untold.next()
+    def _emit(self) -> Iterator[Event]:
+        """Yields finished steps; after each, does what is due at that step."""
+        while self._events:
+            event = self._events.next()
             yield event
-            # A reader may have forgotten a job that failed before this was told.
+            # The caller may have forgotten a job that failed before this event.
             job = self.jobs.get(event.job) if isinstance(event, StepDone) else None
-            if job is not None and job.is_running and not self._untold.has_step(job.name):
-                yield from self._step_finisher.settle(job)
+            if job is not None and job.is_running and not self._events.has_step(job.name):
+                yield from self._step_finisher.finish_step(job)
 
     def _checked(self, spec: JobSpec, data: JobData | None, base_dir: Path) -> LiveJob:
-        """A job that the executor knows and that fits, at least alone."""
+        """A job that the executor has added and that fits, at least alone."""
         with self.timeline.wall.spending(Activity.PREPARING):
             job = prepare_job(spec, data, self.executor, self.limits.capacity, base_dir)
         try:
-            self._places.check(job, self._room.least(job.longest))
+            self._placement.check(job, self._room.least(job.longest))
         except WeftError:
             self.executor.drop(spec.name)
             raise

@@ -1,14 +1,15 @@
-"""Events: the engine tells in order, as plain values, what happens while it runs."""
+"""Events: plain values that report, in order, what happens while the engine runs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from weft.errors import counted
 from weft.job_state import JobState, Reason, ReasonCode
-from weft.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Event:
     kind: ClassVar[str] = "event"
 
     def fields(self) -> dict[str, Any]:
-        """The event's values by name, further metrics among them."""
+        """Values by name, with further metrics among them."""
         values = dataclasses.asdict(self)
         return {**values, **values.pop("metrics", {})}
 
@@ -36,13 +37,13 @@ class JobStarted(JobEvent):
 
     kind: ClassVar[str] = "job_started"
     step: int
-    """Steps it has already done; above 0 after a resume."""
+    """Steps already done; above 0 after a resume."""
     num_steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class JobWaiting(JobEvent):
-    """There is no room for the job yet; it starts, or goes on, as soon as there is."""
+    """There is no room for the job yet; it starts, or continues, as soon as there is."""
 
     kind: ClassVar[str] = "waiting"
     step: int
@@ -51,7 +52,7 @@ class JobWaiting(JobEvent):
 
 @dataclass(frozen=True, slots=True)
 class JobPreempted(JobEvent):
-    """Another job needs the room first; this one waits at its last step and goes on by itself."""
+    """Another job needs the room first; this one waits at its last step and continues later."""
 
     kind: ClassVar[str] = "preempted"
     step: int
@@ -69,20 +70,19 @@ class StepDone(JobEvent):
     loss: float
     """Mean over the supervised tokens of the global batch."""
     mean_token_accuracy: float
-    """The share of those tokens that the model would have chosen too: none had a larger logit."""
+    """Share of those tokens for which no other token had a larger logit."""
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     learning_rate: float
     tokens: int
-    """Tokens of the global batch."""
     num_tokens: int
     """Tokens of the job so far."""
     seconds: float
-    """Since the run started."""
+    """Seconds since the run started."""
     skipped: bool = False
-    """The loss or the gradient was not finite, so the weights stayed as they were."""
+    """True if the loss or gradient was not finite, so that the weights did not change."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else the job's objective measures, by name."""
+    """Further metrics of the objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +98,17 @@ class EvalDone(JobEvent):
     is_best: bool
     seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else the job's objective measures, by names that begin with eval_."""
+    """Further metrics of the objective; their names begin with eval_."""
 
 
 COMMON_VALUES = frozenset(
     {field.name for kind in (StepDone, EvalDone) for field in dataclasses.fields(kind)} | {"time"}
 )
-"""What every step and evaluation has; `time` is what metrics.jsonl calls `seconds`."""
+"""Values of every step and evaluation; `time` is the name of `seconds` in metrics.jsonl."""
 
 
 def own_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What only the job's objective measures, out of the values of an event or of a line of metrics.jsonl."""
+    """Metrics of the objective alone, from an event's values or a line of metrics.jsonl."""
     return {name: value for name, value in values.items() if name not in COMMON_VALUES}
 
 
@@ -122,15 +122,15 @@ class CheckpointSaved(JobEvent):
 
 @dataclass(frozen=True, slots=True)
 class JobPaused(JobEvent):
-    """The job keeps its state and trains no further until resumed."""
+    """The job keeps its state and does not train until resumed."""
 
     kind: ClassVar[str] = "paused"
     step: int
     reason: Reason | None = None
 
     @property
-    def is_asked_for(self) -> bool:
-        """Somebody paused the job or stopped the run; otherwise something stands in the job's way."""
+    def is_requested(self) -> bool:
+        """False if something prevents the job from training."""
         return self.reason is None or self.reason.code is ReasonCode.RUN_STOPPED
 
 
@@ -144,16 +144,15 @@ class JobResumed(JobEvent):
 
 @dataclass(frozen=True, slots=True)
 class JobEnded(JobEvent):
-    """Nothing more will happen to the job; it is one of the three that follow."""
+    """The job has ended: one of the next three."""
 
     state: ClassVar[JobState]
-    """How it ended."""
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class JobCancelled(JobEnded):
-    """The job was taken off; its slot is free."""
+    """The job was cancelled; its slot is free."""
 
     kind: ClassVar[str] = "cancelled"
     state: ClassVar[JobState] = JobState.CANCELLED
@@ -161,7 +160,7 @@ class JobCancelled(JobEnded):
 
 @dataclass(frozen=True, slots=True)
 class JobFailed(JobEnded):
-    """The job cannot go on; its neighbours do."""
+    """The job cannot continue; its neighbours do."""
 
     kind: ClassVar[str] = "failed"
     state: ClassVar[JobState] = JobState.FAILED
@@ -184,29 +183,28 @@ class JobWarning(Event):
 
     kind: ClassVar[str] = "warning"
     jobs: tuple[str, ...]
-    """The jobs it concerns; none if it concerns the run as a whole."""
+    """Jobs it concerns; empty if it concerns the whole run."""
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobsGrouped(Event):
-    """From here on, other jobs share microbatches than before; no result depends on it."""
+    """From here on other jobs share microbatches; no result depends on it."""
 
     kind: ClassVar[str] = "grouped"
     groups: tuple[tuple[str, ...], ...]
     fills: tuple[int, ...]
     """Tokens that a microbatch of each group is filled up to."""
     gain: float | None
-    """Predicted: the part of the time that these groups save against all jobs in one, or, of one group, what it saves
-    against the best of several; None if there were none to compare."""
+    """Predicted share of time that these groups save against one group, or one group against the best of several; None
+    without an alternative."""
     num_measured: int
-    """Passes of a stage that the prediction rests on; 0: on the hardware table."""
+    """Measured stage passes that the prediction rests on; 0: the hardware table."""
     num_replicas: int = 1
-    """In stages, each of which has groups of its own."""
+    """Staged replicas, each with groups of its own."""
 
     @property
     def text(self) -> str:
-        """In one line."""
         source = f"from {self.num_measured:,} measured passes" if self.num_measured else "from the hardware table"
         each = "" if self.num_replicas == 1 else f" on each of {self.num_replicas} replicas in stages"
         if len(self.groups) == self.num_replicas:
@@ -215,32 +213,29 @@ class JobsGrouped(Event):
             return f"one group{jobs} is best{other} (predicted {source})"
         shown = ["; ".join(", ".join(group) for group in self.groups)] if len(self.groups) <= 4 else []
         fills = f"{min(self.fills):,} to {max(self.fills):,}" if len({*self.fills}) > 1 else f"{self.fills[0]:,}"
-        told = "".join(f": {names}" for names in shown)
+        named = "".join(f": {names}" for names in shown)
         return (
-            f"{len(self.groups)} groups of jobs{told}; microbatches of up to {fills} tokens, {self.gain or 0.0:.1%} "
+            f"{len(self.groups)} groups of jobs{named}; microbatches of up to {fills} tokens, {self.gain or 0.0:.1%} "
             f"faster than one group{each} (predicted {source})"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchesPaired(Event):
-    """From here on, microbatches run side by side on devices that share every layer, or do not; no result depends on
-    it."""
+    """From here on microbatches run side by side on devices that share every layer, or no longer do; no result depends
+    on it."""
 
     kind: ClassVar[str] = "paired"
     num_pairs: int
-    """Of a program; 0: every microbatch runs alone."""
+    """Pairs per program; 0: every microbatch runs alone."""
     gain: float | None
-    """Predicted: the part of the time that pairs save, or would; None: no two microbatches can be a
-    pair."""
+    """Predicted share of time that pairs save; None: no two microbatches can be a pair."""
     groups: tuple[tuple[str, ...], ...]
-    """Jobs that share microbatches."""
     num_measured: int
-    """Passes that the prediction rests on; 0: on the hardware table."""
+    """Measured passes that the prediction rests on; 0: the hardware table."""
 
     @property
     def text(self) -> str:
-        """In one line."""
         if self.gain is None:
             return "every microbatch runs alone, as no two without a common job have room side by side"
         source = "the hardware table; links are assumed"
@@ -249,34 +244,31 @@ class MicrobatchesPaired(Event):
         if not self.num_pairs:
             why = f"would save {self.gain:.1%}" if self.gain > 0 else f"would take {-self.gain:.1%} longer"
             return f"every microbatch runs alone: pairs {why} (predicted from {source})"
-        told = f" of {'; '.join(', '.join(group) for group in self.groups)}" if 1 < len(self.groups) <= 4 else ""
+        named = f" of {'; '.join(', '.join(group) for group in self.groups)}" if 1 < len(self.groups) <= 4 else ""
         return (
-            f"microbatches{told} run two at a time, one computes while the other's sums are added up: {self.gain:.1%} "
+            f"microbatches{named} run two at a time, one computes while the other's sums are added up: {self.gain:.1%} "
             f"faster (predicted from {source})"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutDecided(Event):
-    """Jobs have come or gone, and the layout of the run was changed or kept; no result depends on it."""
+    """Jobs have come or gone, and the layout was changed or kept; no result depends on it."""
 
     kind: ClassVar[str] = "layout"
     layout: str
-    """From here on."""
     before: str
     reason: str
-    """Why, as the rest of a line."""
+    """Reason, as the rest of a line."""
     seconds: float = 0.0
-    """That training stood still for the move."""
+    """Seconds that training paused for the move."""
 
     @property
     def has_moved(self) -> bool:
-        """Whether it was changed."""
         return self.layout != self.before
 
     @property
     def text(self) -> str:
-        """In one line."""
         if not self.has_moved:
             return f"{self.layout} is kept: {self.reason}"
         return f"{self.layout} instead of {self.before}: {self.reason} (it took {self.seconds:,.1f} s)"
@@ -288,11 +280,39 @@ class MicrobatchDone(Event):
 
     kind: ClassVar[str] = "microbatch"
     jobs: tuple[str, ...]
-    """All jobs with samples in it."""
     tokens: int
     rows: int
-    """Rows computed, padding included."""
+    """Rows computed, with padding."""
     seconds: float
-    """Duration."""
-    heard: int = 0
-    """Of the rows, those that went through references, forward only."""
+    num_reference_rows: int = 0
+    """Of these, rows of reference passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSliceDone(Event):
+    """A part of a long evaluation ran; other jobs, commands and prompts have their turn before the next part."""
+
+    kind: ClassVar[str] = "eval_slice"
+    jobs: tuple[str, ...]
+    tokens: int
+    seconds: float
+
+
+class EventQueue:
+    """Events in order; stages take several steps of a job before the first is yielded."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def add(self, events: Iterable[Event]) -> None:
+        self._events.extend(events)
+
+    def next(self) -> Event:
+        return self._events.popleft()
+
+    def has_step(self, job: str) -> bool:
+        """True if a step of the job is still queued."""
+        return any(isinstance(event, StepDone) and event.job == job for event in self._events)

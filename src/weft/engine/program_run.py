@@ -1,29 +1,33 @@
-"""Runs one program. While a microbatch runs on the device, the host prepares what follows it.
+"""Runs programs and counts what they did: `ProgramRun` on any executor, `MicrobatchRun` on one device.
 
-That is the next microbatch of the program and, in a thread of its own, the next program. Both are exact: making a
-microbatch ready changes no job, so one that is not needed after all is just dropped. A device that works on by itself
-gets the steps behind a microbatch, and the microbatch behind those, before the first is waited for: within a program it
-does not wait for the host. Steps then learn on the device whether a loss was finite, and what has been started is
-always counted before anything else is decided.
+While a microbatch runs on the device, the host prepares what follows: the next microbatch of the program and, in a
+thread, the next program. Both are exact: preparing a microbatch changes no job, so one that is not needed is dropped.
+An asynchronous device gets the steps after a microbatch, and the microbatch after those, before the first is waited
+for, so within a program it does not wait for the host. Steps then read on the device whether a loss was finite. All
+started work is counted before anything else is decided.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.engine.events import Event, MicrobatchDone, StepDone
 from weft.engine.execute.protocol import (
     Executor,
+    MicrobatchExecutor,
     MicrobatchOutcome,
     MicrobatchWork,
     ReplicaFaultError,
     ReplicaMemoryError,
+    Seats,
     StepOrder,
     StepsWork,
     Ticket,
+    Worker,
 )
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.lookahead import LookaheadPlanner
@@ -36,44 +40,14 @@ if TYPE_CHECKING:
     from weft.kernels.adamw import Updated
 
 Begun = tuple[StepsWork, Ticket["Sequence[Updated]"]]
-"""Steps that have been started."""
+"""Started steps and their ticket."""
 
 
-class StartedMicrobatch:
-    """A microbatch that the executor has started and nobody has counted."""
+class ProgramRun(ABC):
+    """Runs one or more programs and counts what they did."""
 
-    def __init__(self, executor: Executor, jobs: Sequence[LiveJob], work: MicrobatchWork) -> None:
-        """`jobs`: the owners of its segments, in order."""
-        self.microbatch = work.microbatch
-        self._executor = executor
-        self._owners = jobs
-        self._rewinds = [job.progress.num_rewinds for job in jobs]
-        compiled_s = executor.compiling_s()
-        self.ticket = executor.start(work)
-        self.started_s = time.perf_counter()
-        self.compiling_s = executor.compiling_s() - compiled_s
-        """How long its start waited for kernels, or for the capture of a graph."""
-
-    def seconds(self, outcome: MicrobatchOutcome) -> float:
-        """How long the device took for it, less what was compiled before it got going."""
-        if not self.compiling_s:
-            return outcome.seconds
-        return max(0.0, min(outcome.seconds, outcome.ended_s - self.started_s))
-
-    def count(self) -> MicrobatchOutcome:
-        """Waits for it and adds every segment's score to its job.
-
-        A job that has gone back to its last step in the meantime runs its samples again, and counts them then.
-        """
-        outcome, segments = self._executor.wait(self.ticket), self.microbatch.segments
-        for job, before, segment, score in zip(self._owners, self._rewinds, segments, outcome.scores, strict=True):
-            if job.progress.num_rewinds == before:
-                job.progress.add_score(segment, score)
-        return outcome
-
-
-class ProgramRun:
-    """Runs one program: microbatches one by one, steps that follow each other together."""
+    is_mid_step = False
+    """True while started steps are not counted, so that a job may be further than its counts."""
 
     def __init__(
         self,
@@ -85,38 +59,112 @@ class ProgramRun:
         timeline: TimelineRecorder,
     ) -> None:
         self._executor = executor
-        self._jobs = {job.spec.name: job for job in running}
-        self._plans = plans
-        self._limits = limits
-        self._row_tile = row_tile
+        self._plans, self._limits, self._row_tile = plans, limits, row_tile
         self._timeline = timeline
-        plans.pace.ranks = {job.spec.name: cost_ranks(job.spec.adapter).usual for job in running}
-        plans.pace.row_tile = row_tile
-        self._has_foreseen = False
-        self._rest = deque(plans.program([job.queue() for job in running], limits).turns)
-        self._ready: MicrobatchWork | None = None
-        """What the executor was told to make ready."""
-        self._ahead: StartedMicrobatch | None = None
-        """The microbatch that is next, where it has been started already."""
-        self._ahead_error: Exception | None = None
-        """What starting it raised; it is raised when its turn has come."""
-        self.is_mid_step = False
-        """Steps have been started and not counted, so a job may be ahead of what is known of it."""
+        self._know({job.name: job for job in running})
 
     @property
-    def goes_on(self) -> bool:
-        """What has been started is counted before anything else is decided."""
+    def is_under_way(self) -> bool:
+        """True if work runs between two calls of `advance`, so that jobs may be further than their counts."""
         return False
 
+    def continue_with(self, running: Sequence[LiveJob]) -> bool:
+        """Trains these jobs from the next program on; False if that needs another run."""
+        return False
+
+    @abstractmethod
     def next_jobs(self) -> list[str]:
-        """The jobs that the next call of `advance` is about; none at the end."""
+        """Jobs that the next call of `advance` runs; empty at the end."""
+
+    @abstractmethod
+    def advance(self) -> list[Event]:
+        """Runs the next part of the program."""
+
+    @abstractmethod
+    def finish(self) -> list[Event]:
+        """Counts all started work, so that progress matches weights and gradients."""
+
+    def _know(self, jobs: dict[str, LiveJob]) -> None:
+        """Sets the jobs of the next programs."""
+        self._jobs = jobs
+        self._plans.pace.ranks = {name: cost_ranks(job.spec.adapter).usual for name, job in jobs.items()}
+        self._plans.pace.row_tile = self._row_tile
+
+    def _count_step(self, job: str, learning_rate: float, updated: Updated, now_s: float) -> StepDone:
+        progress = self._jobs[job].progress
+        result = progress.finish_step(learning_rate, updated)
+        return StepDone(
+            job,
+            step=progress.step,
+            num_steps=progress.num_steps,
+            epoch=progress.epoch,
+            loss=result.means.loss,
+            mean_token_accuracy=result.means.accuracy,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            tokens=result.tokens,
+            num_tokens=progress.num_tokens,
+            seconds=now_s,
+            skipped=result.skipped,
+            metrics=result.means.further,
+        )
+
+
+class StartedMicrobatch:
+    """A microbatch that is started and not counted."""
+
+    def __init__(self, executor: Worker, jobs: Sequence[LiveJob], work: MicrobatchWork) -> None:
+        """`jobs`: the owners of its segments, in order."""
+        self.microbatch = work.microbatch
+        self._executor = executor
+        self._owners = jobs
+        self._rewinds = [job.progress.num_rewinds for job in jobs]
+        compiled_s = executor.compiling_s()
+        self.ticket = executor.start(work)
+        self.started_s = time.perf_counter()
+        self.compiling_s = executor.compiling_s() - compiled_s
+        """Seconds that its start waited for kernels or the capture of a graph."""
+
+    def seconds(self, outcome: MicrobatchOutcome) -> float:
+        """Device seconds, without compilation."""
+        if not self.compiling_s:
+            return outcome.seconds
+        return max(0.0, min(outcome.seconds, outcome.ended_s - self.started_s))
+
+    def count(self) -> MicrobatchOutcome:
+        """Waits for it and adds every segment's score to its job.
+
+        A job that was rewound meanwhile runs its samples again, and counts them then.
+        """
+        outcome, segments = self._executor.wait(self.ticket), self.microbatch.segments
+        for job, before, segment, score in zip(self._owners, self._rewinds, segments, outcome.scores, strict=True):
+            if job.progress.num_rewinds == before:
+                job.progress.add_score(segment, score)
+        return outcome
+
+
+class MicrobatchRun(ProgramRun):
+    """Runs one program on one device: microbatches one by one, steps that follow each other together."""
+
+    def __init__(self, executor: Executor, running: Sequence[LiveJob], *given: Any) -> None:
+        assert isinstance(executor, MicrobatchExecutor), "other executors bring a run of their own"
+        super().__init__(executor, running, *given)
+        self._prepare_ahead = executor.prepare
+        self._has_foreseen = False
+        self._rest = deque(self._plans.program([job.queue() for job in running], self._limits).turns)
+        self._ready: MicrobatchWork | None = None
+        self._ahead: StartedMicrobatch | None = None
+        """The next microbatch, if it is already started."""
+        self._ahead_error: Exception | None = None
+        """Error from starting it; raised when its turn comes."""
+
+    def next_jobs(self) -> list[str]:
         if not self._rest:
             return []
         turn = self._rest[0]
         return list(dict.fromkeys([*turn.microbatch.job_tokens, *(step.job for step in turn.steps)]))
 
     def advance(self) -> list[Event]:
-        """Runs the next microbatch with the steps behind it, or only steps that are due; says what has been done."""
         if self._ahead_error is not None:
             error, self._ahead_error = self._ahead_error, None
             raise error
@@ -126,9 +174,8 @@ class ProgramRun:
         return done
 
     def finish(self) -> list[Event]:
-        """Counts what has been started, so that jobs stand where their gradients do; nothing may come in between."""
         if self._ahead_error is not None:
-            # Half of its gradients may be written. What was raised will be raised again when it is run again.
+            # Half of its gradients may be written. The error will be raised again when it runs again.
             self._ahead_error = None
             for name in self._rest[0].microbatch.job_tokens:
                 rewind(self._executor, self._jobs[name])
@@ -165,13 +212,12 @@ class ProgramRun:
         except ReplicaFaultError:
             raise
         except ReplicaMemoryError:
-            # A new one: that one's traceback would hold on to the tensors of what failed.
+            # A new error: the traceback of the old one would hold on to tensors.
             self._ahead_error = ReplicaMemoryError("the memory ended while the microbatch was started ahead")
         except Exception as error:
             self._ahead_error = error
 
     def _count(self, current: StartedMicrobatch) -> Event:
-        """Waits for a microbatch and learns from it."""
         microbatch, plans = current.microbatch, self._plans
         shares = microbatch.job_tokens
         predicted_s = plans.pace.fit.predict(plans.pace.load(microbatch))
@@ -196,22 +242,21 @@ class ProgramRun:
             self._plans.foresee([queue for queue in queues if queue is not None], self._limits)
 
     def _until_an_end(self) -> list[Turn]:
-        """What runs before the jobs that train are others: all, or up to the steps with which a job ends or holds, and
-        what is started before they are known to be done."""
+        """Turns until other jobs train: all, or up to the steps with which a job ends or is held, and what starts
+        before those are counted."""
         turns = list(self._rest)
-        for place, turn in enumerate(turns, start=1):
+        for index, turn in enumerate(turns, start=1):
             if any(step.step + 1 == self._jobs[step.job].progress.hold_step for step in turn.steps):
-                begun = turns[place : place + self._executor.facts.works_on]
-                return [*turns[:place], *(Turn(later.microbatch) for later in begun)]
+                begun = turns[index : index + self._executor.facts.works_on]
+                return [*turns[:index], *(Turn(later.microbatch) for later in begun)]
         return turns
 
     def _prepare(self, work: MicrobatchWork) -> None:
         with self._timeline.span("prepare"):
-            self._executor.prepare(work)
+            self._prepare_ahead(work)
         self._ready = work
 
     def _begin(self, steps: Sequence[Step], behind: Ticket[MicrobatchOutcome] | None) -> Begun:
-        """Starts steps, each with the learning rate that is due."""
         due = [self._jobs[step.job].progress for step in steps]
         orders = [
             StepOrder(step.job, progress.learning_rate(), progress.is_finite)
@@ -223,40 +268,19 @@ class ProgramRun:
         return work, ticket
 
     def _take(self, steps: Sequence[Step], begun: Begun | None) -> list[Event]:
-        """Waits for steps, which it starts if nobody has."""
+        """Waits for steps, and starts them first if needed."""
         with self._timeline.span("step", jobs={step.job: 0 for step in steps}):
             work, ticket = begun or self._begin(steps, None)
             found = self._executor.wait(ticket)
         done: list[Event] = [
-            count_step(self._jobs[order.job], order.learning_rate, updated, self._timeline.now())
+            self._count_step(order.job, order.learning_rate, updated, self._timeline.now())
             for order, updated in zip(work.steps, found, strict=True)
         ]
         self.is_mid_step = False
         return done
 
 
-def count_step(job: LiveJob, learning_rate: float, updated: Updated, now_s: float) -> StepDone:
-    """Counts a step that has been taken, or left out, by now."""
-    progress = job.progress
-    result = progress.finish_step(learning_rate, updated)
-    return StepDone(
-        job.name,
-        step=progress.step,
-        num_steps=progress.num_steps,
-        epoch=progress.epoch,
-        loss=result.means.loss,
-        mean_token_accuracy=result.means.accuracy,
-        grad_norm=result.grad_norm,
-        learning_rate=result.learning_rate,
-        tokens=result.tokens,
-        num_tokens=progress.num_tokens,
-        seconds=now_s,
-        skipped=result.skipped,
-        metrics=result.means.further,
-    )
-
-
-def rewind(executor: Executor, job: LiveJob) -> None:
-    """Takes a job back to its last step boundary: what has run of its global batch is forgotten."""
+def rewind(seats: Seats, job: LiveJob) -> None:
+    """Takes a job back to its last step boundary."""
     job.progress.rewind()
-    executor.rewind(job.name)
+    seats.rewind(job.name)

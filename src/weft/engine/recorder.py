@@ -1,73 +1,86 @@
-"""Writes what must outlive the process: metrics and status itself, checkpoints and adapters through the executor."""
+"""Writes what must outlive the process: metrics and status itself, checkpoints and adapters through the executor.
+
+`JobFiles` tracks the files that are written while training continues.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.data.dataset import JobData
-from weft.engine.capacity import CapacityLimit
 from weft.engine.events import EvalDone, Event, JobWarning, StepDone
-from weft.engine.execute.protocol import AdapterWork, CheckpointWork, Executor, StateWork
-from weft.engine.job_files import FileKind, JobFiles
+from weft.engine.execute.protocol import (
+    AdapterWork,
+    CheckpointWork,
+    Executor,
+    ReplicaFaultError,
+    StateWork,
+    Ticket,
+    Worker,
+)
 from weft.engine.jobs.live_job import LiveJob
+from weft.engine.jobs.room import CapacityLimit
+from weft.engine.jobs.same_inputs import MODEL_FILES, check_backbone, check_inputs
 from weft.engine.timeline import TimelineRecorder
-from weft.errors import CheckpointError, DataError
+from weft.errors import CheckpointError
+from weft.plan.cost.memory import FLOAT_BYTES, best_bytes, kept_bytes
 from weft.store.atomic import write_file
-from weft.store.checkpoint import Checkpoint, latest_checkpoint
+from weft.store.checkpoint import latest_checkpoint
 from weft.store.run_dir import RunDirectory
-from weft.wall_clock import Activity, TimeSplit, WallClock
+from weft.store.wall_clock import Activity, TimeSplit, WallClock
 
 if TYPE_CHECKING:
-    import torch
-
+    pass
 
 NOTE_TIME_S = 30.0
-"""Least seconds from one writing of time.json to the next while training goes on; it is written with a checkpoint."""
+"""Least seconds between two writes of time.json during training."""
 ExportTo = Callable[[str, int], Path | None]
-"""Where the adapter of a job goes at the checkpoint of a step; None if nowhere."""
+"""Maps a job and the step of a checkpoint to the path of its adapter; None: no export."""
 
 
 class RunRecorder:
-    """Writes what must outlive the process, job by job."""
+    """Writes metrics, status, checkpoints and adapters of jobs."""
 
     def __init__(self, executor: Executor, room: CapacityLimit, wall: WallClock) -> None:
         self.run_dir: RunDirectory | None = None
         self._wall = wall
         self._time_due_s = 0.0
-        """When time.json is to be written again, by `time.perf_counter`."""
+        """Time of the next write of time.json, by `time.perf_counter`."""
         self.files = JobFiles(executor)
         self.export_to: ExportTo = lambda job, step: None
         self._executor = executor
         self.room = room
         self._elapsed: dict[str, float] = {}
         self._unwritten: dict[str, deque[dict[str, Any]]] = {}
-        """Metrics that are not on disk yet, by job, oldest first."""
+        """Metrics that are not yet written, by job, oldest first."""
 
     def keep_in(self, directory: RunDirectory) -> None:
-        """Writes there from now on, and goes on from what is there."""
+        """Writes there from now on, and continues from what it holds."""
         self.run_dir = directory
         self._wall.go_on_from(directory.read_time())
 
     @property
     def time_split(self) -> TimeSplit:
-        """Where the wall clock of the run went so far, over all its sessions."""
         return self._wall.of_run()
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What besides a job decides the bits of its result now."""
+        """Everything besides a job that decides the bits of its result."""
         return {**self._executor.facts.environment, **self.room.conditions()}
 
     def open(self, job: LiveJob) -> Iterator[Event]:
-        """Restores a job from its newest good checkpoint, if it has one; says what was wrong with newer ones."""
+        """Restores a job from its newest good checkpoint, if any; yields why newer ones were rejected."""
         if self.run_dir is None:
             return
         name = job.spec.name
-        # Of steps that are not on disk, or will be taken again.
+        # Lines of steps that are not on disk, or will be taken again.
         self._unwritten.pop(name, None)
         checkpoint, rejected = latest_checkpoint(self.run_dir.checkpoints_dir(name))
         for reason in rejected:
@@ -75,27 +88,20 @@ class RunRecorder:
         if checkpoint is None:
             self.run_dir.truncate_metrics(name, 0)
             return
-        check_data(checkpoint, job.data, name)
-        if checkpoint.state.get("reference") != job.progress.reference:
-            found = "the adapter that the job compares with is not the one its checkpoint was trained with"
-            raise CheckpointError(f"{found}; start a new run.", where=name)
-        shapes = {name: tensor.shape for name, tensor in self._state(job).items() if name.startswith("params")}
+        check_backbone(checkpoint.environment, self.environment, name)
+        check_inputs(checkpoint.state, job.inputs, name)
+        state = self._executor.wait(self._executor.start(StateWork(job.name)))
+        shapes = {name: tensor.shape for name, tensor in state.items() if name.startswith("params")}
         if {n: t.shape for n, t in checkpoint.tensors.items() if n.startswith("params")} != shapes:
             raise CheckpointError("the checkpoint's adapter has another shape than the job's.", where=name)
-        # A checkpoint that does not say so was trained on weights as they are, and with the first masks.
+        # Without these entries it was trained on unquantised weights, with the first masks, on undivided layers.
         before = {"quantize": "none", "masks": 1, "tensor": 1, **checkpoint.environment}
-        if before["quantize"] != self.environment["quantize"]:
-            raise CheckpointError(
-                f"the checkpoint was trained with quantize {before['quantize']}, the backbone is loaded with "
-                f"{self.environment['quantize']}; a resumed job keeps its backbone.",
-                where=name,
-            )
         if self.room.adopt(checkpoint.state.get("asked_capacity"), checkpoint.environment.get("capacity")):
             yield JobWarning((name,), f"goes on with a capacity of {self.room.capacity}: more ran out of memory before")
         if job.spec.adapter.lora_dropout and before["masks"] != self.environment["masks"]:
             yield JobWarning((name,), "was begun with dropout masks of another version: it goes on, but ends otherwise")
         now = {"tensor": 1, **self.environment}
-        changed = [k for k, v in now.items() if before.get(k) != v and k != "masks"]
+        changed = [k for k, v in now.items() if before.get(k) != v and k not in ("masks", *MODEL_FILES)]
         if changed:
             was = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed)
             yield JobWarning((name,), f"resumed under other conditions ({was}): equal to about 1e-5, not to the bit")
@@ -105,13 +111,13 @@ class RunRecorder:
         self.run_dir.truncate_metrics(name, checkpoint.step)
 
     def elapsed_s(self, job: LiveJob) -> float:
-        """Seconds the run had taken when the job's checkpoint was written."""
+        """Seconds of the run at the job's restored checkpoint."""
         return self._elapsed.get(job.spec.name, 0.0)
 
     def start_checkpoint(self, job: LiveJob, elapsed_s: float) -> None:
-        """Starts to write a checkpoint of a job at its step boundary, and its adapter beside it where that is wanted.
+        """Starts to write a checkpoint of a job at its step boundary, with an export of its adapter if wanted.
 
-        It waits until the job's last one is written, so that a slow disk slows those down who write to it.
+        Waits until the job's last one is written, so that a slow disk slows down only the jobs that write to it.
         """
         if self.run_dir is None:
             return
@@ -123,7 +129,11 @@ class RunRecorder:
             job.name,
             directory=self.run_dir.checkpoints_dir(job.name),
             step=job.step,
-            state={**job.progress.counters(), "elapsed_s": elapsed_s, "asked_capacity": self.room.asked},
+            state={
+                **job.progress.counters(owes_eval=job.is_eval_due()),
+                "elapsed_s": elapsed_s,
+                "asked_capacity": self.room.requested,
+            },
             environment=self.environment,
             keep=job.spec.save_total_limit,
         )
@@ -138,7 +148,7 @@ class RunRecorder:
         return True
 
     def note_step(self, job: LiveJob, event: StepDone) -> None:
-        """Keeps a training line for metrics.jsonl; `flush` writes it."""
+        """Queues a training line for metrics.jsonl; `flush` writes it."""
         if self.run_dir is None or (event.step % job.spec.logging_steps and event.step != event.num_steps):
             return
         record = {
@@ -155,7 +165,7 @@ class RunRecorder:
         self._note(job, {**record, "skipped": True} if event.skipped else record)
 
     def note_eval(self, job: LiveJob, event: EvalDone) -> None:
-        """Keeps an evaluation line for metrics.jsonl; `flush` writes it."""
+        """Queues an evaluation line for metrics.jsonl."""
         record = {
             "step": event.step,
             "epoch": event.epoch,
@@ -168,7 +178,7 @@ class RunRecorder:
         self._note(job, record)
 
     def flush(self, job: LiveJob) -> None:
-        """Writes the lines kept so far; those that cannot be written stay for the next time."""
+        """Writes queued lines; on an error the rest stays queued."""
         lines = self._unwritten.get(job.spec.name)
         if self.run_dir is None or not lines:
             return
@@ -177,15 +187,11 @@ class RunRecorder:
                 self.run_dir.append_metrics(job.spec.name, lines[0])
                 lines.popleft()
 
-    def _state(self, job: LiveJob) -> dict[str, torch.Tensor]:
-        return self._executor.wait(self._executor.start(StateWork(job.name)))
-
     def _note(self, job: LiveJob, record: dict[str, Any]) -> None:
         if self.run_dir is not None:
             self._unwritten.setdefault(job.spec.name, deque()).append(record)
 
-    def write_status(self, job: LiveJob, elapsed_s: float) -> None:
-        """Says on disk where the job stands."""
+    def write_status(self, job: LiveJob, elapsed_s: float, *, can_retry: bool = False) -> None:
         if self.run_dir is None:
             return
         with self._wall.spending(Activity.WRITING):
@@ -200,14 +206,11 @@ class RunRecorder:
                 best_eval_loss=job.best_eval,
                 early_stopped=job.progress.stopped_early,
                 seconds=elapsed_s,
+                **({"can_retry": True} if can_retry else {}),
             )
 
-    def export_adapter(self, job: LiveJob, directory: Path) -> None:
-        """Writes the job's adapter as it is now, and waits for it."""
-        self._executor.wait(self._executor.start(AdapterWork(job.name, directory, best=False)))
-
     def write_timeline(self, timeline: TimelineRecorder) -> None:
-        """Writes timeline.json for the report and for Perfetto, and time.json."""
+        """Writes timeline.json and time.json."""
         if self.run_dir is None:
             return
         with self._wall.spending(Activity.WRITING):
@@ -215,15 +218,103 @@ class RunRecorder:
         self.run_dir.write_time(self.time_split)
 
     def note_time(self) -> None:
-        """Writes time.json if it is old, so that little is missing from it if the process is killed."""
+        """Writes time.json if it is old, so that a killed process loses little of it."""
         if self.run_dir is not None and time.perf_counter() >= self._time_due_s:
             self._time_due_s = time.perf_counter() + NOTE_TIME_S
             with self._wall.spending(Activity.WRITING):
                 self.run_dir.write_time(self.time_split)
 
 
-def check_data(checkpoint: Checkpoint, data: JobData, where: str) -> None:
-    """Refuses training data that is not what a checkpoint was trained on."""
-    if checkpoint.state["data"] != data.train.fingerprint:
-        found = "train_data, or the chat template, is not what the checkpoint was trained on"
-        raise DataError(f"{found}; start a new run.", where=where)
+SNAPSHOT_SHARE = 8
+"""All snapshots together take at most one part in so many of the machine's memory, unless one alone takes more."""
+
+
+class FileKind(Enum):
+    """Kind of a file that is written."""
+
+    CHECKPOINT = "checkpoint"
+    EXPORT = "export"
+    """Adapter at a checkpoint."""
+    ADAPTER = "adapter"
+    """Final adapter."""
+
+
+@dataclass
+class JobFile:
+    """A write that is under way or has ended."""
+
+    job: LiveJob
+    kind: FileKind
+    step: int
+    directory: Path
+    ticket: Ticket[None]
+    started_s: float
+    """Start by `time.perf_counter`, like `ended_s`."""
+    ended_s: float = 0.0
+    error: Exception | None = None
+
+
+class JobFiles:
+    """Writes of all jobs, in order of their start."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._room_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SNAPSHOT_SHARE
+        self._under_way: list[JobFile] = []
+        self._ended: list[JobFile] = []
+        """Ended writes that are not yet taken."""
+
+    @property
+    def is_writing(self) -> bool:
+        """True if a write is under way, or has ended and is not taken."""
+        return bool(self._under_way or self._ended)
+
+    def start(self, job: LiveJob, kind: FileKind, work: CheckpointWork | AdapterWork) -> None:
+        ticket = self._worker.start(work)
+        self._under_way.append(JobFile(job, kind, job.step, work.directory, ticket, time.perf_counter()))
+
+    def wait_for_slot(self, job: LiveJob) -> None:
+        """Waits until a job has no write under way, and those of others leave memory for its snapshot."""
+        self._wait([file for file in self._under_way if file.job is job])
+        room = self._room_bytes - _snapshot_bytes(job)
+        while self._under_way and sum(_snapshot_bytes(file.job) for file in self._under_way) > room:
+            self._wait(self._under_way[:1])
+
+    def ended(self) -> list[JobFile]:
+        """Takes ended writes, without waiting."""
+        self._wait([file for file in self._under_way if self._worker.is_written(file.ticket)])
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait_for_one(self) -> list[JobFile]:
+        """Waits for the oldest write; takes all that have ended."""
+        self._wait(self._under_way[:1])
+        return self.ended()
+
+    def finish(self, job: LiveJob) -> list[JobFile]:
+        """Waits for all writes of a job, and takes them."""
+        self._wait([file for file in self._under_way if file.job is job])
+        found = [file for file in self._ended if file.job is job]
+        self._ended = [file for file in self._ended if file.job is not job]
+        return found
+
+    def finish_all(self) -> None:
+        """Waits for all writes; `ended` still returns them."""
+        self._wait(list(self._under_way))
+
+    def _wait(self, files: list[JobFile]) -> None:
+        for file in files:
+            self._under_way.remove(file)
+            try:
+                self._worker.wait(file.ticket)
+            except ReplicaFaultError:
+                raise
+            except Exception as error:  # whatever it is, it is this job's alone
+                file.error = error
+            file.ended_s = time.perf_counter()
+            self._ended.append(file)
+
+
+def _snapshot_bytes(job: LiveJob) -> int:
+    each = FLOAT_BYTES + kept_bytes(job.spec) + best_bytes(job.spec)
+    return math.ceil(each * job.num_parameters)

@@ -20,63 +20,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.data.chat.chat_template import template_digest
-from weft.engine.recorder import check_data
-from weft.errors import ConfigError, DataError, WeftError
+from weft.data.chat_template import template_digest
+from weft.engine.jobs.same_inputs import check_backbone, check_inputs
+from weft.errors import ConfigError, WeftError, counted
 from weft.job_state import FINAL_STATES, JobState
-from weft.settings.fields import as_named_now
+from weft.settings import as_named_now
 from weft.spec import JobSpec, RunSpec
-from weft.store.checkpoint import latest_checkpoint
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
-from weft.wording import counted
+from weft.store.checkpoint import latest_checkpoint, newest_content
+from weft.store.run_dir import RunDirectory, RunRecord
 
 if TYPE_CHECKING:
+    from weft.engine.jobs.live_job import LiveJob
+    from weft.engine.run_engine import ReplicaSide
     from weft.engine.train import PreparedRun
 
 Locate = Callable[[str], str]
-"""Where a setting such as `jobs.0.adapter.r` was written."""
+"""Maps a setting such as `jobs.0.adapter.r` to where it was written."""
 HARMLESS = ("save_steps", "save_minutes", "save_total_limit", "logging_steps", "priority", "tenant")
-"""Settings of a job that change when things are done and written, not what comes out."""
+"""Settings that change when work is done and written, not its results."""
 LENGTHS = ("max_steps", "num_train_epochs")
 FLAT_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
-"""Learning rates that do not depend on how many steps are to come."""
+"""Learning rates that do not depend on the number of steps."""
 _KEEPS = "the run in {} has {}, this {} has {}; a resumed run keeps its settings."
 
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """How a run goes on."""
+    """How a run continues."""
 
     done: frozenset[str]
-    """Jobs that need no more work."""
     changes: tuple[str, ...] = ()
-    """What is otherwise than when the run began, and is taken over."""
+    """Accepted changes since the run began."""
 
 
 def job_settings(job: JobSpec) -> dict[str, Any]:
-    """A job's settings as JSON gives them back."""
+    """A job's settings as JSON values."""
     settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(job)))
     return settings
 
 
 def plan_resume(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str) -> ResumePlan:
-    """What is left to do of a run, and which of its settings change; ConfigError for one that cannot.
+    """Finished jobs of a run and its accepted changes; ConfigError for a change that is not possible.
 
     A job that failed before it could start, such as one set aside for its data, gets another try.
     """
     _check_run(spec, directory, locate)
     done, changes = set(), []
-    for place, job in enumerate(spec.jobs):
+    for index, job in enumerate(spec.jobs):
         recorded, status = directory.read_job(job.name), directory.read_status(job.name) or {}
         if recorded is None:
             changes.append(f"{job.name} is new")
             continue
         if status.get("can_retry") and latest_checkpoint(directory.checkpoints_dir(job.name))[0] is None:
-            # It has taken no step that a setting could have changed; what kept it from starting may be corrected.
+            # It has taken no step that a setting could have changed.
             changed = _changed(job, recorded)
         else:
-            changed = check_settings(job, recorded, status, locate=_within(f"jobs.{place}", locate))
+            changed = check_settings(job, recorded, status, locate=_within(f"jobs.{index}", locate))
         now = _flat(job_settings(job))
         changes += [f"{job.name}: {s} {json.dumps(was)} -> {json.dumps(now[s])}" for s, was in changed.items()]
         if status.get("state") in FINAL_STATES and not status.get("can_retry") and not _has_more_to_do(changed, status):
@@ -87,7 +86,7 @@ def plan_resume(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str)
 def check_settings(
     job: JobSpec, recorded: Mapping[str, Any], status: Mapping[str, Any], *, locate: Locate
 ) -> dict[str, Any]:
-    """The settings that a job goes on with otherwise, and what they were; ConfigError for one that cannot change."""
+    """Recorded values of the settings that change; ConfigError for one that cannot."""
     changed, now = _changed(job, recorded), _flat(job_settings(job))
     for setting, was in changed.items():
         reason = _refusal(setting, was, job, recorded, status)
@@ -97,35 +96,38 @@ def check_settings(
     return changed
 
 
-def _within(place: str, locate: Locate) -> Locate:
-    """Where a setting inside a place was written."""
-    return lambda setting: locate(f"{place}.{setting}")
+def _within(prefix: str, locate: Locate) -> Locate:
+    return lambda setting: locate(f"{prefix}.{setting}")
 
 
 def check_recorded(job: JobSpec, directory: RunDirectory) -> None:
-    """ConfigError if a job of an engine has other settings than the directory has of it, and cannot."""
+    """ConfigError if an engine's job has changed settings that cannot change."""
     recorded, status = directory.read_job(job.name), directory.read_status(job.name) or {}
     if recorded is not None:
         check_settings(job, recorded, status, locate=lambda setting: f"{job.name}.{setting}")
 
 
-def open_run_directory(path: Path, now: RunRecord, jobs: Sequence[JobSpec], *, any_capacity: bool) -> RunDirectory:
-    """Takes a directory for the run of an engine, or for the run it holds, and records the engine's jobs so far.
+def open_run_directory(
+    path: Path, now: RunRecord, jobs: Sequence[LiveJob], replica: ReplicaSide, *, any_capacity: bool
+) -> RunDirectory:
+    """Opens a directory for a new run of an engine, or for the run it holds, and records the engine's jobs.
 
-    ConfigError if the run in it began on another backbone, with another capacity or with other settings of a job; with
-    `any_capacity` it may go on with another capacity.
+    Raises if its run has another backbone or capacity, or other settings or inputs of a job; `any_capacity` accepts any
+    capacity.
     """
     holds_run = RunDirectory.holds_run(path)
     directory = RunDirectory.open(path, resume=holds_run)
     try:
         if holds_run:
             _check_engine(now, directory, any_capacity)
+            check_same_backbone(replica, directory)
             for job in jobs:
-                check_recorded(job, directory)
+                check_recorded(job.submitted, directory)
+                check_job_inputs(job.name, job.inputs, directory)
         else:
             directory.write_run(dataclasses.replace(now, run_name=path.resolve().name))
         for job in jobs:
-            directory.write_job(job.name, job_settings(job))
+            directory.write_job(job.name, job_settings(job.submitted))
     except WeftError:
         directory.close()
         raise
@@ -133,35 +135,45 @@ def open_run_directory(path: Path, now: RunRecord, jobs: Sequence[JobSpec], *, a
 
 
 def with_recorded_capacity(spec: RunSpec, directory: RunDirectory) -> RunSpec:
-    """A resumed run with the capacity it began with, where the file leaves it to Weft."""
+    """The run with its recorded capacity, where the file sets `auto`."""
     recorded = directory.read_run().capacity
     return dataclasses.replace(spec, capacity=recorded) if spec.capacity == "auto" and recorded else spec
 
 
-def check_same_data(run: PreparedRun, directory: RunDirectory) -> None:
-    """Refuses to resume jobs on other data than their checkpoints were trained on, before anything is changed."""
+def check_same_inputs(run: PreparedRun, directory: RunDirectory) -> None:
+    """Raises before anything is written if the backbone, or what a job reads, is not what the run began with."""
+    check_same_backbone(run.engine.executor, directory)
+    for name, job in run.engine.jobs.items():
+        check_job_inputs(name, job.inputs, directory)
+
+
+def check_same_backbone(replica: ReplicaSide, directory: RunDirectory) -> None:
+    """CheckpointError if the run in a directory has trained on another backbone, also for jobs that have ended."""
+    environment = replica.facts.environment
     digest = directory.read_run().template_digest
-    for name, data in run.data.items():
-        checkpoint, _ = latest_checkpoint(directory.checkpoints_dir(name))
-        if checkpoint is None:
-            continue
-        try:
-            check_data(checkpoint, data, name)
-        except DataError:
-            if digest in (None, template_digest(run.engine.executor.tokenizer)):
-                found = "train_data is not what the checkpoint was trained on"
-                raise DataError(f"{found}; start a new run.", where=name) from None
-            found = f"the chat template of {run.spec.base_model} is not the one that the run began with"
-            raise DataError(f"{found}; put that back, or start a new run.", where=name) from None
+    if digest is not None:
+        # Versions that recorded no digests of other files recorded this one.
+        here = {**environment, "chat_template": template_digest(replica.tokenizer)}
+        check_backbone({"chat_template": digest}, here, str(directory.path))
+    for name in directory.recorded_jobs():
+        found = newest_content(directory.checkpoints_dir(name))
+        if found is not None:
+            check_backbone(found[1], environment, name)
+
+
+def check_job_inputs(name: str, inputs: Mapping[str, Any], directory: RunDirectory) -> None:
+    found = newest_content(directory.checkpoints_dir(name))
+    if found is not None:
+        check_inputs(found[0], inputs, name)
 
 
 def _check_run(spec: RunSpec, directory: RunDirectory, locate: Locate) -> None:
-    """ConfigError if the whole run changes, or one of its jobs is gone."""
+    """ConfigError if a setting of the whole run changes, or a job is missing."""
     record = directory.read_run()
     recorded: dict[str, Any] = {**record.to_json(), "quantize": record.quantize or "none"}
     now_set = {name: getattr(spec, name) for name in ("base_model", "quantize", "capacity")}
     if spec.capacity == "auto":
-        # What it was when the run began, wherever it goes on.
+        # It stays what it was when the run began.
         del now_set["capacity"]
     for setting, now in now_set.items():
         if recorded.get(setting) != now:
@@ -178,23 +190,22 @@ def _check_run(spec: RunSpec, directory: RunDirectory, locate: Locate) -> None:
 
 
 def _check_engine(now: RunRecord, directory: RunDirectory, any_capacity: bool) -> None:
-    """ConfigError if an engine has another backbone or capacity than the run that it is to go on with."""
     recorded = directory.read_run()
     pairs = {"base_model": (recorded.base_model, now.base_model), "capacity": (recorded.capacity, now.capacity)}
-    for setting, (was, asked) in pairs.items():
-        if was not in (None, asked) and not (any_capacity and setting == "capacity"):
-            raise ConfigError(_KEEPS.format(directory.path, was, "engine", asked), where=setting)
+    for setting, (was, wanted) in pairs.items():
+        if was not in (None, wanted) and not (any_capacity and setting == "capacity"):
+            raise ConfigError(_KEEPS.format(directory.path, was, "engine", wanted), where=setting)
 
 
 def _changed(job: JobSpec, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a job that are not as they were recorded, and what they were."""
+    """Recorded values of the settings that are different now."""
     before = _flat(as_named_now(JobSpec, recorded))
     # A setting that the run was recorded without did not exist then.
     return {name: before[name] for name, now in _flat(job_settings(job)).items() if before.get(name, now) != now}
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a job with those of its adapter beside them, as `adapter.r`."""
+    """A job's settings with its adapter's beside them, as `adapter.r`."""
     own = {name: value for name, value in settings.items() if name != "adapter"}
     return own | {f"adapter.{name}": value for name, value in settings.get("adapter", {}).items()}
 
@@ -226,5 +237,4 @@ def _refusal(
 
 
 def _has_more_to_do(changed: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
-    """Whether a job that has ended has more to do now."""
     return status.get("state") == JobState.SUCCEEDED and any(setting in changed for setting in LENGTHS)

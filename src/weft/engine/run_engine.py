@@ -1,12 +1,12 @@
-"""What a run asks of whatever trains it: an engine in this process, or one over many replicas."""
+"""The interface between a run and the engine that trains it: an engine in this process, or one over many replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from weft.data.chat.chat_template import Tokenizer
+from weft.data.chat_template import Tokenizer
 from weft.data.dataset import JobData
 from weft.engine.events import Event
 from weft.engine.execute.protocol import ReplicaFacts
@@ -17,101 +17,76 @@ from weft.store.run_dir import RunDirectory
 
 
 class RunJob(Protocol):
-    """What is known of a job of a run."""
+    """A job of a run."""
 
     @property
-    def spec(self) -> JobSpec:
-        """What was asked for."""
-        ...
+    def spec(self) -> JobSpec: ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What its owner should know before it starts."""
+        """Notes for its owner before it starts."""
         ...
 
     @property
-    def state(self) -> JobState:
-        """Where it stands."""
+    def inputs(self) -> Mapping[str, Any]:
+        """`JobProgress.inputs`."""
         ...
 
     @property
-    def reason(self) -> Reason | None:
-        """Why it stands there."""
-        ...
+    def state(self) -> JobState: ...
 
     @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        ...
+    def reason(self) -> Reason | None: ...
 
     @property
-    def num_steps(self) -> int:
-        """Optimizer steps of the whole job."""
-        ...
+    def step(self) -> int: ...
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens trained."""
-        ...
+    def num_steps(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
 
 
 class ReplicaSide(Protocol):
     """The replica, or what all replicas have in common."""
 
     @property
-    def facts(self) -> ReplicaFacts:
-        """What does not change about it."""
-        ...
+    def facts(self) -> ReplicaFacts: ...
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Of the base model."""
-        ...
+    def tokenizer(self) -> Tokenizer: ...
 
 
 class RunEngine(Protocol):
     """Trains the jobs of a run."""
 
     @property
-    def jobs(self) -> Mapping[str, RunJob]:
-        """By name."""
-        ...
+    def jobs(self) -> Mapping[str, RunJob]: ...
 
     @property
-    def executor(self) -> ReplicaSide:
-        """Where they are executed."""
-        ...
+    def executor(self) -> ReplicaSide: ...
 
     @property
     def layout(self) -> str:
-        """How it lies over devices, as `--layout` says it."""
+        """Layout, as `--layout` takes it."""
         ...
 
     @property
-    def timeline(self) -> TimelineRecorder:
-        """What ran when, and where the time went."""
-        ...
+    def timeline(self) -> TimelineRecorder: ...
 
-    def submit(self, spec: JobSpec, data: JobData, *, base_dir: Path | str = ".") -> None:
-        """Adds a job, or raises what is wrong with it."""
-        ...
+    def submit(self, spec: JobSpec, data: JobData, *, base_dir: Path | str = ".") -> None: ...
 
     def keep_in(self, directory: RunDirectory) -> None:
-        """Writes there, and goes on from what is there."""
+        """Writes there, and continues from what it holds."""
         ...
 
-    def events(self) -> Iterator[Event]:
-        """Trains, and yields what happens."""
-        ...
+    def events(self) -> Iterator[Event]: ...
 
     def stop(self) -> None:
         """Pauses and saves every job."""
         ...
 
-    def finish_files(self) -> None:
-        """Waits for all that is being written."""
-        ...
+    def finish_files(self) -> None: ...
 
-    def close(self) -> None:
-        """Ends what else belongs to it, such as other processes."""
-        ...
+    def close(self) -> None: ...

@@ -11,10 +11,10 @@ from typing import Any
 
 from weft.plan.simulate import timeline
 from weft.plan.simulate.timeline import Span, span_event, trace_json
-from weft.wall_clock import Activity, WallClock
+from weft.store.wall_clock import Activity, WallClock
 
 MAX_SPANS = 20_000
-"""Spans kept; older ones go first."""
+"""Spans kept; the oldest are dropped first."""
 ACTIVITIES = {
     "forward_backward": Activity.COMPUTING,
     "step": Activity.COMPUTING,
@@ -26,7 +26,7 @@ ACTIVITIES = {
     "adapter": Activity.WRITING,
     "write": Activity.WRITING,
 }
-"""What the wall clock counts spans for; those of other names, such as planning, it does not count."""
+"""Activities of the wall clock by span; other spans, such as planning, are not counted."""
 
 
 class TimelineRecorder:
@@ -34,22 +34,20 @@ class TimelineRecorder:
 
     def __init__(self, wall: WallClock | None = None) -> None:
         self.wall = wall or WallClock()
-        """What the time of this process goes on, in parts that add up."""
         self.offset_s = 0.0
-        """Seconds of the run that came before this process."""
+        """Seconds of the run before this process."""
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._start = time.perf_counter()
 
     def now(self) -> float:
-        """Seconds since the run started."""
         return self.offset_s + self.own_s()
 
     def at(self, moment_s: float) -> float:
-        """A moment of `time.perf_counter` in seconds of the run."""
+        """A `time.perf_counter` time in seconds of the run."""
         return self.offset_s + moment_s - self._start
 
     def own_s(self) -> float:
-        """Seconds that this process has worked on the run; unlike `now`, they never leap when a job is restored."""
+        """Seconds of this process; unlike `now`, they do not jump when a job is restored."""
         return time.perf_counter() - self._start
 
     @contextmanager
@@ -61,19 +59,19 @@ class TimelineRecorder:
         self.add(name, ended_s - begun_s, ended_s, **args)
 
     def add(self, name: str, seconds: float, ended_s: float, **args: Any) -> None:
-        """Records what has ended, by `time.perf_counter`. Spans come in the order in which they are recorded."""
+        """Records a span that ended at `ended_s` of `time.perf_counter`."""
         self.spans.append(Span(name, self.at(ended_s) - seconds, seconds, args))
         if name in ACTIVITIES:
             self.wall.add(ACTIVITIES[name], seconds, ended_s)
 
     def to_json(self) -> str:
-        """The spans in Chrome's trace format, which Perfetto opens."""
+        """Spans in Chrome's trace format, which Perfetto opens."""
         lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "adapter": 4, "plan": 5, "prepare": 6}
         lanes |= {"write": 7, "compile": 8, "move": 9, "forward": 1, "backward": 1, "reference": 1, "beside": 10}
         return trace_json([span_event(span, lanes.get(_name_of(span), 0)) for span in self.spans])
 
     def measured(self) -> timeline.Timeline:
-        """What has been recorded, in the form that the simulator predicts, in the order in which it began."""
+        """Recorded spans by start, in the simulator's form."""
         computes = dict.fromkeys(("forward_backward", "reference", "forward", "backward", "step"), timeline.COMPUTE)
         computes["beside"] = timeline.BESIDE
         spans = sorted(self.spans, key=lambda span: span.start_s)
@@ -85,5 +83,5 @@ class TimelineRecorder:
 
 
 def _name_of(span: Span) -> str:
-    """By which a span's lane is known: its own, unless it is the second of two that ran side by side."""
+    """Name that decides a span's lane: its own, or `beside` for the second of a pair."""
     return "beside" if span.lane == timeline.BESIDE else span.name

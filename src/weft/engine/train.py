@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from weft.data.chat.chat_template import template_digest
+from weft.data.chat_template import template_digest
 from weft.data.dataset import JobData
 from weft.data.load import find_sources, load_job_data
 from weft.engine.engine import Engine
@@ -24,9 +24,8 @@ from weft.errors import ConfigError, DataError, StorageError, WeftError
 from weft.job_state import JobState, Reason
 from weft.plan.pack import planner_named
 from weft.spec import JobSpec, RunSpec
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
-from weft.wall_clock import Activity, WallClock
+from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.wall_clock import Activity, WallClock
 
 RunT = TypeVar("RunT", bound=RunSpec)
 OnEvent = Callable[[Event], None]
@@ -40,24 +39,22 @@ class PreparedRun:
     """A run whose backbone, data and adapters are loaded and fit together."""
 
     spec: RunSpec
-    """Its capacity is a number."""
+    """Settings, with a number as capacity."""
     engine: RunEngine
     data: dict[str, JobData] = field(default_factory=dict)
     failed: dict[str, WeftError] = field(default_factory=dict)
-    """Jobs that cannot start, and why."""
     notes: tuple[str, ...] = ()
-    """What a user should know."""
     clock: datetime.datetime = field(default_factory=datetime.datetime.now)
-    """What time it is for its chat templates."""
+    """Time for its chat templates."""
 
 
 def load_engine(
     spec: RunT, jobs: Sequence[JobSpec], wall: WallClock | None = None
 ) -> tuple[RunT, Engine, tuple[str, ...]]:
-    """An engine on the backbone of a run, with the run's settings and without jobs, and what is worth telling.
+    """An engine on the backbone of a run, with the run's settings and without jobs, and notes for the user.
 
-    `jobs` are those to come, or some of each kind. The run comes back with the engine's number where its capacity is
-    `auto`, so that all that follows agrees on it. All the time that `wall` has seen by then was spent on loading.
+    `jobs`: those to come, or some of each kind. In the returned run a capacity of `auto` is the engine's number, so
+    that all that follows agrees on it. All time that `wall` has seen so far counts as loading.
     """
     wall = wall or WallClock()
     expected = ExpectedJobs.of(jobs, spec.max_jobs)
@@ -93,15 +90,14 @@ def prepare_run(
     """Loads and checks everything and writes nothing.
 
     A job with bad data, or with an adapter that does not fit, raises; with `keep_going` it is set aside as failed and
-    the others train. Jobs named in `skip` are left out. `clock` is when the run began, if that was before now.
-    `wall` has counted the time since the command was given; `open_engine` loads what trains the run;
-    `ahead` prepares the data of its jobs meanwhile.
+    the others train. Jobs named in `skip` are left out. `clock`: when the run began, if earlier than now. `wall` has
+    counted the time since the command; `open_engine` loads what trains the run; `ahead` prepares its data meanwhile.
     """
     if not keep_going:
         _check_sources(spec, base_dir, skip)
     spec, engine, notes = open_engine(spec, spec.jobs, wall)
     run = PreparedRun(spec, engine, notes=notes, clock=clock or datetime.datetime.now())
-    for place, job in enumerate(spec.jobs):
+    for index, job in enumerate(spec.jobs):
         if job.name in skip:
             continue
         try:
@@ -115,12 +111,12 @@ def prepare_run(
             if job.batch_size > num_samples:
                 run.notes += (BATCH_NOTE.format(job=job.name, asked=job.batch_size, all=num_samples),)
         except ConfigError as error:
-            # What does not fit the backbone is a mistake in the file, found late.
-            setting = f"jobs.{place}.{error.where}" if error.where else f"jobs.{place}"
-            placed = error.at(locate(setting))
+            # A job that does not fit the backbone is a mistake in the file.
+            setting = f"jobs.{index}.{error.where}" if error.where else f"jobs.{index}"
+            located = error.at(locate(setting))
             if not keep_going:
-                raise placed from None
-            run.failed[job.name] = placed
+                raise located from None
+            run.failed[job.name] = located
         except ReplicaFaultError:
             raise
         except WeftError as error:
@@ -133,7 +129,7 @@ def prepare_run(
 
 
 def _check_sources(spec: RunSpec, base_dir: Path, skip: frozenset[str]) -> None:
-    """DataError for data that is not there; nobody should wait for the model to hear that."""
+    """DataError for missing data, before the model is loaded."""
     for job in spec.jobs:
         try:
             if job.name not in skip:
@@ -143,7 +139,7 @@ def _check_sources(spec: RunSpec, base_dir: Path, skip: frozenset[str]) -> None:
 
 
 def _of_job(error: WeftError, job: JobSpec, spec: RunSpec) -> WeftError:
-    """An error of one job; where it is about data, and others could do without, it says so."""
+    """The error, with the hint that other jobs could train without this data."""
     if not isinstance(error, DataError) or error.hint is not None or len(spec.jobs) == 1:
         return error
     return error.at(error.where, f"That is data of job {job.name}; --keep-going trains the others.")
@@ -152,7 +148,7 @@ def _of_job(error: WeftError, job: JobSpec, spec: RunSpec) -> WeftError:
 def execute_run(
     run: PreparedRun, directory: RunDirectory, *, on_event: OnEvent, should_stop: Callable[[], bool] = lambda: False
 ) -> dict[str, JobState]:
-    """Trains all jobs of a prepared run into a directory; returns how each ended."""
+    """Trains all jobs of a prepared run into a directory; returns their final states."""
     write_settings(run, directory)
     for name, error in run.failed.items():
         directory.write_status(name, JobState.FAILED, reason=Reason.of(error), can_retry=True)
@@ -162,7 +158,7 @@ def execute_run(
     try:
         for event in engine.events():
             if isinstance(event, LayoutDecided) and event.has_moved:
-                # A disk that is full is told of where a job's files cannot be written.
+                # A full disk is reported where a job's files cannot be written.
                 with suppress(StorageError):
                     directory.write_run(directory.read_run().in_layout(event.layout))
             on_event(event)
@@ -175,7 +171,7 @@ def execute_run(
 
 
 def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
-    """Records every job and the resolved run, as they are trained; the run last, because with it the run exists."""
+    """Records every job and the resolved run; the run last, because with it the run exists."""
     for job in run.spec.jobs:
         directory.write_job(job.name, job_settings(job))
     name = run.spec.run_name or directory.path.resolve().name
@@ -185,7 +181,7 @@ def write_settings(run: PreparedRun, directory: RunDirectory) -> None:
 def write_record(
     directory: RunDirectory, spec: RunSpec, engine: RunEngine, name: str, clock: datetime.datetime
 ) -> None:
-    """Writes what run.json tells of a run that starts now, or goes on; `clock` is when it began."""
+    """Writes run.json for a run that starts or continues; `clock`: when it began."""
     facts = engine.executor.facts
     record = RunRecord(
         run_name=name,
@@ -206,5 +202,5 @@ def write_record(
 
 
 def clock_of(record: RunRecord) -> datetime.datetime | None:
-    """What time it is for the chat templates of a recorded run; None if that was not recorded."""
+    """Time for the chat templates of a recorded run; None if not recorded."""
     return None if record.template_clock is None else datetime.datetime.fromisoformat(record.template_clock)

@@ -1,5 +1,5 @@
-"""The one place that reads from torch which devices there are, what they can do, what they hold and in which order they
-work.
+"""The one module that reads from torch which devices there are, what they can do, what they hold, in which order they
+work, and how their failures look.
 
 Everything else goes through it, so support for a new kind of device is written in one file. Functions about memory work
 for every device: for a CPU, where nothing is counted, they return 0 and do not wait. Nothing here touches a GPU at
@@ -229,3 +229,36 @@ def record(*, pool: Any = None, stream: Stream | None = None) -> Iterator[Graph]
     # Other threads wait for what goes to other processes meanwhile, which the default would take for a mistake.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         yield graph
+
+
+_WORDS = ("error: out of memory", "error [cuda]: out of memory", "status_alloc_failed")
+"""Of the CUDA runtime and driver (graphs, pinned memory), of Triton as it loads a kernel, of cuBLAS and cuDNN."""
+_FAULTS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "CUDNN_STATUS_")
+"""What a failed GPU is called by torch, Triton, cuBLAS and cuDNN."""
+
+
+def is_device_fault(error: RuntimeError) -> bool:
+    """True if an error means that the GPU itself has failed: all later calls on it fail, too."""
+    return isinstance(error, torch.AcceleratorError) or any(word in str(error) for word in _FAULTS)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an error, or one that it hides, means that memory ran out: a failed capture only names the capture."""
+    return any(_is_memory_message(cause) for cause in (error, error.__context__))
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raises torch.OutOfMemoryError for any error inside that means that memory ran out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
+
+
+def _is_memory_message(error: BaseException | None) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)

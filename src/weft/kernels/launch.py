@@ -2,17 +2,25 @@
 
 Kernel files write `from weft.kernels.launch import jit, runs_triton, tl` and decorate with `@jit`. Nothing here touches
 a GPU at import.
-"""
+
+Kernels can be compiled ahead of their first launch, in processes without a GPU. `recorded_launches` runs operations on
+the meta device, which stands for a GPU (`device.as_gpu`). Nothing is computed, and Triton passes every launch to a hook
+with all that its binary depends on, in the form that `JITFunction.preload` takes. `compile_launch` then does the same
+as the first launch, up to the point where a GPU is needed: the binary goes to Triton's cache on disk under the same key
+that a process with the GPU looks up. Use it in a process that launches nothing itself: its only driver is the one set
+here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 
-from weft.kernels.device import Stream, current_stream, has_streams, is_gpu, on_stream
+from weft.kernels.device import GpuKind, Stream, as_gpu, current_stream, has_streams, is_gpu, on_stream
 
 try:
     import triton
@@ -80,3 +88,78 @@ def lanes(items: Sequence[Item], device: torch.device) -> Iterator[Item]:
 @lru_cache(maxsize=64)
 def _side_streams(device: torch.device, number: int) -> tuple[Stream, ...]:
     return tuple(Stream(device) for _ in range(number))
+
+
+@dataclass(frozen=True)
+class RecordedLaunch:
+    """A kernel with the specialization of a launch."""
+
+    kernel: Any
+    """A `triton.JITFunction`."""
+    specialization: str
+    """Types, constants, alignments and options, in Triton's notation."""
+
+
+class RecordingDriver:
+    """The driver that Triton reads before it compiles, for a GPU that is not here."""
+
+    def __init__(self, gpu: GpuKind) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        major, minor = gpu.capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_target(self) -> Any:
+        """Target that binaries are compiled for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """The default one; nothing is launched."""
+        return 0
+
+
+def recorded_launches(gpu: GpuKind, run: Callable[[], None]) -> list[RecordedLaunch]:
+    """Launches of `run` on a GPU, each once, in the order of their first launches."""
+    from triton import knobs
+    from triton.runtime.driver import driver
+
+    driver.set_active(RecordingDriver(gpu))
+    launches: dict[RecordedLaunch, None] = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        launches[RecordedLaunch(fn.jit_function, compile["specialization_data"])] = None
+        return True  # there is nothing to compile or to launch now
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
+    try:
+        with as_gpu(gpu):
+            run()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    return list(launches)
+
+
+def compile_launch(launch: RecordedLaunch) -> None:
+    """Compiles the binary of a launch into Triton's cache."""
+    compiled = launch.kernel.preload(launch.specialization)
+    with suppress(Exception):  # there is one only in some versions, and a launch makes what it does not find
+        _build_launcher(compiled)
+
+
+def build_driver() -> None:
+    """Compiles Triton's C module that talks to a GPU into its cache, without using the GPU."""
+    with suppress(Exception):  # as above
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
+
+
+def _build_launcher(compiled: Any) -> None:
+    """The C module that launches kernels of these types; Triton up to 3.6 compiles one for each."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    CudaLauncher(compiled.src, compiled.metadata)

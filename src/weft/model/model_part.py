@@ -1,31 +1,36 @@
-"""A part of a model: some of its layers, for one stage of a pipeline.
+"""A part of a model: some of its layers, for one stage of a pipeline, and its sites besides linears.
 
-The first part has the embedding, the last the final norm and the output head. What is not there leaves a module without
-weights in its place, so that every path is that of the whole model: starting values and dropout depend on paths.
-"""
+The first part has the embedding, the last the final norm and the output head. A module that is missing leaves one
+without weights, so that every path is that of the whole model: starting values and dropout depend on paths."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from weft.adapters.linear_modules import linear_modules
-from weft.plan.families.registry import FAMILIES
+from weft.adapters.routing import Routing
+from weft.adapters.sites import BlockOutput, InputRows, KeyValueRows, linear_modules
+from weft.methods.virtual_tokens.method import layer_path
+from weft.plan.families import FAMILIES, describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WHOLE = "weft_linears"
-"""Where a part of a model keeps the paths of all linears of the whole."""
+"""Attribute of a part of a model with the paths of all linears of the whole."""
 TIED = "weft_is_tied"
-"""Where it keeps whether embedding and output head of the whole have the same rows."""
+"""Attribute of a part of a model: whether embedding and output head of the whole share their rows."""
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The layers from `first` to before `end`, of so many."""
+    """The layers from `first` to before `end`."""
 
     first: int
     end: int
@@ -33,25 +38,24 @@ class ModelPart:
 
     @property
     def is_first(self) -> bool:
-        """Whether the embedding belongs to it."""
+        """Whether it includes the embedding."""
         return self.first == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the output head belongs to it."""
+        """Whether it includes the output head."""
         return self.end == self.num_layers
 
 
 class AbsentLayer(nn.Module):
-    """A layer that another part of the model has: what enters, leaves."""
+    """A layer of another part of the model: the identity."""
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """The same tensor."""
         return hidden_states
 
 
 class AbsentWeight(nn.Module):
-    """An embedding or output head that another part of the model has; only its shape is known."""
+    """An embedding or output head of another part of the model; only its shape is known."""
 
     def __init__(self, whole: Any) -> None:
         super().__init__()
@@ -60,7 +64,7 @@ class AbsentWeight(nn.Module):
 
 
 def keep_part(model: Any, part: ModelPart) -> None:
-    """Takes out of a transformers model of `FAMILIES` all that does not belong to a part of it."""
+    """Removes from a transformers model of `FAMILIES` all that is outside a part of it."""
     assert model.config.model_type in FAMILIES, "the layers of other models may be called otherwise"
     setattr(model, WHOLE, list(linear_modules(model)))
     decoder = model.base_model
@@ -81,15 +85,13 @@ def keep_part(model: Any, part: ModelPart) -> None:
 
 
 def plain_parameter(model: nn.Module) -> nn.Parameter:
-    """One that tells where a model lives and in what it computes.
-
-    No linear's does: those of a layer may be quantised, or on other devices.
-    """
+    """A parameter with the device and the type of a model. Linears of layers are unsuitable: they may be quantised,
+    or on other devices."""
     return next(own for name, own in model.named_parameters() if ".frozen." not in name)
 
 
 def take_out_linears(model: Any) -> None:
-    """Takes the weights of all linears but the output head out of a transformers model; their shapes are left."""
+    """Removes the weights of all linears except the output head from a transformers model; their shapes remain."""
     for linear in linear_modules(model).values():
         weight = linear._parameters.pop("weight")
         assert weight is not None
@@ -97,10 +99,67 @@ def take_out_linears(model: Any) -> None:
 
 
 def model_class_of(kind: Any, reduce: Callable[[Any], None]) -> Any:
-    """A transformers class whose models are made without what `reduce` takes out of them, so that it is never read."""
+    """A transformers class whose models are made without the weights that `reduce` removes, so that they are never
+    read."""
 
     def make(self: Any, config: Any, *args: Any, **options: Any) -> None:
         kind.__init__(self, config, *args, **options)
         reduce(self)
 
     return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})
+
+
+def inputs_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routing: Routing) -> InputRows:
+    """The site at the input of the first layer."""
+    embeddings: Any = model.get_input_embeddings()
+    width = int(embeddings.weight.shape[1])
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = embeddings(ids.to(model.device))
+        return embedded
+
+    inputs = InputRows(width, routing, embed, lambda text: list(tokenizer.encode(text)))
+    inputs.weight = embeddings.weight
+    return inputs
+
+
+def keys_and_values_of(model: PreTrainedModel, part: ModelPart | None, routing: Routing) -> dict[str, KeyValueRows]:
+    """The sites of each layer's keys and values; empty for families without a description."""
+    config = model.config.to_dict()
+    if config.get("model_type") not in FAMILIES:
+        return {}
+    sizes = describe(config).sizes
+    width = 2 * sizes.num_kv_heads * sizes.head_size
+    layers = range(sizes.num_layers) if part is None else range(part.first, part.end)
+    return {layer_path(layer): KeyValueRows(layer, width, routing) for layer in layers}
+
+
+def block_paths_of(model: PreTrainedModel) -> list[str]:
+    """Paths of a decoder's blocks, by its family's description."""
+    config = model.config
+    if config.model_type not in FAMILIES:
+        return []
+    sizes, decoder = describe(config.to_dict()).sizes, model.base_model_prefix
+    return [f"{decoder}.layers.{layer}.{name}" for layer in range(sizes.num_layers) for name in sizes.form.blocks]
+
+
+def blocks_of(model: PreTrainedModel, paths: Sequence[str], routing: Routing) -> dict[str, BlockOutput]:
+    """The outputs of the blocks in this part."""
+    modules, config = dict(model.named_modules()), model.config.to_dict()
+    return {path: BlockOutput(modules[path], config["hidden_size"], routing) for path in paths if path in modules}
+
+
+NUM_NUMBERS = 64
+"""Number of elements of the first and of the last row of every tensor."""
+
+
+def weight_sample(model: nn.Module) -> str:
+    """A digest of some numbers of every tensor, their names and shapes; another model or version has another one."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.numel():
+            for index in (0, -1):
+                row = tensor[(index,) * (tensor.dim() - 1)] if tensor.dim() else tensor.reshape(1)
+                digest.update(row[:NUM_NUMBERS].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

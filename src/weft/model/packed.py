@@ -1,4 +1,4 @@
-"""One microbatch, made from samples and where they go: arrays on the host, tensors once something asks for them.
+"""One microbatch, made from samples with their slots: arrays on the host, tensors on first use.
 
 Row i of a segment holds token i and predicts token i + 1. Shape suffixes: T rows, N supervised rows.
 """
@@ -15,145 +15,141 @@ import numpy as np
 import torch
 
 from weft.adapters.routing import Rows, SlotRows, slot_rows
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.kernels.device import is_cpu, is_gpu
 from weft.kernels.device_event import sent
 from weft.kernels.dropout import row_keys
-from weft.model.distill import DistillationRows
-from weft.model.heads import LabelledRows
-from weft.model.judge import ScoredGroups, find_scored_groups
-from weft.model.reference_rows import ReferenceRows
+from weft.model.loss import DistillationRows
+from weft.model.objective_loss import LabelledRows, ReferenceRows, ScoredGroups, find_scored_groups
 from weft.objectives.distillation import Distillation
-from weft.objectives.heads.head_objective import HeadObjective
+from weft.objectives.heads import HeadObjective
 from weft.objectives.objective import LikelihoodObjective
 
 ADAPTER_WINDOW = 64
-"""Rows per adapter product on a CPU; it divides the tile of frozen products. Fixed, so that no row's result depends on
+"""Rows per adapter product on a CPU; divides the tile of frozen products. Fixed, so that no row's result depends on
 its neighbours; smaller wastes less on short jobs, larger needs fewer calls for long ones."""
 
 
 @dataclass(frozen=True)
-class PlacedSample:
-    """A sample with the slot it trains."""
+class SlotSample:
+    """A sample with the slot that it trains."""
 
     sample: Sample
     slot: int | None = None
     weight: float = 1.0
-    """What a supervised token of weight 1, or a whole group, counts in the gradient: 1 / the global batch's divisor."""
+    """Weight in the gradient of a supervised token of weight 1, or of a whole group: 1 / the global batch's divisor."""
     dropout_key: int | None = None
     step_key: int | None = None
-    """A number of its job's seed and step, in training."""
+    """Number derived from its job's seed and step, in training."""
     is_separate: bool = False
-    """Whether its slot works on it by itself, as order-independent sums need it; else neighbours of one slot go
-    together."""
+    """Whether its slot processes it alone, as order-independent sums need it; else neighbours of one slot are
+    joined."""
     position: int = 0
-    """Position of its first token; above 0 when earlier tokens are cached."""
+    """Position of its first token; above 0 if earlier tokens are cached."""
     objective: LikelihoodObjective | None = None
-    """Who weighs its tokens, where that takes their log-probabilities; its group's samples then follow each other."""
+    """Objective that weights its tokens by their log-probabilities, if any; its group's samples then follow each
+    other."""
     head: HeadObjective | None = None
-    """Who learns from its labels by the head of its slot; its tokens then teach nothing else."""
+    """Objective that trains the head of its slot on its labels, if any; then no other loss applies."""
     reference: ReferenceRows | None = None
-    """What the objective compares with; it is known when the microbatch runs."""
+    """Values of the reference that the objective compares with; known when the microbatch runs."""
     distillation: Distillation | None = None
-    """Who learns from its tokens as its reference predicts them; they then teach nothing else."""
+    """Objective that trains its tokens on its teacher's distribution, if any; then no other loss applies."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """What the backbone needs to run one microbatch."""
+    """The input of the backbone for one microbatch."""
 
     device: torch.device
     ids: np.ndarray
     positions: np.ndarray
+    """Positions of the tokens in their samples."""
     keys: np.ndarray
     """int32 dropout keys of the rows."""
     drops: bool
-    """Whether dropout applies at all: it does not in evaluation."""
+    """Whether dropout applies; False in evaluation."""
     segments: tuple[Rows, ...]
     segment_slots: tuple[int | None, ...]
     step_keys: tuple[int | None, ...]
-    """Of each segment, a number of its job's seed and step; None in evaluation."""
+    """Number derived from the job's seed and step for each segment; None in evaluation."""
     apart: tuple[bool, ...]
-    """Of each segment, whether its slot works on it by itself."""
+    """For each segment, whether its slot processes it alone."""
     is_tiled: bool
     supervised: np.ndarray
     """Rows that predict a supervised token."""
     targets: np.ndarray
+    """The tokens that those rows predict."""
     weights: np.ndarray
+    """Weight of each supervised row in its job's loss."""
     counts: tuple[int, ...]
-    """Supervised rows of each segment; they lie in segment order in the N-long arrays."""
+    """Number of supervised rows of each segment; N-long arrays are in segment order."""
     importance: np.ndarray | None
-    """What each supervised row counts beside others of its job; None where all count the same."""
+    """Weight of each supervised row within its job; None if all are equal."""
     scored_groups: tuple[ScoredGroups, ...]
     """Groups whose rows get their weights from log-probabilities."""
     heads: tuple[LabelledRows, ...] = ()
-    """Rows that heads of jobs look at; none of these is among the supervised."""
+    """Rows for heads of jobs; none of these is among the supervised."""
     taught: tuple[DistillationRows, ...] = ()
     """Rows that learn from a teacher; none of these is among the supervised."""
     references: tuple[ReferenceRows | None, ...] = ()
-    """Of each segment, what its objective compares with; all of it must be known before the loss is."""
+    """Reference values for each segment's objective; all must be known before the loss."""
 
     @property
     def num_rows(self) -> int:
-        """Rows, padding included."""
+        """Number of rows, padding included."""
         return len(self.ids)
 
     @property
     def num_tokens(self) -> int:
-        """Rows that hold a token."""
+        """Number of rows with a token."""
         return self.segments[-1].end if self.segments else 0
 
     @functools.cached_property
     def input_ids_T(self) -> torch.Tensor:
-        """The tokens."""
         return self._tensor(self.ids)
 
     @functools.cached_property
     def positions_T(self) -> torch.Tensor:
-        """The tokens' places in their samples."""
         return self._tensor(self.positions)
 
     @functools.cached_property
     def dropout_keys_T(self) -> torch.Tensor | None:
-        """The rows' dropout keys, where dropout applies."""
         return self._tensor(self.keys) if self.drops else None
 
     @functools.cached_property
     def supervised_N(self) -> torch.Tensor:
-        """Rows that predict a supervised token."""
         return self._tensor(self.supervised)
 
     @functools.cached_property
     def targets_N(self) -> torch.Tensor:
-        """The tokens they predict."""
         return self._tensor(self.targets)
 
     @functools.cached_property
     def weights_N(self) -> torch.Tensor:
-        """What each counts in its job's loss."""
         return self._tensor(self.weights)
 
     @functools.cached_property
     def bounds(self) -> torch.Tensor | None:
-        """On a GPU: int32, where each segment begins and, last, where the buffer ends; padding is a segment too."""
+        """On a GPU, int32: the first row of each segment, then the end of the buffer; padding counts as a segment."""
         return self._tensor(np.array(self._edges, dtype=np.int32)) if is_gpu(self.device) else None
 
     @property
     def longest(self) -> int:
-        """Rows of the longest segment, padding included."""
+        """Number of rows of the longest segment, padding included."""
         return max(end - start for start, end in itertools.pairwise(self._edges))
 
     @functools.cached_property
     def slots(self) -> tuple[SlotRows, ...]:
-        """Neighbouring segments of one slot, together, but for those that go by themselves.
+        """Neighbouring segments of one slot, joined unless they are processed alone.
 
         On a GPU only frozen products are tiled; a slot's adapter products and gradients run over all its rows at once,
-        since small products would leave it idle. There, results with other neighbours are equal to rounding.
+        since small products would leave it idle. There, results with other neighbours are equal up to rounding.
         """
         on_cpu = is_cpu(self.device)
         window = ADAPTER_WINDOW if self.is_tiled and on_cpu else None
         found = []
-        alone = [place if is_separate else -1 for place, is_separate in enumerate(self.apart)]
+        alone = [index if is_separate else -1 for index, is_separate in enumerate(self.apart)]
         owned = zip(zip(self.segment_slots, self.step_keys, alone, strict=True), self.segments, strict=True)
         for (slot, key, _), group in itertools.groupby(owned, key=lambda pair: pair[0]):
             if slot is not None:
@@ -172,18 +168,18 @@ class PackedBatch:
         return sent(torch.from_numpy(array), self.device)
 
 
-def pack_samples(placed: Sequence[PlacedSample], row_tile: int | None, device: torch.device) -> PackedBatch:
-    """One sample after another in one buffer, padded to whole tiles."""
-    lengths = [p.sample.length for p in placed]
+def pack_samples(samples: Sequence[SlotSample], row_tile: int | None, device: torch.device) -> PackedBatch:
+    """Puts one sample after another in one buffer, padded to whole tiles."""
+    lengths = [p.sample.length for p in samples]
     starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     num_rows = starts[-1] if row_tile is None else -(-starts[-1] // row_tile) * row_tile
     ids = np.zeros(num_rows, dtype=np.int64)
     positions = np.zeros(num_rows, dtype=np.int64)
     keys = np.zeros(num_rows, dtype=np.int32)
     rows, targets, weights, counts = [], [], [], []
-    is_weighted = any(item.sample.weights is not None for item in placed)
+    is_weighted = any(item.sample.weights is not None for item in samples)
     importance: list[np.ndarray] = []
-    for item, start, length in zip(placed, starts, lengths, strict=False):
+    for item, start, length in zip(samples, starts, lengths, strict=False):
         ids[start : start + length] = item.sample.tokens
         positions[start : start + length] = np.arange(item.position, item.position + length)
         if item.dropout_key is not None:
@@ -201,11 +197,11 @@ def pack_samples(placed: Sequence[PlacedSample], row_tile: int | None, device: t
         ids=ids,
         positions=positions,
         keys=keys,
-        drops=any(item.dropout_key is not None for item in placed),
+        drops=any(item.dropout_key is not None for item in samples),
         segments=tuple(Rows(start, start + length) for start, length in zip(starts, lengths, strict=False)),
-        segment_slots=tuple(item.slot for item in placed),
-        step_keys=tuple(item.step_key for item in placed),
-        apart=tuple(item.is_separate for item in placed),
+        segment_slots=tuple(item.slot for item in samples),
+        step_keys=tuple(item.step_key for item in samples),
+        apart=tuple(item.is_separate for item in samples),
         is_tiled=row_tile is not None,
         supervised=np.concatenate(rows).astype(np.int64),
         targets=np.concatenate(targets).astype(np.int64),
@@ -213,28 +209,28 @@ def pack_samples(placed: Sequence[PlacedSample], row_tile: int | None, device: t
         counts=tuple(counts),
         importance=np.concatenate(importance) if is_weighted else None,
         scored_groups=find_scored_groups(
-            [item.objective for item in placed],
+            [item.objective for item in samples],
             counts,
-            [item.weight for item in placed],
-            [math.nan if item.sample.labels is None else item.sample.label for item in placed],
-            [item.reference for item in placed],
+            [item.weight for item in samples],
+            [math.nan if item.sample.labels is None else item.sample.label for item in samples],
+            [item.reference for item in samples],
         ),
-        heads=_labelled_rows(placed, starts),
-        taught=_distillation_rows(placed, starts),
-        references=tuple(item.reference for item in placed),
+        heads=_labelled_rows(samples, starts),
+        taught=_distillation_rows(samples, starts),
+        references=tuple(item.reference for item in samples),
     )
 
 
-def _labelled_rows(placed: Sequence[PlacedSample], starts: Sequence[int]) -> tuple[LabelledRows, ...]:
-    """The rows that heads look at, job by job."""
+def _labelled_rows(samples: Sequence[SlotSample], starts: Sequence[int]) -> tuple[LabelledRows, ...]:
+    """The rows for heads, job by job."""
     of_slots: dict[int, list[int]] = {}
-    for segment, item in enumerate(placed):
+    for segment, item in enumerate(samples):
         # A stage of a pipeline that holds no part of an adapter has no slot for it; its head is on the last one.
         if item.head is not None and item.slot is not None:
             of_slots.setdefault(item.slot, []).append(segment)
     found = []
     for slot, segments in of_slots.items():
-        objective, labels = placed[segments[0]].head, [placed[s].sample.labels for s in segments]
+        objective, labels = samples[segments[0]].head, [samples[s].sample.labels for s in segments]
         assert objective is not None
         own = [np.flatnonzero(~np.isnan(each)) for each in labels if each is not None]
         counts = [len(rows) for rows in own]
@@ -245,33 +241,33 @@ def _labelled_rows(placed: Sequence[PlacedSample], starts: Sequence[int]) -> tup
                 objective=objective,
                 rows=np.concatenate([rows + starts[s] for rows, s in zip(own, segments, strict=True)]),
                 labels=np.concatenate(given).astype(np.float32),
-                shares=np.repeat(np.array([placed[s].weight for s in segments], dtype=np.float32), counts),
+                shares=np.repeat(np.array([samples[s].weight for s in segments], dtype=np.float32), counts),
                 segments=np.repeat(np.array(segments), counts),
             )
         )
     return tuple(found)
 
 
-def _distillation_rows(placed: Sequence[PlacedSample], starts: Sequence[int]) -> tuple[DistillationRows, ...]:
-    """The rows that learn from teachers, objective by objective, and apart where teachers say more or less of a row."""
+def _distillation_rows(samples: Sequence[SlotSample], starts: Sequence[int]) -> tuple[DistillationRows, ...]:
+    """The rows that learn from teachers, by objective and by number of the teacher's values."""
     of_objectives: dict[tuple[Distillation, int | None], list[int]] = {}
-    for segment, item in enumerate(placed):
+    for segment, item in enumerate(samples):
         if item.distillation is not None:
             assert item.reference is not None, "a teacher speaks of every sample"
             of_objectives.setdefault((item.distillation, item.reference.num_reference_values), []).append(segment)
     found = []
     for (objective, _), segments in of_objectives.items():
-        own = [_predicted(placed[s].sample) for s in segments]
+        own = [_predicted(samples[s].sample) for s in segments]
         counts = [len(tokens) for tokens in own]
-        teacher = tuple(each for s in segments if (each := placed[s].reference) is not None)
+        teacher = tuple(each for s in segments if (each := samples[s].reference) is not None)
         found.append(
             DistillationRows(
                 objective=objective,
                 rows=np.concatenate([tokens - 1 + starts[s] for tokens, s in zip(own, segments, strict=True)]),
                 targets=np.concatenate(
-                    [placed[s].sample.tokens[tokens] for tokens, s in zip(own, segments, strict=True)]
+                    [samples[s].sample.tokens[tokens] for tokens, s in zip(own, segments, strict=True)]
                 ).astype(np.int64),
-                shares=np.repeat(np.array([placed[s].weight for s in segments], dtype=np.float32), counts),
+                shares=np.repeat(np.array([samples[s].weight for s in segments], dtype=np.float32), counts),
                 segments=np.repeat(np.array(segments), counts),
                 teacher=teacher,
             )
@@ -280,5 +276,5 @@ def _distillation_rows(placed: Sequence[PlacedSample], starts: Sequence[int]) ->
 
 
 def _predicted(sample: Sample) -> np.ndarray:
-    """The tokens of a sample that are predicted, and learned from."""
+    """The supervised tokens of a sample that are predicted."""
     return np.flatnonzero(sample.supervised[1:]) + 1

@@ -19,25 +19,25 @@ from weft.model.load import fp8_copies
 from weft.model.model_part import ModelPart, keep_part
 from weft.model.packing import attention
 from weft.model.path import Memory
-from weft.plan.cost.published_shapes import Shape
-from weft.plan.families.registry import describe
+from weft.plan.cost.shape import Shape
+from weft.plan.families import describe
 
 WEIGHT_STD = 0.02
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How Weft keeps weights and activations."""
+    """How weights and activations are stored."""
 
     quantize: str = "none"
     recompute: Literal["none", "mlp", "full"] = "none"
-    """What is made again on the way back."""
+    """Activations that are recomputed in backward."""
     offload: bool = False
-    """Whether activations wait in the machine's memory."""
+    """Whether activations are offloaded to host memory."""
 
     @property
     def text(self) -> str:
-        """What differs from the default, for names."""
+        """Differences from the default, for names."""
         quantized = "" if self.quantize == "none" else f"_{self.quantize}"
         return f"{quantized}{'_offload' if self.offload else ''}"
 
@@ -45,7 +45,7 @@ class Storage:
 def make_backbone(
     shape: Shape, storage: Storage, dtype: torch.dtype, device: torch.device, kernels: str = "auto"
 ) -> Backbone:
-    """The shape as a backbone of Weft, its weights stored as asked; never more than one dense linear beside them."""
+    """A backbone of this shape with weights stored as requested; at most one dense linear exists at a time."""
     attention.register()
     tokenizer: Any = None  # nothing is tokenised here
     if storage.quantize == "none":
@@ -67,7 +67,7 @@ def _fill_linears(backbone: Backbone, quantize: str, copies: int, device: torch.
 
 
 def build(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str, part: ModelPart | None = None) -> Any:
-    """A transformers model of that shape, or a part of it, with random weights; seconds for 8 B parameters on a GPU."""
+    """A transformers model of this shape, or a part of it, with random weights; seconds for 8 B parameters on a GPU."""
     model = build_empty(shape, dtype, attention)
     if part is not None:
         keep_part(model, part)
@@ -78,7 +78,7 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str
 
 
 def build_outside_linears(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
-    """The same, but its linears, the head apart, have no storage yet: `random_weight` makes them one by one."""
+    """The same, but its linears, except the head, have no storage yet: `random_weight` makes them one by one."""
     model = build_empty(shape, dtype, attention)
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
@@ -97,12 +97,12 @@ def build_empty(shape: Shape, dtype: torch.dtype, attention: str) -> Any:
 
 
 def _norm_value(shape: Shape) -> float:
-    """What a norm's weights are to be, so that it multiplies by one."""
+    """Value of a norm's weights with which it multiplies by one."""
     return 0.0 if describe(shape.config().to_dict()).sizes.form.norm_weight == "one_plus" else 1.0
 
 
 def fill(module: nn.Module, path: str, device: torch.device, norm_value: float = 1.0) -> None:
-    """Gives one module's own weights storage and values; submodules are left alone."""
+    """Gives one module's own weights storage and values, without submodules."""
     if any(name.endswith("inv_freq") for name in module._buffers):
         # Its table is computed by its constructor, so it is made again, where it belongs.
         with device:
@@ -120,6 +120,6 @@ def fill(module: nn.Module, path: str, device: torch.device, norm_value: float =
 
 
 def random_weight(like: torch.Tensor, path: str, device: torch.device) -> torch.Tensor:
-    """A weight of that size and type; its values depend on its path alone."""
+    """A weight of this size and type; its values depend on its path only."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(path.encode()))
     return torch.empty(like.shape, dtype=like.dtype, device=device).normal_(std=WEIGHT_STD, generator=generator)

@@ -19,13 +19,13 @@ from weft.model.source import Source, find_source, gguf, quiet, readable
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.cost.hardware import Hardware, find_hardware
 from weft.plan.cost.shape import ModelShape
-from weft.plan.families.registry import why_unsupported
+from weft.plan.families import why_unsupported
 from weft.spec import BackboneSpec
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A backbone whose weights are yet to be read."""
+    """A backbone whose weights are not read yet."""
 
     spec: BackboneSpec
     source: Source
@@ -33,11 +33,11 @@ class ResolvedModel:
     dtype: torch.dtype
     """Type of the frozen weights and of activations."""
     elsewhere: Hardware | None = None
-    """The devices it is planned for, if they are not those of this machine."""
+    """The devices that it is planned for, if not those of this machine."""
 
     @functools.cached_property
     def transformers_config(self) -> Any:
-        """Its configuration as transformers has it, which takes seconds to import: read at first use."""
+        """Its transformers configuration, which takes seconds to import: read at first use."""
         from transformers import AutoConfig
 
         with quiet(), readable(self.source, "config.json cannot be loaded"):
@@ -53,7 +53,6 @@ class ResolvedModel:
 
     @functools.cached_property
     def shape(self) -> ModelShape:
-        """Its sizes."""
         return ModelShape.from_config(self.config, self.spec.base_model)
 
     @functools.cached_property
@@ -72,23 +71,22 @@ class ResolvedModel:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether its devices are CPUs."""
         return is_cpu(self.device)
 
     @property
     def is_fused(self) -> bool:
-        """Whether it takes the fast path, as far as the configuration shows."""
+        """Whether it takes the fused path, as far as the configuration shows."""
         if self.spec.kernels != "auto":
             return self.spec.kernels == "fused"
         return not self.is_cpu and self.dtype != torch.float32 and why_unsupported(self.config) is None
 
     def setup(self, ranks: Sequence[int]) -> BackboneSetup:
-        """What cost models are made from, with adapters of these ranks in a microbatch."""
+        """The basis of cost models, with adapters of these ranks in a microbatch."""
         return BackboneSetup(self.shape, tuple(ranks), self.spec.quantize, self.spec.recompute)
 
 
 def resolve(spec: BackboneSpec | ResolvedModel, elsewhere: Hardware | None = None) -> ResolvedModel:
-    """Finds a backbone's files and its device, if that has not been done; ModelError for what is not there."""
+    """Finds a backbone's files and its device, unless already done; ModelError if files are missing."""
     if isinstance(spec, ResolvedModel):
         return spec
     planned = None if elsewhere is None else torch.device("cpu" if elsewhere.name == "cpu" else "cuda")
@@ -97,9 +95,8 @@ def resolve(spec: BackboneSpec | ResolvedModel, elsewhere: Hardware | None = Non
 
 
 def choose_device(spec: BackboneSpec) -> torch.device:
-    """The device to train on."""
     if spec.device == "cuda" and not has_gpu():
-        raise ModelError("cuda is asked for, but torch sees no GPU; use cpu or auto.", where="device")
+        raise ModelError("cuda needs a GPU, and torch sees none; use cpu or auto.", where="device")
     if spec.device == "auto":
         return torch.device("cuda" if has_gpu() else "cpu")
     return torch.device(spec.device)

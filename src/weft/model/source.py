@@ -1,10 +1,14 @@
-"""Where a backbone's files are, and its tokenizer: what can be had of it without torch."""
+"""The files of a backbone, their checks, and its tokenizer; needs no torch.
+
+Each flaw of a model directory is reported in a sentence that names the file, before anything is loaded.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import io
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -13,24 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import MissingExtraError, ModelError
-from weft.model.model_files import check_directory
 
 TINY = Path(__file__).parent / "tiny"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a backbone's files are."""
+    """The files of a backbone."""
 
     name: str
-    """How the user called it; written into adapter files."""
+    """The user's name for it, which is written into adapter files."""
     path: str
     """A directory, or a Hub name."""
     gguf_file: str | None = None
 
 
 def find_source(base_model: str) -> Source:
-    """The files behind a name, without loading them."""
+    """Finds the files for a name, without loading them."""
     if base_model == "tiny":
         return Source("tiny", str(TINY))
     if base_model == "smollm2":
@@ -52,7 +55,7 @@ def find_source(base_model: str) -> Source:
 
 
 def load_tokenizer(base_model: str | Source) -> Any:
-    """The tokenizer alone; much quicker than the model."""
+    """The tokenizer alone; much faster than the model."""
     from transformers import AutoTokenizer
 
     source = find_source(base_model) if isinstance(base_model, str) else base_model
@@ -74,13 +77,13 @@ def _find_smollm2() -> Source:
 
 
 def gguf(source: Source) -> dict[str, Any]:
-    """What transformers has to be told of a model in a GGUF file."""
+    """Arguments of transformers for a model in a GGUF file."""
     return {"gguf_file": source.gguf_file} if source.gguf_file else {}
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars or advice from transformers and the Hub while they load."""
+    """Disables progress bars and advice of transformers and the Hub while they load."""
     from transformers.utils import logging as transformers_logging
 
     hub = logging.getLogger("huggingface_hub")
@@ -102,7 +105,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def readable(source: Source, failure: str, cause: Callable[[Exception], str] | None = None) -> Iterator[None]:
-    """Turns what transformers raises over bad or missing files into one sentence: `failure`, and why."""
+    """Turns transformers' errors about bad or missing files into one sentence: `failure`, and the cause."""
     try:
         yield
     except ModelError:
@@ -112,8 +115,84 @@ def readable(source: Source, failure: str, cause: Callable[[Exception], str] | N
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in one line: its first, and the rest if that only announces it."""
+    """The reason of an error in one line: its first, and the rest if that only introduces it."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     text = " ".join(lines) if lines[0].endswith(":") else lines[0]
     # The text of a KeyError is the bare key.
     return f"{type(error).__name__} {text}" if isinstance(error, KeyError) else text
+
+
+INDEX = "model.safetensors.index.json"
+_LFS = b"version https://git-lfs"
+"""Beginning of the pointer that Git leaves in place of a large file."""
+
+
+def check_directory(path: Path) -> None:
+    """ModelError if a directory has no loadable model, except its weights."""
+    where = f"base_model {path}"
+    config = path / "config.json"
+    if not config.is_file():
+        raise ModelError("the directory has no config.json, so it is not a Hugging Face model.", where=where)
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".json", ".model", ".safetensors") and file.is_file():
+            _refuse_pointer(file, where)
+    settings = _read_json(config, where)
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise ModelError("config.json names no model_type.", where=where)
+    if "auto_map" in settings:
+        raise ModelError(
+            "the model brings code of its own (auto_map); Weft runs no code from model files.", where=where
+        )
+    if not list(path.glob("*.safetensors")):
+        pickled = " Convert its .bin files first." if list(path.glob("*.bin")) else ""
+        raise ModelError(f"the directory has no .safetensors weights.{pickled}", where=where)
+
+
+def check_weight_files(path: Path) -> None:
+    """ModelError if a weights file is missing, truncated or of another kind; reads headers only."""
+    where = f"base_model {path}"
+    index = path / INDEX
+    if index.is_file():
+        named = _read_json(index, where)
+        named = named.get("weight_map") if isinstance(named, dict) else None
+        if not isinstance(named, dict):
+            raise ModelError(f"{INDEX} does not list which file has which weights.", where=where)
+        missing = sorted({str(name) for name in named.values() if not (path / str(name)).is_file()})
+        if missing:
+            more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(f"{missing[0]}, which {INDEX} names, is not there{more}.", where=where)
+    for file in sorted(path.glob("*.safetensors")):
+        _check_header(file, where)
+
+
+def _check_header(file: Path, where: str) -> None:
+    """Checks a safetensors file, which begins with the length of its header, by the end of its last tensor."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header: Any = None
+        if 0 < length <= size - 8:
+            try:
+                header = json.loads(opened.read(length))
+            except ValueError:
+                header = None
+    if not isinstance(header, dict):
+        raise ModelError(f"{file.name} is not a safetensors file, or its beginning is damaged.", where=where)
+    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+    ends = [entry["data_offsets"][1] for entry in tensors if isinstance(entry, dict) and entry.get("data_offsets")]
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise ModelError(f"{file.name} has {size} bytes; its header needs {expected}. Fetch it again.", where=where)
+
+
+def _refuse_pointer(file: Path, where: str) -> None:
+    with file.open("rb") as opened:
+        if opened.read(len(_LFS)) == _LFS:
+            raise ModelError(f"{file.name} is a Git LFS pointer, not the file itself; run `git lfs pull`.", where=where)
+
+
+def _read_json(file: Path, where: str) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file.name} cannot be read ({error}).", where=where) from None

@@ -1,1 +1,1 @@
-"""What a job learns by: how its rows become samples, what each token counts in the loss, and what is measured."""
+"""Training objectives: how rows become samples, the weight of each token in the loss, and metrics."""

@@ -1,4 +1,4 @@
-"""Distillation: the adapter is to predict what a teacher predicts, every supervised token as a whole distribution.
+"""Distillation: the adapter learns a teacher's distribution of every supervised token.
 
 With z the logits of a token, p the teacher's distribution and s the adapter's, both at temperature T, i.e. of z / T:
 
@@ -7,7 +7,7 @@ With z the logits of a token, p the teacher's distribution and s the adapter's, 
     reverse_kl   D = Σ s log(s / p)                        dD/d(z/T) = s (log(s / p) - D)
     jsd          D = ½ Σ p log(p / m) + ½ Σ s log(s / m)   dD/d(z/T) = s (g - Σ s g), g = ½ log(s / m), m = ½ (p + s)
 
-Where only the teacher's most likely tokens are known, p is made of these alone, and the adapter's is what it is. Shape
+If only the teacher's most likely tokens are known, p has only these, and s all tokens. Shape
 suffixes: B rows of a block, V vocabulary, K numbers that are measured of a row.
 """
 
@@ -17,12 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from weft.errors import ConfigError
-from weft.objectives.metrics import ACCURACY, LOSS
-from weft.objectives.objective import Part, SettingsOfObjective
+from weft.errors import ConfigError, DataError
+from weft.objectives.objective import ACCURACY, LOSS, Part, SettingsOfObjective, TeacherTopK
 from weft.objectives.supervised import Supervised
-from weft.objectives.teacher_columns import IDS, LOGPROBS, read_teacher_top_k
-from weft.settings.fields import above, at_least, setting
+from weft.settings import above, at_least, describe, is_usable_number, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
     from weft.spec import JobSpec
 
 MEASURED = (LOSS, ACCURACY, "kl", "cross_entropy", "teacher_agreement")
-"""What is measured of a row, in this order: kl is the forward one at the job's temperature, whatever is learned by; the
-last is whether the adapter's most likely token is the teacher's."""
+"""Metrics of a row, in this order. kl is the forward KL at the job's temperature, whatever the divergence;
+teacher_agreement is 1 if the adapter's most likely token is the teacher's."""
 
 
 @dataclass(frozen=True)
@@ -72,24 +70,24 @@ class DistillationSettings(SettingsOfObjective):
 
 @dataclass(frozen=True)
 class DistillationBlock:
-    """What the objective makes of a block of rows."""
+    """Losses, metrics and slopes of a block of rows."""
 
     measured_KB: tuple[Tensor, ...]
-    """As `MEASURED` names them."""
+    """Values of `MEASURED`, in its order."""
     slopes_BV: Tensor
     """dloss / dlogit."""
 
 
 @dataclass(frozen=True)
 class Distillation(Supervised):
-    """Every row is one sample, and every supervised token counts the same."""
+    """Every row is one sample, and all supervised tokens have the same weight."""
 
     alpha: float = 0.5
-    """The teacher's share of the loss."""
+    """Weight of the teacher in the loss."""
     temperature: float = 1.0
     divergence: str = "forward_kl"
     top_k: int | None = None
-    """How many of the teacher's most likely tokens it hears of; None: all."""
+    """Number of the teacher's most likely tokens to use; None: all."""
     name: ClassVar[str] = "distillation"
     example: ClassVar[Mapping[str, Any]] = {
         **Supervised.example,
@@ -99,7 +97,6 @@ class Distillation(Supervised):
     reads_reference: ClassVar[bool] = True
 
     def of_job(self, job: JobSpec) -> Self:
-        """As a job's settings have it."""
         return type(self)(
             job.distillation_alpha,
             job.distillation_temperature,
@@ -108,20 +105,19 @@ class Distillation(Supervised):
         )
 
     def claims(self, values: Mapping[str, Any]) -> bool:
-        """A row that holds what a teacher has said."""
         return bool(values.get(LOGPROBS))
 
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
-        """The row with what its teacher has said, where it holds that."""
+        """The row, and its teacher's tokens if it has some."""
         if not (values.get(IDS) or values.get(LOGPROBS)):
             return (Part(values),)
         rest = {name: value for name, value in values.items() if name not in (IDS, LOGPROBS)}
         return (Part(rest, teacher=read_teacher_top_k(values, where)),)
 
     def distillation_loss(self, logits_BV: Tensor, teacher_BV: Tensor, targets_B: Tensor) -> DistillationBlock:
-        """Losses and slopes, on the device: nothing here may wait for it.
+        """Losses and slopes, on the device; must not wait for it.
 
-        `teacher_BV` are logits or log-probabilities, -inf for tokens that the teacher says nothing of.
+        `teacher_BV` are logits or log-probabilities, -inf for tokens that the teacher did not name.
         """
         logs_BV = (logits_BV / self.temperature).log_softmax(dim=1)
         divergence_B, kl_B, slopes_BV = self._compare(logs_BV, (teacher_BV / self.temperature).log_softmax(dim=1))
@@ -138,7 +134,8 @@ class Distillation(Supervised):
         return DistillationBlock((losses_B, is_hit_B.float(), kl_B, entropy_B, agrees_B.float()), slopes_BV)
 
     def _compare(self, logs_BV: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The divergence of two distributions, given by their logarithms; the forward KL; the divergence's slopes."""
+        """The divergence of two distributions given by their logarithms, the forward KL, and the divergence's
+        slopes."""
         s_BV, p_BV = logs_BV.exp(), teacher_BV.exp()
         kl_B = _expected(p_BV, teacher_BV - logs_BV)
         if self.divergence == "forward_kl":
@@ -155,10 +152,49 @@ class Distillation(Supervised):
 
 
 def _weighted(weights_BV: Tensor, values_BV: Tensor) -> Tensor:
-    """The product, 0 where nothing counts: a probability of 0 has no finite logarithm."""
+    """The product, 0 where the weight is 0: a probability of 0 has no finite logarithm."""
     return (weights_BV * values_BV).masked_fill(weights_BV == 0, 0.0)
 
 
 def _expected(weights_BV: Tensor, values_BV: Tensor) -> Tensor:
-    """Σ of the product over the vocabulary."""
     return _weighted(weights_BV, values_BV).sum(dim=1)
+
+
+IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"
+"""Columns of a teacher's tokens."""
+MOST_TOKENS = 1000
+"""Maximum number of a teacher's tokens per supervised token."""
+
+
+def read_teacher_top_k(values: Mapping[str, Any], where: str) -> TeacherTopK:
+    """The teacher's tokens in a row, the most likely first; DataError for a wrong column."""
+    ids, logprobs = (_lists(name, values.get(name), where) for name in (IDS, LOGPROBS))
+    if len(ids) != len(logprobs) or len({len(each) for each in (*ids, *logprobs)}) > 1:
+        found = f"{IDS} and {LOGPROBS} differ in size"
+        raise DataError(f"{found}; expected as many tokens for each supervised token in both.", where=where)
+    if ids and len(ids[0]) > MOST_TOKENS:
+        raise DataError(f"{IDS} names {len(ids[0]):,} tokens for each; the most is {MOST_TOKENS:,}.", where=where)
+    for index, (own, given) in enumerate(zip(ids, logprobs, strict=True)):
+        if not all(type(token) is int and token >= 0 for token in own) or len(set(own)) < len(own):
+            raise DataError(f"{IDS}[{index}] is {_short(own)}; expected different token ids.", where=where)
+        if not all(map(is_usable_number, given)):
+            raise DataError(f"{LOGPROBS}[{index}] is {_short(given)}; expected finite numbers.", where=where)
+    ordered = [sorted(zip(given, own, strict=True), reverse=True) for own, given in zip(ids, logprobs, strict=True)]
+    return TeacherTopK([[token for _, token in each] for each in ordered], [[x for x, _ in each] for each in ordered])
+
+
+def _lists(name: str, column: Any, where: str) -> list[list[Any]]:
+    """A column that must be a list of non-empty lists."""
+    if not isinstance(column, list):
+        found = f"{name} is {describe(column)}"
+        raise DataError(f"{found}; expected a list of tokens for each supervised token.", where=where)
+    for index, each in enumerate(column):
+        if not isinstance(each, list) or not each:
+            raise DataError(f"{name}[{index}] is {_short(each)}; expected a list of tokens.", where=where)
+    return column
+
+
+def _short(value: Any) -> str:
+    """The text of a value, shortened."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

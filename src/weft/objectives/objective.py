@@ -1,17 +1,18 @@
-"""What an objective is: how a row becomes samples, what their tokens count, and what is measured.
+"""The interface of objectives: how a row becomes samples, the weights of their tokens, and metrics.
 
-The layer lies below data, so that all that reads rows can ask it: an objective meets a row as plain columns, which it
-hands on as one or more rows that data's formats read. It knows no form of a row and no sample. What it says of a loss
-is in plain numbers, or in tensors whose methods it calls; torch is never imported here. Shape suffixes: N supervised
+The layer is below data, so that readers of rows can use it: an objective gets a row as plain columns and returns one or
+more rows that data's formats read. Losses are plain numbers, or tensors whose methods it calls; torch is never imported
+here. Shape suffixes: N supervised
 rows, G groups, M samples of a group.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class TeacherTopK(NamedTuple):
-    """A teacher's most likely tokens for each supervised token of a sample, as many for each; the first first."""
+    """A teacher's most likely tokens for each supervised token of a sample, the same number for each, most likely
+    first."""
 
     ids: Sequence[Sequence[int]]
     logprobs: Sequence[Sequence[float]]
@@ -28,46 +30,47 @@ class TeacherTopK(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One sample of a row, as the columns that data's formats read."""
+    """One sample of a row, as columns that data's formats read."""
 
     values: Mapping[str, Any]
     weight: float = 1.0
-    """What its supervised tokens count, beside those of other samples; 0 leaves the sample out."""
+    """Weight of its supervised tokens; 0 leaves the sample out."""
     label: float | None = None
-    """What it is labelled as, for objectives that read labels."""
+    """Label, for objectives that read labels."""
     teacher: TeacherTopK | None = None
-    """What a teacher has said of it, where a row holds that."""
+    """The teacher's tokens, if the row has some."""
 
 
 class Objective(ABC):
-    """What a job learns by. The weights of its tokens are known before the forward pass."""
+    """A training objective. The weights of its tokens are known before the forward pass."""
 
     name: ClassVar[str]
     example: ClassVar[Mapping[str, Any]]
-    """A row for it."""
+    """An example of a row."""
     group_size: ClassVar[int] = 1
     """Samples of a row. They form a group, which always shares a microbatch; a global batch counts groups."""
     part_format: ClassVar[str | None] = None
-    """The format of its parts, if it makes them of other columns; None: a part is the row itself, in its own format."""
+    """Format of its parts if they have other columns than the row; None: a part is the row itself, in its own
+    format."""
     reads_reference: ClassVar[bool] = False
-    """Whether it compares with a reference, or a teacher: the bare backbone, an adapter that the job names, or the data
-    itself."""
+    """Whether it compares with a reference or a teacher: the bare backbone, an adapter that the job names, or the
+    data."""
 
     def of_job(self, job: JobSpec) -> Self:
-        """The same with a job's settings."""
+        """This objective with a job's settings."""
         return self
 
     def claims(self, values: Mapping[str, Any]) -> bool:
-        """Whether a row's columns ask for this objective, where a job names none."""
+        """Whether a row's columns select this objective, for a job that names none."""
         return False
 
     @abstractmethod
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
-        """The samples of a row; a column that is wrong is a DataError at `where`."""
+        """The samples of a row; DataError at `where` for a wrong column."""
 
     @abstractmethod
     def divisor(self, sample_weights: Sequence[float]) -> float:
-        """What the loss of a global batch is divided by; per sample, what its supervised tokens weigh together."""
+        """Divisor of a global batch's loss, given the summed token weights of each sample."""
 
 
 class SettingsOfObjective:
@@ -75,7 +78,7 @@ class SettingsOfObjective:
 
     @classmethod
     def check_objective(cls, job: JobSpec) -> None:
-        """ConfigError for settings of an objective that do not go with each other."""
+        """ConfigError for settings that exclude each other."""
 
 
 class GroupRows(Protocol):
@@ -83,47 +86,110 @@ class GroupRows(Protocol):
 
     @property
     def logprobs_N(self) -> Tensor:
-        """fp32, of the tokens as the job's adapter predicts them."""
-        ...
+        """Log-probabilities of the supervised tokens under the job's adapter, fp32."""
 
     @property
     def references_N(self) -> Tensor | None:
-        """The same of the job's reference, where the objective asks for them."""
-        ...
+        """Log-probabilities under the job's reference, if the objective reads it."""
 
     @property
     def labels_GM(self) -> Tensor | None:
-        """What each sample is labelled as, where the objective reads labels."""
-        ...
+        """Label of each sample, if the objective reads labels."""
 
     def sums(self, values_N: Tensor) -> Tensor:
         """The sum over each sample's rows (G, M), in an order that no neighbour changes."""
-        ...
 
     def spread(self, values_GM: Tensor) -> Tensor:
         """Every sample's value on each of its rows (N)."""
-        ...
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What an objective makes of groups."""
+class LikelihoodLoss:
+    """Losses of groups, with the weights of their rows."""
 
     losses_G: Tensor
     weights_N: Tensor
-    """-dloss / dlogprob of every row: what the row's cross entropy counts in the gradient of its group's loss."""
+    """-dloss / dlogprob of every row: the weight of the row's cross entropy in the gradient of its group's loss."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Whatever else it measures (G), by name; NaN for a group that has no such value, which no mean counts."""
+    """Further metrics (G) by name; NaN for a group without a value, which no mean counts."""
 
 
 class LikelihoodObjective(Objective):
     """An objective whose weights depend on log-probabilities, so its rows go through the output head twice."""
 
     reads_mismatch: ClassVar[bool] = False
-    """Whether a group's prompt also runs with the next group's answer, which learns nothing: M is then 2."""
+    """Whether a group's prompt also runs with the next group's answer, which gets no gradient: M is then 2."""
     reads_labels: ClassVar[bool] = False
     """Whether it reads its samples' labels."""
 
     @abstractmethod
-    def judge(self, groups: GroupRows) -> Judged:
-        """Loss and row weights of all groups of a microbatch, on the device: nothing here may wait for it."""
+    def likelihood_loss(self, groups: GroupRows) -> LikelihoodLoss:
+        """Loss and row weights of all groups of a microbatch, on the device; must not wait for it."""
+
+
+LOSS = "loss"
+ACCURACY = "mean_token_accuracy"
+"""Share of supervised tokens with the largest logit; ties count, rows with NaN do not."""
+HEADLINES = ("rewards/accuracies", "rewards/margins", "accuracy", "f1", "teacher_agreement")
+"""Metrics besides loss and token accuracy that short reports show, in this order."""
+
+
+CLASS_F1 = "f1/"
+"""Prefix of the F1 metrics of single classes; reports show their mean, f1."""
+
+
+def is_share(name: str) -> bool:
+    """Whether a metric is between 0 and 1, by its name."""
+    return name.endswith(("accuracy", "accuracies", "f1", "agreement"))
+
+
+class MetricSum(NamedTuple):
+    """One metric of one sample."""
+
+    total: float
+    divisor: float
+    """Divisor of the summed totals in the mean: tokens, the sum of their weights, or groups."""
+
+
+Score: TypeAlias = Mapping[str, MetricSum]
+"""The metrics of one sample."""
+
+
+class MetricTotals:
+    """Scores summed in the order in which samples come."""
+
+    def __init__(self, sums: Score | None = None) -> None:
+        self._sums: dict[str, MetricSum] = dict(sums or {})
+
+    def add(self, score: Score) -> None:
+        for name, (total, divisor) in score.items():
+            before = self._sums.get(name, MetricSum(0.0, 0.0))
+            self._sums[name] = MetricSum(before.total + total, before.divisor + divisor)
+
+    @property
+    def sums(self) -> Score:
+        """The sums so far, as the score of one sample."""
+        return dict(self._sums)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss so far is finite."""
+        return LOSS not in self._sums or math.isfinite(self._sums[LOSS].total)
+
+    def means(self) -> MeanScores:
+        """The mean of every metric; NaN for loss and accuracy without samples."""
+        found = {name: total / divisor if divisor else math.nan for name, (total, divisor) in self._sums.items()}
+        classes = [found.pop(name) for name in list(found) if name.startswith(CLASS_F1)]
+        if classes:
+            found["f1"] = sum(classes) / len(classes)
+        return MeanScores(found.pop(LOSS, math.nan), found.pop(ACCURACY, math.nan), found)
+
+
+class MeanScores(NamedTuple):
+    """Mean metrics of some samples."""
+
+    loss: float
+    accuracy: float
+    """Accuracy of the supervised tokens."""
+    further: Mapping[str, float] = {}
+    """All other metrics of the objective, by name."""

@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.objectives.distillation import Distillation, DistillationSettings
-from weft.objectives.heads.classes import Classification, ClassSettings, TokenClassification
-from weft.objectives.heads.reward import Reward
+from weft.objectives.heads import Classification, ClassSettings, Reward, TokenClassification
 from weft.objectives.objective import Objective
-from weft.objectives.preference.cpo import Cpo, CpoSettings, Orpo, SimPo
-from weft.objectives.preference.dpo import Dpo, PreferenceSettings
-from weft.objectives.preference.kto import Kto, KtoSettings
-from weft.objectives.supervised import Supervised
-from weft.objectives.weighted import Weighted
+from weft.objectives.preference import Cpo, CpoSettings, Dpo, Kto, KtoSettings, Orpo, PreferenceSettings, SimPo
+from weft.objectives.supervised import Supervised, Weighted
 
 SUPERVISED = Supervised()
 OBJECTIVES: dict[str, Objective] = {
@@ -30,7 +26,7 @@ OBJECTIVES: dict[str, Objective] = {
     "weighted": Weighted(),
     "supervised": SUPERVISED,
 }
-"""By the name that `objective` of a job has; where it is `auto`, the first whose columns are found is chosen."""
+"""Objectives by their value of a job's setting `objective`; `auto` chooses the first one whose columns are found."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class ObjectiveSettings(ClassSettings, KtoSettings, CpoSettings, DistillationSet
 
 
 def choose_objective(name: str, rows: Iterable[Mapping[str, Any]]) -> Objective:
-    """The objective of that name, or for `auto` the first that any of the rows asks for."""
+    """The objective of that name; for `auto` the first that claims any of the rows."""
     if name != "auto":
         return OBJECTIVES[name]
     seen = list(rows)

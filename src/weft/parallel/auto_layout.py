@@ -1,6 +1,6 @@
 """Chooses a layout over the devices of a machine, or predicts what a named one does.
 
-Of the model, only its configuration and its tokenizer are read.
+Of the model, only its configuration and its tokenizer are read; of the jobs, their data (`outlines`).
 """
 
 from __future__ import annotations
@@ -12,68 +12,67 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.data.dataset import Dataset
+from weft.data.dataset import Dataset, GlobalBatches, JobData
 from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
-from weft.errors import ConfigError, PlanError, WeftError
+from weft.errors import ConfigError, PlanError, WeftError, counted
 from weft.kernels.device import device_name, gpus, is_cpu, total_bytes
-from weft.methods.registry import cost_ranks
+from weft.methods.registry import cost_ranks, has_kernels
 from weft.model.resolve import ResolvedModel, choose_device
 from weft.model.source import load_tokenizer
-from weft.parallel.stages.load_stages import WHERE
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import Hardware, find_hardware
-from weft.plan.cost.rows import capacities
+from weft.plan.cost.memory import job_state_bytes
+from weft.plan.cost.shape import capacities
 from weft.plan.layout import Layout, parse_layout
-from weft.plan.replan import RemainingJob
-from weft.plan.replan.devices import DeviceForecaster
+from weft.plan.replan import DeviceForecaster, RemainingJob
+from weft.plan.simulate.forecast import JobOutline
+from weft.plan.types import Batch, JobQueue
 from weft.spec import JobSpec, RunSpec
 from weft.spec.run import memory_fraction
-from weft.wording import counted
+
+WHERE = "--layout"
 
 
 class Machine(NamedTuple):
-    """Devices of one kind, over which a run may lie."""
+    """Devices of one kind for a run."""
 
     hardware: Hardware
-    """With the memory that each device has."""
+    """Hardware, with the memory of each device."""
     num_devices: int | None
-    """None where nobody said."""
+    """Number of devices; None if not given."""
     is_here: bool = True
 
     @property
     def is_cpu(self) -> bool:
-        """Whether its devices are cores."""
         return self.hardware.name == "cpu"
 
     @property
     def elsewhere(self) -> Hardware | None:
-        """Its devices, if they are not those of this machine."""
+        """Its hardware, if not of this machine."""
         return None if self.is_here else self.hardware
 
 
 class ChosenLayout(NamedTuple):
-    """The layout that auto stands for on a machine."""
+    """The layout that auto chooses on a machine."""
 
     layout: Layout
     lines: tuple[str, ...]
-    """Why it is that one."""
     predicted: LayoutOption | None = None
-    """None where there was no choice."""
 
 
 class NamedLayout(NamedTuple):
-    """What a layout that was named is predicted to need and to gain."""
+    """Predicted memory and gain of a given layout."""
 
     predicted: LayoutOption
     memory_bytes: int
-    """Of each of its devices."""
+    """Memory of each device."""
     lines: tuple[str, ...]
 
 
 def machine_here(spec: RunSpec) -> Machine:
-    """The cores of this machine, each with its part of the memory, or its GPUs; ConfigError for unknown ones."""
+    """Cores of this machine, each with its share of the memory, or its GPUs; ConfigError for unknown ones."""
     if is_cpu(choose_device(spec.backbone)):
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
@@ -81,12 +80,12 @@ def machine_here(spec: RunSpec) -> Machine:
     names = sorted({device_name(gpu) for gpu in gpus()})
     if len(names) > 1:
         raise ConfigError(
-            f"this machine has unlike GPUs ({', '.join(names)}); say a layout and --devices.", where=WHERE
+            f"this machine has unlike GPUs ({', '.join(names)}); give a layout and --devices.", where=WHERE
         )
     try:
         table = find_hardware(names[0])
     except ConfigError:
-        raise ConfigError(f"nothing is known of {names[0]}; say a layout, such as spread:2.", where=WHERE) from None
+        raise ConfigError(f"nothing is known of {names[0]}; give a layout, such as spread:2.", where=WHERE) from None
     memory = min(total_bytes(gpu) for gpu in gpus())
     if spec.memory_limit is not None:
         memory = int(memory * memory_fraction(spec.memory_limit, memory))
@@ -94,7 +93,7 @@ def machine_here(spec: RunSpec) -> Machine:
 
 
 def machine_of(spec: RunSpec, device: str, num_devices: int | None) -> Machine:
-    """So many devices of a kind, by the hardware table; `auto` is this machine, as is its own kind without a number."""
+    """Devices of a kind from the hardware table; `auto`, or this machine's kind without a number, is this machine."""
     if device == "auto" and num_devices is None:
         return machine_here(spec)
     here = None
@@ -102,7 +101,7 @@ def machine_of(spec: RunSpec, device: str, num_devices: int | None) -> Machine:
         here = machine_here(spec)
     if device == "auto":
         if here is None:
-            raise ConfigError("nothing is known of the devices here; say --device too.", where="--gpus")
+            raise ConfigError("nothing is known of the devices here; give --device too.", where="--gpus")
         return Machine(here.hardware, num_devices, is_here=False)
     hardware = find_hardware(device)
     if num_devices is None and here is not None and here.hardware.name == hardware.name:
@@ -119,10 +118,7 @@ def choose_for(
     *,
     in_stages: bool = False,
 ) -> ChosenLayout:
-    """The fastest layout of a run on a machine that `check` raises nothing for.
-
-    `in_stages`: one device is no answer as long as there is another.
-    """
+    """Fastest layout of a run that `check` accepts; `in_stages`: not one device, if another is possible."""
     choice = _choice(spec, model, _jobs(spec, _train_data(spec, model, base_dir)), machine)
     refused: dict[str, list[str]] = {}
     for option in choice.ranked:
@@ -139,32 +135,32 @@ def choose_for(
 
 
 def _why_not(refused: dict[str, list[str]]) -> list[str]:
-    return [f"{', '.join(layouts)} cannot be: {why}" for why, layouts in refused.items()]
+    return [f"{', '.join(layouts)} not possible: {why}" for why, layouts in refused.items()]
 
 
 def predicted_on(spec: RunSpec, model: ResolvedModel, layout: str, base_dir: Path, machine: Machine) -> NamedLayout:
-    """What a layout that was named is predicted to need and to gain on devices of this kind."""
+    """Predicted memory and gain of a given layout on devices of this kind."""
     wanted = parse_layout(layout, where=WHERE)
     num, there = wanted.num_devices, machine.num_devices or wanted.num_devices
     # Processes that outnumber the cores share their memory too.
     memory = machine.hardware.memory_bytes * there // max(there, num)
     if num > there and not machine.is_here:
-        raise ConfigError(f"{layout} has {counted(num, 'device')}, and --gpus says {there}.", where=WHERE)
+        raise ConfigError(f"{layout} has {counted(num, 'device')}, and --gpus gives {there}.", where=WHERE)
     jobs = _jobs(spec, _train_data(spec, model, base_dir))
     for capacity in capacities(spec.capacity, machine.hardware.name, spec.longest):
         option = price_layout(_cost(model, machine, jobs, capacity), jobs, capacity, wanted)
         if option.device_bytes <= memory:
             break
-    line = f"{option.told(memory, layout)} (predicted)"
+    line = f"{option.line(memory, layout)} (predicted)"
     cores = counted(there, "core")
     shared = f"{num} processes would share the {cores} here: that is the speed of {num} cores, not of these"
     return NamedLayout(option, memory, (line, shared) if num > there else (line,))
 
 
 def _choice(spec: RunSpec, model: ResolvedModel, jobs: Sequence[LayoutJob], machine: Machine) -> LayoutChoice:
-    """At the largest capacity at which a layout fits."""
+    """Choice at the largest capacity at which a layout fits."""
     if machine.num_devices is None:
-        found = f"auto chooses over several devices; say how many {machine.hardware.name} there are with --gpus N."
+        found = f"auto chooses over several devices; give the number of {machine.hardware.name} with --gpus N."
         raise ConfigError(found, where=WHERE)
     sizes = capacities(spec.capacity, machine.hardware.name, spec.longest)
     for capacity in sizes:
@@ -178,7 +174,7 @@ def _choice(spec: RunSpec, model: ResolvedModel, jobs: Sequence[LayoutJob], mach
 
 
 def _jobs(spec: RunSpec, data: Sequence[Dataset | None]) -> list[LayoutJob]:
-    """The jobs with the tokens that their global batches have on average."""
+    """Jobs with the mean tokens of their global batches."""
     return [
         LayoutJob(_batch_tokens(job, own), cost_ranks(job.adapter).widest, job.gradient_sum == "any_order")
         for job, own in zip(spec.jobs, data, strict=True)
@@ -186,7 +182,7 @@ def _jobs(spec: RunSpec, data: Sequence[Dataset | None]) -> list[LayoutJob]:
 
 
 def _train_data(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[Dataset | None]:
-    """Of every job, prepared here and kept for the run; None where it cannot be, which the run will say."""
+    """Training data of every job, prepared and cached for the run; None if it cannot be, which the run will report."""
     tokenizer, found = load_tokenizer(model.source), list[Dataset | None]()
     for job in spec.jobs:
         try:
@@ -197,17 +193,17 @@ def _train_data(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[Dat
 
 
 def _batch_tokens(job: JobSpec, train: Dataset | None) -> int:
-    """By the data, with those that its reference is asked, or where there is none by max_length."""
+    """Mean tokens of a global batch, with reference passes; without data, by max_length."""
     if train is None:
         return job.batch_size * job.max_length
     order = BatchSchedule.of(job, *train.sizes)
-    # What a reference is asked runs forward alone, which takes about half as long.
-    asked = train.reference_tokens(order.num_tokens) // 2
-    return max(1, -(-(order.num_tokens(train.group_tokens) + asked) // order.num_steps))
+    # Reference passes run forward only, which takes about half as long.
+    reference_tokens = train.reference_tokens(order.num_tokens) // 2
+    return max(1, -(-(order.num_tokens(train.group_tokens) + reference_tokens) // order.num_steps))
 
 
 def device_forecaster(spec: RunSpec, model: ResolvedModel, machine: Machine) -> DeviceForecaster | None:
-    """Chooses the layout again when jobs come and go; None where there are not several devices."""
+    """Forecaster of layouts when jobs come and go; None on one device."""
     capacity = capacities(spec.capacity, machine.hardware.name, spec.longest)[0]
     devices = machine.num_devices or 1
     forecaster = DeviceForecaster(
@@ -219,5 +215,38 @@ def device_forecaster(spec: RunSpec, model: ResolvedModel, machine: Machine) -> 
 def _cost(
     model: ResolvedModel, machine: Machine, jobs: Sequence[LayoutJob | RemainingJob], capacity: int
 ) -> AnalyticCost:
-    """The cost model of one of its devices, with adapters of these jobs."""
+    """Cost model of one device, with adapters of these jobs."""
     return model.setup([job.rank for job in jobs]).cost(machine.hardware, capacity=capacity)
+
+
+def outlines(model: ResolvedModel, jobs: Sequence[JobSpec], base_dir: Path, num_planned: int) -> list[JobOutline]:
+    """Jobs with their next global batches, at most `num_planned` each."""
+    tokenizer = load_tokenizer(model.source)
+    vocabulary = model.config.get("vocab_size", 0)
+    return [
+        replace(
+            _outline(job, load_job_data(job, tokenizer, base_dir), num_planned, is_fused=model.is_fused),
+            # New tokens have a row in the embedding and in the head, unless these are tied.
+            num_trained_rows=job.adapter.own_rows.count(vocabulary) + 2 * len(job.adapter.new_tokens),
+        )
+        for job in jobs
+    ]
+
+
+def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -> JobOutline:
+    order = BatchSchedule.of(job, *data.train.sizes)
+    ahead, planned = GlobalBatches(data.train, order), min(order.num_steps, num_planned)
+    batches = tuple(Batch(step, 0, tuple(ahead.lengths(step)), ahead.groups(step)) for step in range(planned))
+    # As in `Backbone.lane`: methods without kernels run in microbatches of their own.
+    lane = "reference" if is_fused and not has_kernels(job.adapter) else ""
+    queue = JobQueue(job.name, batches, planned == order.num_steps, job.priority, lane=lane)
+    return JobOutline(
+        queue=queue,
+        num_steps=order.num_steps,
+        num_tokens=order.num_tokens(data.train.group_tokens),
+        cost_rank=cost_ranks(job.adapter).widest,
+        rank=job.adapter.rank,
+        forward_tokens=data.forward_tokens(order, job.eval_steps),
+        state_bytes=job_state_bytes(job),
+        is_any_order=job.gradient_sum == "any_order",
+    )

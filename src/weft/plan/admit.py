@@ -6,18 +6,17 @@ Problem: given the jobs that train and those that wait, choose the set R that tr
 
 such that   (fixed + Σ bytes of R) · (1 + margin) ≤ total   and   |R| ≤ max_jobs.
 
-Method: one walk in that order, everybody who still fits is taken: O(n log n + n · tenants). A tenant's service is what
-it has had, in whole quanta, plus one quantum for each of its jobs already taken; so places are dealt out in turn, and
-a tenant that is ahead loses them one by one as its lead grows, not all at once.
+Method: one walk in that order, taking every job that still fits: O(n log n + n · tenants). A tenant's service is what
+it has received, in whole quanta, plus one quantum for each of its jobs already taken. So tenants take seats in turn,
+and one that is ahead loses them one by one as its lead grows, not all at once.
 
 Bounds that the tests prove:
 - R is within the budget.
-- A job waits only if it does not fit beside those that train with its own priority or a higher one. What is left over
-  goes to whoever comes later; they took it on loan, since those before them get it back at the next decision.
-- Among equals of one tenant who came first trains first; asking again without a change changes nothing.
-- Everybody is served: the first in the order always fits alone (else it is refused, with the arithmetic), jobs end, and
-  tenants that train fall behind those that wait. Work of a higher priority that never ends keeps lower ones waiting;
-  that is what priorities mean.
+- A job waits only if it does not fit beside the running jobs of its own priority or a higher one. What is left over
+  goes to later jobs as a loan: earlier ones get it back at the next decision.
+- Among equals of one tenant the first to arrive trains first; a decision without a change changes nothing.
+- No starvation: the first in the order always fits alone (else it is refused, with the arithmetic), jobs end, and
+  tenants that train get ahead of those that wait. Endless work of a higher priority does keep lower ones waiting.
 """
 
 from __future__ import annotations
@@ -27,35 +26,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from weft.errors import PlanError
+from weft.errors import PlanError, size
 from weft.job_state import Reason, ReasonCode
-from weft.wording import size
 
 QUANTUM_TOKENS = 1_000_000
-"""Service is compared in steps of so many tokens. About a minute of an 8B backbone on one GPU, where moving an adapter
-out and another in takes well under a tenth of a second: fairness costs less than a per mille."""
+"""Step in which service is compared: about a minute of an 8B backbone on one GPU. Exchanging an adapter takes under a
+tenth of a second, so fairness costs less than 0.1 %."""
 
 
 MARGIN = 0.05
-"""Kept free of a GPU's memory: allocators round up, and microbatches differ."""
+"""Share of a GPU's memory kept free: allocators round up, and microbatches differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A job that trains or wants to."""
+    """A job that trains or waits to."""
 
     job: str
     arrival: int
-    """Place in the order of submission."""
+    """Position in the order of submission."""
     num_bytes: int = 0
-    """Memory it takes while it trains, beyond what is taken anyway."""
+    """Bytes it adds while it trains."""
     priority: int = 0
     tenant: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a tenant is entitled to and has had."""
+    """A tenant's entitlement and what it has received."""
 
     weight: float = 1.0
     served_tokens: int = 0
@@ -63,18 +61,18 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What all jobs that train may take together."""
+    """The limits for all jobs that train together."""
 
     total_bytes: int | None = None
-    """Memory there is; None: no limit."""
+    """Memory of the device; None: unlimited."""
     fixed_bytes: int = 0
-    """Taken whoever trains: the backbone, and the activations of a microbatch."""
+    """Bytes of the backbone and of a microbatch's activations."""
     margin: float = 0.0
-    """Largest relative error of these predictions: 0.1 keeps a tenth in reserve."""
+    """Largest relative error of the predictions: 0.1 keeps a tenth in reserve."""
     proven_bytes: int = 0
-    """What jobs have held together without running out; no estimate overrules it."""
+    """Most bytes that jobs have held together without running out; overrules the estimate."""
     max_jobs: int | None = None
-    """Most jobs at a time; None: no limit."""
+    """Most jobs at a time; None: unlimited."""
 
     def __post_init__(self) -> None:
         if self.margin < 0:
@@ -84,18 +82,17 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int | None:
-        """What is left for jobs; None: no limit."""
+        """Bytes left for jobs; None: unlimited."""
         if self.total_bytes is None:
             return None
         return max(int(self.total_bytes / (1 + self.margin)) - self.fixed_bytes, self.proven_bytes, 0)
 
     def fits(self, num_jobs: int, num_bytes: int) -> bool:
-        """Whether so many jobs that take so many bytes together may train."""
         usable = self.usable_bytes
         return (self.max_jobs is None or num_jobs <= self.max_jobs) and (usable is None or num_bytes <= usable)
 
     def why_never(self, num_bytes: int) -> Reason | None:
-        """The arithmetic by which a job does not even fit alone; None if it does."""
+        """The arithmetic if a job does not fit even alone; None if it does."""
         usable = self.usable_bytes
         if usable is None or num_bytes <= usable:
             return None
@@ -118,45 +115,41 @@ class HeldJob:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What changes at this step boundary; jobs in the order in which they were considered."""
+    """The changes at a step boundary; jobs in the order of the walk."""
 
     start: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     preempt: tuple[HeldJob, ...] = ()
     wait: tuple[HeldJob, ...] = ()
     refuse: tuple[HeldJob, ...] = ()
-    """Those that can never fit; only jobs that do not train already."""
+    """Jobs that can never fit; running jobs are never among them."""
 
 
 class Room(Protocol):
-    """Where jobs are taken in one after another: one device, or several together."""
+    """The capacity that jobs are admitted to, one after another: one device, or several together."""
 
     order: list[Applicant]
-    """Those taken so far."""
+    """The jobs admitted so far."""
 
     def why_never(self, num_bytes: int) -> Reason | None:
-        """Why a job of so many bytes does not even fit alone; None if it does."""
-        ...
+        """The arithmetic if a job of this size does not fit even alone; None if it does."""
 
     def take(self, applicant: Applicant) -> Reason | None:
-        """Takes one more in; if there is no room, the reason."""
-        ...
+        """Admits a job, or returns the reason why there is no room."""
 
 
 @dataclass
 class DeviceRoom:
-    """The room on one device."""
+    """The room of one device."""
 
     budget: Budget
     order: list[Applicant] = field(default_factory=list)
     num_bytes: int = 0
 
     def why_never(self, num_bytes: int) -> Reason | None:
-        """Why a job of so many bytes does not even fit alone; None if it does."""
         return self.budget.why_never(num_bytes)
 
     def take(self, applicant: Applicant) -> Reason | None:
-        """Takes one more in; if there is no room, the reason."""
         num_bytes = self.num_bytes + applicant.num_bytes
         if self.budget.fits(len(self.order) + 1, num_bytes):
             self.order.append(applicant)
@@ -165,7 +158,7 @@ class DeviceRoom:
         limit, usable = self.budget.max_jobs, self.budget.usable_bytes
         if limit is not None and len(self.order) >= limit:
             train = "job trains" if limit == 1 else "jobs train"
-            return Reason(ReasonCode.NO_PLACE, f"waits for a place: {limit} {train}, max_jobs allows no more")
+            return Reason(ReasonCode.NO_SEAT, f"waits for a seat: {limit} {train}, max_jobs allows no more")
         assert usable is not None
         held = f"{size(self.num_bytes)} of {size(usable)}"
         text = f"waits for memory: it needs {size(applicant.num_bytes)}, jobs before it hold {held}"
@@ -178,7 +171,7 @@ def admit(
     budget: Budget,
     shares: Mapping[str, Share] | None = None,
 ) -> Admission:
-    """Decides who trains from this step boundary on; tenants without a share have weight 1 and have had nothing."""
+    """Decides which jobs train from this step boundary on; a tenant without a share has weight 1 and no service."""
     return admit_to(DeviceRoom(budget), waiting, running, shares)
 
 
@@ -188,7 +181,7 @@ def admit_to(
     running: Sequence[Applicant],
     shares: Mapping[str, Share] | None = None,
 ) -> Admission:
-    """The same for any room, which is empty before and holds those who train afterwards."""
+    """`admit` for any room, which is empty before and holds the running jobs afterwards."""
     _check(waiting, running, shares or {})
     reasons = [(a, room.why_never(a.num_bytes)) for a in sorted(waiting, key=_rank)]
     refuse = [HeldJob(a.job, reason) for a, reason in reasons if reason is not None]
@@ -200,8 +193,10 @@ def admit_to(
     for _, equals in itertools.groupby(candidates, key=lambda a: a.priority):
         for applicant, reason in _serve(list(equals), room, shares or {}):
             if applicant.job in were_running:
-                newcomers = [a.job for a in room.order if a.job not in were_running]
-                preempt.append(HeldJob(applicant.job, _displaced(newcomers, reason)))
+                newcomers = ", ".join(a.job for a in room.order if a.job not in were_running)
+                if newcomers:
+                    reason = Reason(ReasonCode.GAVE_WAY, f"gives way to {newcomers}")
+                preempt.append(HeldJob(applicant.job, reason))
             else:
                 wait.append(HeldJob(applicant.job, reason))
     start = tuple(a.job for a in room.order if a.job not in were_running)
@@ -210,7 +205,7 @@ def admit_to(
 
 
 def _serve(equals: Sequence[Applicant], room: Room, shares: Mapping[str, Share]) -> list[tuple[Applicant, Reason]]:
-    """Takes jobs of one priority, tenant by tenant in turn; returns those for whom there is no room, and why."""
+    """Admits jobs of one priority, tenants in turn; returns those without room, with the reason."""
     lines: dict[str, list[Applicant]] = {}
     for applicant in reversed(equals):
         lines.setdefault(applicant.tenant, []).append(applicant)
@@ -237,11 +232,6 @@ def _serve(equals: Sequence[Applicant], room: Room, shares: Mapping[str, Share])
 
 def _rank(applicant: Applicant) -> tuple[int, int, str]:
     return (-applicant.priority, applicant.arrival, applicant.job)
-
-
-def _displaced(newcomers: Sequence[str], reason: Reason) -> Reason:
-    """Why a job that trained gives its place up."""
-    return Reason(ReasonCode.GAVE_WAY, f"gives way to {', '.join(newcomers)}") if newcomers else reason
 
 
 def _check(waiting: Sequence[Applicant], running: Sequence[Applicant], shares: Mapping[str, Share]) -> None:

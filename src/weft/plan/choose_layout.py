@@ -1,14 +1,14 @@
-"""Which layout a run gets when it does not say: what fits, and of that what is predicted to be fastest.
+"""The default layout of a run: of the layouts that fit, the one predicted to be fastest.
 
-Predicted for a global batch of every job, W tokens in microbatches of at most c, against one device. Where W is less
-than c, a microbatch has what there is, which takes longer for each token. N devices as
+Predicted for a global batch of every job, W tokens in microbatches of at most c, relative to one device. If W is less
+than c, a microbatch is smaller and takes longer per token. N devices as
     whole replicas   max(W / N, tokens of the largest job that adds gradients in order): such a job has one home
-    shards           the same, slowed down where weights take longer to gather than a microbatch to compute
+    shards           the same, slowed down where gathering weights takes longer than computing a microbatch
     stages           (microbatches + N − 1) times the slowest stage with its transfer; where jobs fill each other's
                      gaps, the pipeline is filled once in 32 N microbatches, and no job's step takes less than its own
                      microbatches + N − 1
     shards of stages as many pipelines as shards, each with its part of W, slowed down as shards are
-All of them keep every bit. Tensor parallelism does not and is not chosen. Where two are within 2 %, the simpler one is.
+All of them keep every bit. Tensor parallelism does not and is not chosen. Within 2 %, the simpler layout is taken.
 
 The seconds are those of the simulator's cost models. The simulator (`simulate/layout_forecast.py`) plans and runs whole
 programs instead: of 8 jobs of 16 samples on 8 devices it takes 5 to 10 s of a processor for every layout in stages,
@@ -17,84 +17,83 @@ while all layouts together take 0.04 s here (2026-11).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.errors import PlanError
+from weft.errors import PlanError, counted, size
 from weft.plan.cost.analytic import AnalyticCost
-from weft.plan.cost.gather import ShardCost
+from weft.plan.cost.divided import ShardCost
+from weft.plan.cost.shape import ModelShape
 from weft.plan.cost.types import CostModel, slot_seconds
 from weft.plan.layout import Layout, ReplicaLayout
-from weft.plan.pipeline.split import split_model
-from weft.wording import counted, size
 
 CLOSE = 0.02
-"""Part of the speed below which the simpler layout is taken."""
+"""Relative difference of speed below which the simpler layout is taken."""
 PROGRAM_MICROBATCHES = 32
-"""Microbatches of a pipeline's program, for every stage."""
+"""Microbatches of a pipeline's program, per stage."""
 
 
 @dataclass(frozen=True)
 class LayoutJob:
-    """What is known of a job before it trains."""
+    """A job before it trains."""
 
     tokens: int
-    """Of a global batch, on average."""
+    """Mean tokens of a global batch."""
     rank: int
     is_any_order: bool = False
-    """Its sums do not depend on any order, so that replicas may share its samples."""
+    """True if its sums do not depend on the order, so that replicas may share its samples."""
 
 
 @dataclass(frozen=True)
 class LayoutOption:
-    """A layout, what its fullest device needs, and how fast it is against one device."""
+    """A layout with its peak memory per device and its speed relative to one device."""
 
     layout: Layout
     device_bytes: int
-    """With all jobs on each of its replicas, so at most."""
+    """Upper bound of memory on the fullest device: with all jobs on each of its replicas."""
     speed: float
 
-    def told(self, memory_bytes: int, name: str | None = None) -> str:
-        """In one line; `name`: what whoever asked calls it."""
-        verdict = f"{self.speed:.2f}x as fast as one" if self.device_bytes <= memory_bytes else "does not fit"
+    def line(self, memory_bytes: int, name: str | None = None) -> str:
+        """A line of text; `name` replaces the layout's own."""
+        result = f"{self.speed:.2f}x as fast as one" if self.device_bytes <= memory_bytes else "does not fit"
         needed = f"up to {size(self.device_bytes)} of {size(memory_bytes)} a device with full microbatches"
-        return f"{name or self.layout}: {needed}, {verdict}"
+        return f"{name or self.layout}: {needed}, {result}"
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The layout that was chosen, and all that there were."""
+    """The chosen layout among all options."""
 
     chosen: LayoutOption
     options: tuple[LayoutOption, ...]
     memory_bytes: int
-    """Of a device."""
 
     @property
     def ranked(self) -> list[LayoutOption]:
-        """All that fit: the chosen one, then the faster ones first."""
+        """The options that fit: the chosen one, then the faster ones first."""
         others = [o for o in self.options if o is not self.chosen and o.device_bytes <= self.memory_bytes]
         return [self.chosen, *sorted(others, key=lambda option: -option.speed)]
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The choice and its reasons."""
+        """The choice and its alternatives."""
         others = [option for option in self.options if option is not self.chosen]
-        head = f"{self.chosen.told(self.memory_bytes)} (chosen, predicted)"
-        return (head, *(option.told(self.memory_bytes) for option in others))
+        head = f"{self.chosen.line(self.memory_bytes)} (chosen, predicted)"
+        return (head, *(option.line(self.memory_bytes) for option in others))
 
 
 def choose_layout(
     cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, num_devices: int, memory_bytes: int
 ) -> LayoutChoice:
-    """The layout over so many devices of that memory; `cost` is that of the backbone on one of them."""
+    """The layout over `num_devices` devices; `cost` is that of the backbone on one of them."""
     if num_devices < 1 or not jobs:
         raise PlanError(f"got {num_devices} devices and {len(jobs)} jobs; at least one of each.", where="--layout auto")
     layouts = [Layout()]
     if num_devices > 1:
         layouts += [Layout((ReplicaLayout(),) * num_devices), Layout((ReplicaLayout(shards=num_devices),))]
-        cuts = _powers(min(num_devices, cost.shape.num_layers))
+        cuts = [n for n in (2, 4, 8, 16, 32, 64) if n <= min(num_devices, cost.shape.num_layers)]
         layouts += [Layout((ReplicaLayout(stages=n),)) for n in cuts]
         shared = [(num_devices // n, n) for n in cuts if num_devices % n == 0 and num_devices > n]
         layouts += [Layout((ReplicaLayout(shards=shards, stages=n),)) for shards, n in shared]
@@ -114,7 +113,7 @@ def choose_layout(
 
 
 def price_layout(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, layout: Layout) -> LayoutOption:
-    """What a layout needs and how fast it is; `cost` is that of the backbone on one device."""
+    """Memory and speed of a layout; `cost` is that of the backbone on one device."""
     parts = [_replica(cost, jobs, capacity, replica) for replica in layout.replicas]
     speeds = [speed for _, speed in parts]
     speed = max(speeds) * _gain(cost, jobs, capacity, max(speeds) / sum(speeds))
@@ -122,7 +121,7 @@ def price_layout(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, l
 
 
 def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, replica: ReplicaLayout) -> tuple[int, float]:
-    """What the fullest device of a replica needs, and how fast it is against one device."""
+    """Peak memory of a replica's fullest device, and its speed relative to one device."""
     number, shards = replica.stages, replica.shards
     split = split_model(cost.shape, number)
     sharing = ShardCost(replace(cost, num_stages=number, tensor_parallel=replica.tensor, split=split), shards)
@@ -141,7 +140,7 @@ def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, repli
     filling = (number - 1) * (1.0 if is_alone else num_there / (PROGRAM_MICROBATCHES * number))
     round_s = (num_there + filling) * slot_s(tokens_there)
     for job in jobs:
-        # Its next global batch waits for its step, whoever trains beside it.
+        # Its next global batch waits for its step, whatever trains beside it.
         num_own, own_tokens = _microbatches(job.tokens / (shards if job.is_any_order else 1), capacity)
         round_s = max(round_s, (num_own + number - 1) * slot_s(own_tokens))
     return max(needs), num_microbatches * slot_seconds(cost, 1, [num_tokens]) / round_s
@@ -150,14 +149,14 @@ def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, repli
 def _gain(
     cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, part: float, sharing: CostModel | None = None
 ) -> float:
-    """How much sooner a device is done that has a part of all tokens; `sharing`: its cost, if it shares weights."""
+    """Speed of a device that runs `part` of all tokens; `sharing`: its cost, if it shares weights."""
     total, share = max(1, sum(job.tokens for job in jobs)), max(1.0, _share(jobs, part))
 
     def round_s(model: CostModel, tokens: float) -> float:
         each = min(tokens, capacity)
         return tokens / each * slot_seconds(model, 1, [round(each)])
 
-    # A microbatch counts as one sample, whose attention would gain from being cut.
+    # A microbatch counts as one sample, whose attention would seem to gain from division.
     return min(total / share, round_s(cost, total) / round_s(sharing or cost, share))
 
 
@@ -167,9 +166,34 @@ def _share(jobs: Sequence[LayoutJob], part: float) -> float:
 
 
 def _microbatches(tokens: float, capacity: int) -> tuple[int, int]:
-    """How many so many tokens are, and the tokens of a full one."""
+    """The number of microbatches for these tokens, and the tokens of a full one."""
     return max(1, math.ceil(tokens / capacity)), min(capacity, max(1, round(tokens)))
 
 
-def _powers(most: int) -> list[int]:
-    return [number for number in (2, 4, 8, 16, 32, 64) if number <= most]
+def split_layers(layer_s: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, from the seconds of every layer in order."""
+    size = len(layer_s)
+    if not 1 <= num_stages <= size:
+        raise PlanError(f"{size} layers cannot be cut into {num_stages} stages; use 1 to {size}.")
+    total = list(itertools.accumulate(layer_s, initial=0.0))
+    # slowest[i]: the best cut of the layers from i on into the stages still to be filled; cuts hold its first end.
+    slowest = [total[size] - total[i] for i in range(size)]
+    cuts: list[list[int]] = []
+    for left in range(2, num_stages + 1):
+        ends = []
+        for i in range(size - left + 1):
+            options = [(max(total[j] - total[i], slowest[j]), -j) for j in range(i + 1, size - left + 2)]
+            ends.append(min(options))
+        slowest = [value for value, _ in ends]
+        cuts.append([-j for _, j in ends])
+    bounds = [0]
+    for ends_of in reversed(cuts):
+        bounds.append(ends_of[bounds[-1]])
+    return tuple(end - start for start, end in itertools.pairwise([*bounds, size]))
+
+
+def split_model(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage by weights, the output head counted into the last layer."""
+    weights = [float(shape.layer_weights)] * shape.num_layers
+    weights[-1] += shape.head_weights
+    return split_layers(weights, num_stages)

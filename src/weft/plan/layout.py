@@ -1,32 +1,35 @@
-"""How a run lies over devices: its replicas, and over how many devices each of them.
+"""Layouts: the replicas of a run, and the devices of each.
 
-A replica is one whole copy of the backbone. Parts joined by commas say how it is divided (`tensor:2,stages:2` is four
-devices); `spread:N` makes N of it; unlike replicas are joined by a plus (`stages:1+stages:2`).
+A replica is one whole copy of the backbone. Parts joined by commas divide it (`tensor:2,stages:2` is four devices);
+`spread:N` makes N of it; unlike replicas are joined by a plus (`stages:1+stages:2`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from weft.errors import ConfigError, PlanError, closest
+from weft.processes import MOST_PROCESSES, read_count
+from weft.settings import describe
 
 SPREAD = "spread"
 AUTO = "auto"
-"""What is said for a layout that is to be chosen."""
+"""The text of a layout that is to be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLayout:
-    """Over how many devices one replica lies; its devices are the product."""
+    """How one replica is divided over devices; their number is the product."""
 
     tensor: int = 1
     """Devices that share every product of a layer."""
     shards: int = 1
     """Devices that share the frozen weights, and gather them layer by layer."""
     stages: int = 1
-    """Runs of layers, one behind the other."""
+    """Consecutive runs of layers."""
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.shards, self.stages) < 1:
@@ -34,12 +37,11 @@ class ReplicaLayout:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the replica."""
         return self.tensor * self.shards * self.stages
 
     @property
     def parts(self) -> dict[str, int]:
-        """The kinds by which it is divided, with their numbers."""
+        """The ways it is divided, with their numbers."""
         return {field.name: number for field in fields(self) if (number := getattr(self, field.name)) > 1}
 
     def __str__(self) -> str:
@@ -47,7 +49,6 @@ class ReplicaLayout:
 
 
 KINDS = (*(field.name for field in fields(ReplicaLayout)), SPREAD)
-"""What the parts of a layout may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +59,27 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all replicas."""
         return sum(replica.num_devices for replica in self.replicas)
 
     @property
     def is_one_device(self) -> bool:
-        """Whether nothing is divided or spread."""
         return self.num_devices == 1
 
     @property
     def apart(self) -> tuple[Layout, ...]:
-        """Each replica as a layout of its own."""
         return tuple(Layout((replica,)) for replica in self.replicas)
 
     @property
     def replica_sizes(self) -> tuple[int, ...]:
-        """Stages of all that run microbatches of their own: of each replica, or of each of its shards."""
+        """Stages of each microbatch stream: of each replica, or of each of its shards."""
         return tuple(replica.stages for replica in self.replicas for _ in range(replica.shards))
 
     @property
     def shards(self) -> tuple[int, ...]:
-        """Of each replica."""
         return tuple(replica.shards for replica in self.replicas)
 
     @property
     def stage_names(self) -> list[str]:
-        """What its stages are called, one replica behind the other."""
         return stage_names(self.replica_sizes, self.shards)
 
     def __str__(self) -> str:
@@ -91,16 +87,16 @@ class Layout:
 
 
 def copies(num_replicas: int, shards: Sequence[int]) -> tuple[range, ...]:
-    """Who has each copy of the frozen weights, among all that run microbatches of their own.
+    """The replicas that share each copy of the frozen weights.
 
-    `shards`: by how many each copy is shared, one behind the other; empty: by none.
+    `shards`: the number that share each copy, in order; empty: none do.
     """
     ends = [*itertools.accumulate(shards or (1,) * num_replicas)]
     return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
 
 
 def rings(replica_sizes: Sequence[int], shards: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The stages that share the frozen weights of the same layers, where any do."""
+    """Stages that share the frozen weights of the same layers."""
     first = [0, *itertools.accumulate(replica_sizes)]
     return tuple(
         tuple(first[replica] + stage for replica in own)
@@ -111,11 +107,11 @@ def rings(replica_sizes: Sequence[int], shards: Sequence[int]) -> tuple[tuple[in
 
 
 def stage_names(replica_sizes: Sequence[int], shards: Sequence[int] = ()) -> list[str]:
-    """What the stages are called of all that run microbatches of their own, one behind the other."""
+    """Names of the stages of all replicas, in order."""
     found, owners = [], copies(len(replica_sizes), shards)
-    for place, own in enumerate(owners):
+    for number, own in enumerate(owners):
         for shard, replica in enumerate(own):
-            words = [f"replica {place}"] * (len(owners) > 1) + [f"shard {shard}"] * (len(own) > 1)
+            words = [f"replica {number}"] * (len(owners) > 1) + [f"shard {shard}"] * (len(own) > 1)
             for stage in range(replica_sizes[replica]):
                 last = [f"stage {stage}"] if replica_sizes[replica] > 1 or not words else []
                 found.append(", ".join([*words, *last]))
@@ -123,37 +119,41 @@ def stage_names(replica_sizes: Sequence[int], shards: Sequence[int] = ()) -> lis
 
 
 def parse_layout(text: str, *, where: str | None = None, or_auto: bool = False) -> Layout:
-    """The layout that a text says; a ConfigError that says what is accepted where it says none.
+    """The layout in a text; a ConfigError that lists what is accepted if it is none.
 
-    `or_auto`: whoever asks takes `auto` as well, which has been looked for already.
+    `or_auto`: the error names `auto` as well, which the caller has handled.
     """
     replicas: list[ReplicaLayout] = []
+    num_devices = 0
     for own in text.split("+"):
         numbers: dict[str, int] = {}
         for part in own.split(","):
             kind, _, number = part.partition(":")
             if kind not in KINDS or kind in numbers or not _is_count(number):
                 raise _refusal(text, part, numbers, where, or_auto=or_auto)
-            numbers[kind] = int(number)
+            numbers[kind] = read_count(number) or MOST_PROCESSES + 1
+        num_devices += math.prod(numbers.values())
+        if num_devices > MOST_PROCESSES:
+            raise ConfigError(f"got {describe(text)}; a layout has at most {MOST_PROCESSES:,} devices.", where=where)
         count = numbers.pop(SPREAD, 1)
         replicas += [ReplicaLayout(**numbers)] * count
     return Layout(tuple(replicas))
 
 
 def _is_count(number: str) -> bool:
-    return number.isascii() and number.isdecimal() and int(number) > 0
+    return number.isascii() and number.isdecimal() and number.strip("0") != ""
 
 
 def _refusal(text: str, part: str, known: dict[str, int], where: str | None, *, or_auto: bool) -> ConfigError:
-    """What is said about a part of a text, which follows `known` ones of its replica."""
+    """The error for a part of a text that follows the `known` ones of its replica."""
     kind, _, number = part.partition(":")
     meant = kind if kind in KINDS else closest(kind, list(KINDS))
-    hint = f"Say {kind} once for a replica." if kind in known else None
+    hint = f"Give {kind} once for a replica." if kind in known else None
     if hint is None and meant is not None:
         hint = f"Did you mean {meant}:{number if _is_count(number) else 2}?"
     elif hint is None and or_auto and closest(text, [AUTO]):
         hint = f"Did you mean {AUTO}?"
-    wrong = f"{kind} is said twice of a replica" if kind in known else f"{part!r} is no part of a layout"
+    wrong = f"{kind} is given twice for a replica" if kind in known else f"{part!r} is no part of a layout"
     named = "" if part == text else f", in which {wrong}"
     accepted = ", ".join(f"{kind}:N" for kind in KINDS)
     return ConfigError(

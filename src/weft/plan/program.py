@@ -1,16 +1,15 @@
-"""A program is a plan as data: microbatches, and what every stage does with them in its own order.
+"""A program is a plan as data: microbatches, and the instructions of every stage in order.
 
-Stage s runs its instructions from the first to the last; a Receive waits for the matching Send of the neighbour. One
-device is one stage, which runs a microbatch forward, at once backward, and then the steps that are due: a `Turn`. A
-job's step needs the norm of its whole gradient, which lies on all stages of a pipeline: each stage measures its part
-(`Measure`), the first one combines the parts, and each steps just before the job's next forward, when the norm has
-arrived.
+Stage s runs its instructions from first to last; a Receive waits for the matching Send of the neighbouring stage. One
+device is one stage: it runs a microbatch forward, backward at once, and then the steps that are due (a `Turn`). A job's
+step needs the norm of its whole gradient, which lies on all stages of a pipeline: each stage measures its part
+(`Measure`), the first stage combines the parts, and each stage steps just before the job's next forward.
 
-A program may be for several whole replicas (`replica_sizes`): their stages follow one another, a microbatch is run by
-one of them, and a job with order-independent sums has samples on several. Each of these replicas measures, the first of
-them combines the sums of all, and every stage of every replica steps. Where replicas share frozen weights (`shards`),
-stages with the same layers run in step. Devices that share every layer may run two microbatches side by side (`pairs`):
-both forward, then both backward. Programs print, hash, and come back from JSON as they were.
+A program may have several whole replicas (`replica_sizes`), whose stages follow one another. A microbatch runs on one
+of them; a job with order-independent sums has samples on several. Then each of these replicas measures, the first one
+combines the sums, and every stage of every replica steps. Where replicas share frozen weights (`shards`), stages with
+the same layers run in step. Devices that share every layer may run two microbatches side by side (`pairs`): both
+forward, then both backward.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from weft.errors import PlanError
 from weft.plan.layout import rings
-from weft.plan.types import JobQueue, Limits, Microbatch, Segment
+from weft.plan.types import Microbatch, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hands the result of a Forward to the next stage, or of a Backward to the one before."""
+    """Sends the result of a Forward to the next stage, or of a Backward to the previous one."""
 
     microbatch: int
     is_gradient: bool
@@ -51,7 +50,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Waits for what a neighbour sends for this microbatch."""
+    """Waits for the matching Send of a neighbouring stage."""
 
     microbatch: int
     is_gradient: bool
@@ -60,9 +59,9 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A stage of several hands its part of a job's gradient to the first that measures it too.
+    """Sends a stage's part of a job's squared gradient norm to the root, the first stage that measures the same step.
 
-    That one is the judge: its own Measure waits for all parts.
+    The root's own Measure waits for all parts.
     """
 
     job: str
@@ -71,9 +70,9 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A job's optimizer steps on this stage: its global batch has been backward here.
+    """A job's optimizer step on this stage, after its global batch has been backward here.
 
-    With several stages it waits until the judge has measured the whole gradient.
+    With several stages it waits for the gradient norm from the root.
     """
 
     job: str
@@ -96,10 +95,10 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one device does at a time: a microbatch forward and backward, and the steps behind it."""
+    """One device's unit of work: a microbatch forward and backward, and the steps after it."""
 
     microbatch: Microbatch
-    """Without segments where only steps are due."""
+    """Has no segments where only steps are due."""
     steps: tuple[Step, ...] = ()
 
 
@@ -111,13 +110,13 @@ class Program:
     """An empty one is a bubble that a pipeline's schedule needs to keep its distances (a no-op)."""
     stages: tuple[tuple[Instruction, ...], ...]
     replica_sizes: tuple[int, ...] = ()
-    """Stages of each replica, whose lists follow one another; empty: one replica has them all."""
+    """Number of stages of each replica, whose lists follow one another; empty: one replica has them all."""
     shards: tuple[int, ...] = ()
-    """How many replicas, one behind the other, share each copy of the frozen weights; empty: none do. They run their
-    next pass at the same time, and whoever has none runs one of an empty microbatch."""
+    """Number of consecutive replicas that share each copy of the frozen weights; empty: none do. They run their passes
+    at the same time; one that has no microbatch left runs an empty one."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """Microbatches that run side by side, where devices share every layer: one computes while what the other has to
-    wait for is added up. Every stage has both forwards, and both backwards, one right behind the other."""
+    """Microbatches that run side by side where devices share every layer: one computes while the other's sums are
+    exchanged. On every stage both forwards, and both backwards, follow each other directly."""
 
     @classmethod
     def from_turns(cls, turns: Iterable[Turn]) -> Program:
@@ -149,13 +148,13 @@ class Program:
 
     @property
     def measuring(self) -> dict[Measure, tuple[int, ...]]:
-        """The stages that measure each gradient; the first of them judges it."""
-        found: dict[Measure, list[int]] = {}
+        """The stages that measure each gradient; the first of them is the root."""
+        stages_of: dict[Measure, list[int]] = {}
         for stage, instructions in enumerate(self.stages):
             for i in instructions:
                 if isinstance(i, Measure):
-                    found.setdefault(i, []).append(stage)
-        return {measure: tuple(stages) for measure, stages in found.items()}
+                    stages_of.setdefault(i, []).append(stage)
+        return {measure: tuple(stages) for measure, stages in stages_of.items()}
 
     @property
     def turns(self) -> list[Turn]:
@@ -172,7 +171,7 @@ class Program:
             elif isinstance(i, Forward) and next(instructions, None) == Backward(i.microbatch):
                 found.append((self.microbatches[i.microbatch], []))
             else:
-                raise PlanError(f"{i} is not a forward with its backward right behind it; one device runs only those.")
+                raise PlanError(f"{i} is not a forward with its backward right after it; one device runs only those.")
         return [Turn(microbatch, tuple(steps)) for microbatch, steps in found]
 
     def to_json(self) -> dict[str, Any]:
@@ -190,7 +189,7 @@ class Program:
 
     @classmethod
     def from_json(cls, tree: Any) -> Program:
-        """The program that `to_json` gave; a PlanError where this is none. The checker judges what it says."""
+        """The program that `to_json` gave; a PlanError if it has another form. The checker tests its validity."""
         try:
             return cls(
                 tuple(Microbatch(tuple(_built(Segment, own) for own in segments)) for segments in tree["microbatches"]),
@@ -207,7 +206,7 @@ class Program:
 
 
 def _built_instruction(name: str, *values: Any) -> Instruction:
-    """An instruction from its kind and fields; programs of weft 0.1 have a 0 after the microbatch that says nothing."""
+    """An instruction from its kind and fields; programs of weft 0.1 have a meaningless 0 after the microbatch."""
     kind = _KINDS[name]
     if kind in (Forward, Backward, Send, Receive) and len(values) == len(fields(kind)) + 1 and values[1] == 0:
         values = (values[0], *values[2:])
@@ -220,11 +219,3 @@ def _built(kind: type[_Built], values: Sequence[Any]) -> _Built:
         if not isinstance(value, str if field.name == "job" else int):
             raise TypeError(f"{field.name} of {kind.__name__} is {value!r}")
     return kind(*values)
-
-
-class Planner(Protocol):
-    """Turns queues into the next program; deterministic."""
-
-    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
-        """The next program; empty only if the queues are."""
-        ...

@@ -1,4 +1,4 @@
-"""What planners are given and what they fill: queues of jobs, limits, and microbatches of segments.
+"""Input and output of planners: queues of jobs, limits, and microbatches of segments.
 
 A planner turns `JobQueue`s into a `Program` (`plan/program.py`). The engine executes programs and decides nothing;
 `plan/check/` validates any program before it runs.
@@ -7,6 +7,7 @@ A planner turns `JobQueue`s into a `Program` (`plan/program.py`). The engine exe
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.errors import PlanError
@@ -18,11 +19,10 @@ class Segment:
 
     job: str
     step: int
-    """Which global batch of the job, counted from 0."""
+    """Global batch of the job, from 0."""
     index: int
-    """Place of the sample inside that global batch."""
+    """Index of the sample in that global batch."""
     length: int
-    """Tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,11 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all segments."""
         return sum(s.length for s in self.segments)
 
     @property
     def job_tokens(self) -> dict[str, int]:
-        """Tokens of each job, in the order in which the jobs come."""
+        """Tokens of each job, in the order of their first segments."""
         tokens: dict[str, int] = {}
         for s in self.segments:
             tokens[s.job] = tokens.get(s.job, 0) + s.length
@@ -47,16 +46,16 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is left to run of one global batch: sample `first`, `first` + 1, … have these lengths.
+    """The part of a global batch that has not run: the lengths of samples `first`, `first` + 1, …
 
-    No lengths: all samples have run, and the step is due.
+    Without lengths, all samples have run and the step is due.
     """
 
     step: int
     first: int
     lengths: tuple[int, ...]
     groups: tuple[int, ...] = ()
-    """How many samples in a row belong together and share a microbatch; empty: every sample is by itself."""
+    """Numbers of consecutive samples that share a microbatch; empty: every sample is independent."""
 
     def __post_init__(self) -> None:
         if self.groups and (min(self.groups) < 1 or sum(self.groups) != len(self.lengths)):
@@ -71,27 +70,59 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class JobQueue:
-    """What a planner knows of a job: its next global batches, and how it is to be served."""
+    """A planner's view of a job: its next global batches, and how it is served."""
 
     job: str
     batches: tuple[Batch, ...]
     is_all: bool
-    """True if no global batch follows those listed."""
+    """True if no global batch follows."""
     priority: int = 0
     served_tokens: int = 0
-    """Tokens the job has had so far; among equals, who had least goes first."""
+    """Tokens the job has received; among equals the job with fewest goes first."""
     lane: str = ""
-    """Jobs of different lanes never share a microbatch; most are in the common one."""
+    """Jobs of different lanes never share a microbatch."""
     home: int | None = 0
-    """The replica that runs it; None: its sums do not depend on the order, so all of several do, and its samples may be
-    in any order."""
+    """Its replica; None if its sums do not depend on the order: all replicas run it, its samples in any order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a microbatch may hold."""
+    """Limits of a program."""
 
     capacity: int
-    """Most tokens of one microbatch."""
     max_microbatches: int = 16
-    """Most microbatches of one program."""
+
+
+NOOP = Microbatch(())
+
+
+def lemma_distance(num_stages: int) -> int:
+    """Microbatches from the last of a job's global batch to the first of its next: stages − 1, and at least 1."""
+    if num_stages < 1:
+        raise PlanError(f"num_stages is {num_stages}; use at least 1.")
+    return max(num_stages - 1, 1)
+
+
+def with_empty_slots(microbatches: Iterable[Microbatch], distance: int) -> tuple[Microbatch, ...]:
+    """The stream with empty microbatches where the distance needs them; none at its ends."""
+    stream: list[Microbatch] = []
+    last: dict[str, tuple[int, int]] = {}
+    previous: dict[str, int] = {}
+    for microbatch in microbatches:
+        if not stream and not microbatch.segments:
+            continue
+        earliest = len(stream)
+        for s in microbatch.segments:
+            step, _ = last.get(s.job, (s.step, 0))
+            # `previous` is where the batch before the current one of this job ended.
+            ended = last[s.job][1] if s.job in last and s.step > step else previous.get(s.job, -distance)
+            earliest = max(earliest, ended + distance)
+        stream.extend([NOOP] * (earliest - len(stream)))
+        for s in microbatch.segments:
+            if s.job in last and s.step > last[s.job][0]:
+                previous[s.job] = last[s.job][1]
+            last[s.job] = (s.step, len(stream))
+        stream.append(microbatch)
+    while stream and not stream[-1].segments:
+        stream.pop()
+    return tuple(stream)

@@ -1,1 +1,1 @@
-"""The live table, report.html, and experiment trackers."""
+"""The live table, report.html of runs and sweeps, and experiment trackers."""

@@ -1,17 +1,31 @@
-"""Draws the curves of every job over its steps, and collects all figures of a run.
+"""All figures of a run: curves of every job over its steps, and where the time went.
 
 The number of points is capped, so a week of training makes a page as light as a minute of it.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
-from weft.objectives.metrics import is_share
-from weft.report.figure import PlotlyFigure, bare_figure, faint, graph_objects, job_colours, label
-from weft.report.run_data import RunData
-from weft.report.series import Points, rounded, smooth, thin
-from weft.report.time_charts import fill, throughput, timeline
+from weft.objectives.objective import is_share
+from weft.report import readable
+from weft.report.figure import (
+    PlotlyFigure,
+    Points,
+    bare_figure,
+    faint,
+    graph_objects,
+    in_chunks,
+    job_colours,
+    label,
+    rate_in_bins,
+    rounded,
+    smooth,
+    thin,
+)
+from weft.report.run_data import JobReport, ReportSpan, RunData
 
 MAX_POINTS = 12_000
 """Points of one curve per job, summed over the jobs: about 200 kB of the page."""
@@ -166,3 +180,192 @@ def _cross(run: RunData, index: int, points: Points) -> Any:
         marker={"symbol": "x", "size": 9, "color": job_colours(len(run.jobs))[index]},
         hovertemplate="failed here",
     )
+
+
+NUM_BINS = 90
+MAX_FILL_POINTS = 180
+MAX_MICROBATCHES = 160
+"""Microbatches drawn one by one: each is a few pixels wide then."""
+MAX_BARS = 3_000
+"""Bars of all microbatches together: with more of them a phone hesitates."""
+MAX_REPLICAS = 8
+"""Replicas with separate bands in the timeline: with more, bands are too flat to read."""
+SIDE_LANES = ("step", "eval", "checkpoint", "plan")
+LANE_HEIGHT = 0.075
+GREY = "#8a93a3"
+
+
+def throughput(run: RunData) -> PlotlyFigure | None:
+    """Trained tokens per second in equal stretches of time, one layer per job."""
+    end = run.seconds
+    if not end:
+        return None
+    unit, unit_s = readable.time_unit(end)
+    centres = rounded([(i + 0.5) * end / NUM_BINS / unit_s for i in range(NUM_BINS)])
+    traces = []
+    for index, job in enumerate(run.jobs):
+        rates = rate_in_bins(_token_intervals(job), end, NUM_BINS)
+        if any(rates):
+            traces.append(_layer(run, index, centres, rounded(rates)))
+    if not traces:
+        return None
+    figure = bare_figure(run, traces, x_title=unit)
+    return figure.update_yaxes(rangemode="tozero", tickformat="~s")
+
+
+def fill(run: RunData) -> PlotlyFigure | None:
+    """Fraction of the microbatches' rows that held tokens, over time."""
+    spans = [span for span in run.microbatches if span.rows]
+    if not spans:
+        return None
+    unit, unit_s = readable.time_unit(run.seconds or 0.0)
+    chunks = [spans[part] for part in in_chunks(len(spans), MAX_FILL_POINTS)]
+    trace = graph_objects().Scatter(
+        x=rounded([(chunk[0].start_s + _end(chunk[-1])) / 2 / unit_s for chunk in chunks], 6),
+        y=rounded([100 * sum(s.tokens for s in chunk) / sum(s.rows for s in chunk) for chunk in chunks]),
+        mode="lines",
+        line={"width": 1.4, "color": GREY},
+        fill="tozeroy",
+        fillcolor=faint(GREY, 0.2),
+        hovertemplate="%{y:.1f} %<extra></extra>",
+    )
+    figure = bare_figure(run, [trace], x_title=unit)
+    return figure.update_yaxes(range=[0, 102], ticksuffix=" %")
+
+
+def timeline(run: RunData) -> PlotlyFigure | None:
+    """The first microbatches as columns, coloured by the share of each job, and the other work below them.
+
+    Each replica, or each stage of one, has a band.
+    """
+    shown = drawn_microbatches(run)
+    if not shown:
+        return None
+    replicas = drawn_replicas(shown)
+    columns = [
+        _columns(run, index, tuple(span for span in shown if span.replica == replica), band)
+        for band, replica in enumerate(replicas)
+        for index in range(len(run.jobs))
+    ]
+    start_s, end_s = shown[0].start_s, _end(shown[-1])
+    if len(shown) == len(run.microbatches):
+        # The last evaluations come after the last microbatch.
+        end_s = max([end_s, *(_end(span) for span in run.spans if span.name in SIDE_LANES)])
+    lanes = [lane for name in SIDE_LANES if (lane := _lane(run, name, start_s, end_s)) is not None]
+    figure = bare_figure(run, [c for c in columns if c is not None] + lanes, x_title="seconds")
+    figure.update_layout(barmode="stack", bargap=0, hovermode="closest")
+    figure.update_xaxes(range=rounded([start_s, end_s], 6))
+    top = LANE_HEIGHT * len(lanes)
+    figure.update_layout(_bands([run.band_name(index) for index in replicas], top + 0.05 if lanes else 0.0))
+    if not lanes:
+        return figure
+    order = {"categoryorder": "array", "categoryarray": [lane.name for lane in reversed(lanes)]}
+    figure.update_layout(
+        xaxis={"anchor": "y2"},
+        yaxis2={"domain": [0, top], "anchor": "x", "automargin": True, "fixedrange": True, "showgrid": False, **order},
+    )
+    return figure
+
+
+def drawn_replicas(spans: Iterable[ReportSpan]) -> list[int]:
+    """The replicas of the timeline's bands, from above."""
+    return sorted({span.replica for span in spans})[:MAX_REPLICAS]
+
+
+def _bands(names: list[str], bottom: float) -> dict[str, Any]:
+    height = (1 - bottom) / len(names)
+    axes: dict[str, Any] = {}
+    for band, name in enumerate(names):
+        top = 1 - band * height
+        axis: dict[str, Any] = {"domain": [top - (0.93 if len(names) > 1 else 1) * height, top], "range": [0, 102]}
+        if len(names) == 1:
+            axis["ticksuffix"] = " %"
+        else:
+            # Written across: names turned upright would run into each other.
+            axis |= {"tickvals": [50], "ticktext": [name], "automargin": True}
+            axis |= {"anchor": "x", "zeroline": False, "ticks": "", "showgrid": False}
+        axes["yaxis" + _axis_number(band)] = axis
+    return axes
+
+
+def _axis_number(band: int) -> str:
+    """Plotly's number of the axis of a band; the second one is that of the side lanes."""
+    return str(band + 2) if band else ""
+
+
+def drawn_microbatches(run: RunData) -> tuple[ReportSpan, ...]:
+    num_bars = 0
+    shown: list[ReportSpan] = []
+    for span in run.microbatches[:MAX_MICROBATCHES]:
+        num_bars += len(span.jobs)
+        if num_bars > MAX_BARS and shown:
+            break
+        shown.append(span)
+    return tuple(shown)
+
+
+def _layer(run: RunData, index: int, times: list[float | None], rates: list[float | None]) -> Any:
+    colour = job_colours(len(run.jobs))[index]
+    return graph_objects().Scatter(
+        x=times,
+        y=rates,
+        name=label(run.jobs[index].name),
+        meta={"job": index},
+        mode="lines",
+        stackgroup="jobs",
+        # Without a line, since a job that has ended would draw one along the top of the others.
+        line={"width": 0, "color": colour},
+        fillcolor=faint(colour, 0.8),
+        hovertemplate="%{y:,.0f}",
+    )
+
+
+def _token_intervals(job: JobReport) -> list[tuple[float, float, float]]:
+    """(start, stop, tokens) between logged steps."""
+    marks = [(p.time, p.num_tokens) for p in job.train if p.time is not None and p.num_tokens is not None]
+    if not marks:
+        return []
+    later = [(a[0], b[0], max(b[1] - a[1], 0.0)) for a, b in itertools.pairwise(marks)]
+    return [(job.start_s, *marks[0]), *later]
+
+
+def _columns(run: RunData, index: int, spans: tuple[ReportSpan, ...], band: int) -> Any:
+    """One job's part of every microbatch of a replica that it is in; None if it is in none."""
+    job = run.jobs[index].name
+    own = [span for span in spans if span.jobs.get(job)]
+    if not own:
+        return None
+    return graph_objects().Bar(
+        x=rounded([span.start_s + span.duration_s / 2 for span in own], 6),
+        width=rounded([span.duration_s for span in own]),
+        y=rounded([100 * span.jobs[job] / (span.rows or span.tokens or 1) for span in own]),
+        customdata=[[span.jobs[job], span.rows, *rounded([1000 * span.duration_s], 3)] for span in own],
+        name=label(job),
+        yaxis="y" + _axis_number(band),
+        meta={"job": index},
+        marker={"color": job_colours(len(run.jobs))[index], "line": {"width": 0}},
+        hovertemplate="%{fullData.name}: %{customdata[0]} of %{customdata[1]} rows, %{customdata[2]} ms<extra></extra>",
+    )
+
+
+def _lane(run: RunData, name: str, start_s: float, end_s: float) -> Any:
+    spans = [span for span in run.spans if span.name == name and start_s <= span.start_s <= end_s][:MAX_MICROBATCHES]
+    if not spans:
+        return None
+    return graph_objects().Bar(
+        orientation="h",
+        y=[name] * len(spans),
+        yaxis="y2",
+        base=rounded([span.start_s for span in spans], 6),
+        x=rounded([span.duration_s for span in spans]),
+        width=0.55,
+        name=name,
+        customdata=rounded([1000 * span.duration_s for span in spans], 3),
+        # The outline keeps spans shorter than a pixel visible.
+        marker={"color": GREY, "line": {"width": 1, "color": GREY}},
+        hovertemplate=f"{name}: %{{customdata}} ms<extra></extra>",
+    )
+
+
+def _end(span: ReportSpan) -> float:
+    return span.start_s + span.duration_s

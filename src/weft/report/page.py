@@ -1,27 +1,31 @@
 """Writes report.html: one self-contained page about a run that opens offline, in light and dark, on a phone too.
 
 All text of users (names, reasons, settings) goes through the template's autoescape or, inside the data of the charts,
-through `json_for_script`; the page's own policy forbids it to load anything from anywhere.
+through `json_for_script`; the page's own policy forbids it to load anything from anywhere. The page of a sweep
+(`sweep_page`) is made of the same parts.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from markupsafe import Markup
+
 from weft import __version__
 from weft.report import readable
-from weft.report.charts import draw_charts, own_metrics
-from weft.report.document import Cell, json_for_script, packed_plotly, template_file, templates, time_parts
-from weft.report.figure import job_colours
+from weft.report.charts import draw_charts, drawn_microbatches, own_metrics
+from weft.report.figure import PlotlyFigure, graph_objects, job_colours
 from weft.report.read_run import read_run
 from weft.report.run_data import JobReport, RunData, made_with
-from weft.report.time_charts import drawn_microbatches
 from weft.store.atomic import write_file
-from weft.wall_clock import TimeSplit
+from weft.store.wall_clock import Activity, TimeSplit
 
 STATE_ORDER = ("running", "paused", "queued", "succeeded", "failed", "cancelled", "unknown")
 
@@ -66,34 +70,26 @@ def write_report(
 
 
 def render(run: RunData, extra: ReportExtra | None = None, time: Callable[[], TimeSplit] | None = None) -> str:
-    plotly = packed_plotly()  # a missing plotly is reported before any work
-    environment = templates()
+    page = Page("page.html", "page.css", "page.js")
     charts = draw_charts(run)
     shown, total = len(drawn_microbatches(run)), len(run.microbatches)
     run = run if time is None else replace(run, time=time())
     recorded = "passes of microbatches" if run.is_staged else "recorded microbatches"
-    return environment.get_template("page.html").render(
+    return page.render(
+        charts,
+        run.time,
         run=run,
         about=made_with(run.info),
         tiles=_tiles(run),
         jobs=_job_rows(run),
-        charts=charts,
         own_metrics=own_metrics(run),
-        figures=json_for_script(charts),
-        time_parts=time_parts(run.time),
         timeline_note=f"{f'the first {shown:,} of ' if shown < total else ''}{total:,} {recorded}",
         extra=extra,
         skill_colours=dict(zip((job.name for job in run.jobs), job_colours(len(run.jobs)), strict=True)),
-        readable=readable,
-        plotly=plotly,
-        style=template_file(environment, "page.css"),
-        scripts=[template_file(environment, name) for name in ("page.js", "plotly.js")],
-        version=__version__,
     )
 
 
 def _tiles(run: RunData) -> list[tuple[str, str, str]]:
-    """The main numbers: label, value, and a note."""
     states = Counter(job.state for job in run.jobs)
     ordered = sorted(states, key=lambda s: STATE_ORDER.index(s) if s in STATE_ORDER else len(STATE_ORDER))
     rows = sum(span.rows for span in run.microbatches)
@@ -137,7 +133,6 @@ def _cells(job: JobReport) -> list[Cell]:
 
 
 def _measured(job: JobReport) -> list[Cell]:
-    """Metrics of its objective, sorted by the first of them."""
     return [("measured", readable.measures(job.measured), next(iter(job.measured.values()), None))]
 
 
@@ -146,7 +141,6 @@ def _method(job: JobReport) -> str:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested settings as dotted names and text."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -154,3 +148,84 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", ", ".join(str(item) for item in value)
         else:
             yield f"{prefix}{key}", readable.NOTHING if value in (None, {}) else str(value)
+
+
+PagePart = tuple[str, str, str, float]
+"""A part of a bar: name, colour, amount in words, share in per cent."""
+Cell = tuple[str, str, float | None]
+"""Label, text and sort key of one number in a table."""
+
+
+class Page:
+    """A template with its style sheets and scripts; all other values in it are escaped.
+
+    Made before any work, so that a missing plotly is reported first.
+    """
+
+    def __init__(self, template: str, *files: str) -> None:
+        self._plotly = packed_plotly()
+        self._environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("weft.report", "template"),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._template = self._environment.get_template(template)
+        self._files = files
+
+    def render(self, charts: Mapping[str, PlotlyFigure], time: TimeSplit | None, **values: Any) -> str:
+        return self._template.render(
+            values,
+            charts=charts,
+            figures=json_for_script(charts),
+            time_parts=time_parts(time),
+            readable=readable,
+            plotly=self._plotly,
+            style=Markup("").join(self._source(name) for name in self._files if name.endswith(".css")),
+            scripts=[self._source(name) for name in (*self._files, "plotly.js") if name.endswith(".js")],
+            version=__version__,
+        )
+
+    def _source(self, name: str) -> Markup:
+        assert self._environment.loader is not None
+        return Markup(self._environment.loader.get_source(self._environment, name)[0])
+
+
+def json_for_script(charts: Mapping[str, PlotlyFigure]) -> Markup:
+    """The figures as JSON that no text inside can break out of a script element with."""
+    text = "{" + ",".join(f'"{name}":{figure.to_json()}' for name, figure in charts.items()) + "}"
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def packed_plotly() -> str:
+    """Plotly's script, compressed to two fifths of its size; `plotly.js` of the templates unpacks it in the browser.
+
+    MissingExtraError if plotly is not installed.
+    """
+    graph_objects()
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode("ascii")
+
+
+# Greys with a tint: the colours proper belong to the jobs.
+COLOURS = {
+    Activity.COMPUTING: "#5b6b82",
+    Activity.EVALUATING: "#7fa39e",
+    Activity.COMPILING: "#a58aa8",
+    Activity.LOADING: "#93a8c4",
+    Activity.PREPARING: "#c2ab83",
+    Activity.WRITING: "#c08f84",
+    Activity.IDLE: "color-mix(in srgb, var(--soft) 35%, transparent)",
+}
+
+
+def time_parts(split: TimeSplit | None) -> list[PagePart]:
+    """Parts of the time, without empty ones; nothing if no time was recorded."""
+    if split is None or not split.wall_s:
+        return []
+    spent = [(activity, split.seconds(activity)) for activity in Activity]
+    return [(a, COLOURS[a], readable.duration(s), 100 * s / split.wall_s) for a, s in spent if s]

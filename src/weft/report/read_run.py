@@ -14,9 +14,9 @@ from typing import Any
 from weft.engine.events import own_metrics
 from weft.errors import StorageError
 from weft.report.run_data import EvalPoint, JobReport, ReportSpan, RunData, TrainPoint, number
-from weft.settings.fields import as_named_now
+from weft.settings import as_named_now
 from weft.spec import JobSpec
-from weft.wall_clock import TimeSplit
+from weft.store.wall_clock import TimeSplit
 
 JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
 Pair = tuple[Any, Any, set[float | None]]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
-from weft.objectives.metrics import is_share
-from weft.wall_clock import Activity, TimeSplit
+from weft.objectives.objective import is_share
+from weft.store.wall_clock import Activity, TimeSplit
 
 NOTHING = "–"
 """Shown where there is no number."""
@@ -139,6 +140,19 @@ def time_unit(end_s: float) -> tuple[str, float]:
     if end_s > 3 * 3600:
         return "hours", 3600.0
     return ("minutes", 60.0) if end_s > 300 else ("seconds", 1.0)
+
+
+def plain_table(*columns: str, left: Container[str] = ()) -> Table:
+    """A table without lines whose cells stay on one line; columns in `left` are aligned left and may be cut."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name not in left)
+    return table
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a text as it is, without markup, colours of numbers or line breaks at the width of the terminal."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 PIPE_COLUMNS = 10_000

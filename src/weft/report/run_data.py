@@ -10,14 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, counted
 from weft.methods.configs import CONFIGS
-from weft.objectives.metrics import HEADLINES
+from weft.objectives.objective import HEADLINES
 from weft.plan.layout import Layout, parse_layout
-from weft.settings.fields import without_foreign
+from weft.settings import without_foreign
 from weft.spec import AdapterSpec
-from weft.wall_clock import TimeSplit
-from weft.wording import counted
+from weft.store.wall_clock import TimeSplit
 
 ONE_DEVICE = str(Layout())
 
@@ -157,12 +156,10 @@ class JobReport:
 
     @property
     def final_loss(self) -> float | None:
-        """The last finite training loss."""
         return next((p.loss for p in reversed(self.train) if p.loss is not None), None)
 
     @property
     def best_eval_loss(self) -> float | None:
-        """The lowest evaluation loss."""
         return min((p.eval_loss for p in self.evals), default=None)
 
     @property
@@ -186,7 +183,6 @@ class JobReport:
 
     @property
     def end_s(self) -> float | None:
-        """Time of its last record, in seconds of the run."""
         known = number(self.status.get("seconds"))
         return known if known is not None else next((p.time for p in reversed(self.train) if p.time is not None), None)
 
@@ -204,7 +200,7 @@ class JobReport:
     @property
     def method_settings(self) -> dict[str, Any]:
         """Its settings, without those for adapters of other methods."""
-        own = without_foreign(AdapterSpec, self._adapter, self.method)
+        own = without_foreign(AdapterSpec, self._adapter, "methods", self.method)
         return {**self.settings, "adapter": own} if own else dict(self.settings)
 
     @property
@@ -213,7 +209,6 @@ class JobReport:
 
     @property
     def rank(self) -> int | None:
-        """The rank of its adapter, if its method has one."""
         config = CONFIGS.get(self.method)
         setting = None if config is None else config.rank_setting
         rank = None if setting is None else number(self._adapter.get(setting))
@@ -231,7 +226,6 @@ class RunData:
 
     path: Path
     info: Mapping[str, Any]
-    """Contents of run.json."""
     jobs: tuple[JobReport, ...]
     spans: tuple[ReportSpan, ...] = field(default=())
     """The timeline in order of time."""
@@ -240,7 +234,6 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """The run's name, else that of its directory."""
         return str(self.info.get("run_name") or self.path.resolve().name)
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from weft.engine.events import EvalDone, Event, JobEnded, StepDone
-from weft.errors import ConfigError, MissingExtraError, closest, install_command
+from weft.errors import MissingExtraError, install_command, not_accepted
 
 LOG = logging.getLogger(__name__)
 TRACKED = (
@@ -180,7 +180,6 @@ class Trackers:
         self._each(lambda tracker: tracker.finish(job, state))
 
     def close(self) -> None:
-        """Ends everything; a second call does nothing."""
         self._each(lambda tracker: tracker.close())
         self._trackers.clear()
 
@@ -207,10 +206,7 @@ def open_trackers(
     opened: dict[str, Tracker] = {}
     for name in names:
         if name not in TRACKERS:
-            guess = closest(name, list(TRACKERS))
-            hint = f"Did you mean {guess}?" if guess else None
-            message = f"got {name!r}; accepted are {', '.join(TRACKERS)}."
-            raise ConfigError(message, where="report_to", hint=hint)
+            raise not_accepted(name, TRACKERS, "report_to")
         try:
             opened[name] = TRACKERS[name](run_dir, run_name)
         except ImportError as error:

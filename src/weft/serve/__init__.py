@@ -1,1 +1,1 @@
-"""The service: fine-tuning for many tenants behind the API people already use."""
+"""The service: fine-tuning for many tenants, with the API people already use."""

@@ -1,11 +1,12 @@
 """The errors that the service raises on purpose; the API gives each of them its HTTP status.
 
 WeftError
-├── NotFound        there is no such object, or it is another tenant's: nobody can tell which
+├── NotFound        there is no such object, or it is another tenant's; the answer is the same
 ├── NotPossible     the object is in a state in which this cannot be done
 ├── Conflict        the same idempotency key came with another request
 ├── OverLimit       a quota of the tenant is used up
-├── Fenced          another worker has claimed the job since; whoever gets this must stop writing about it
+├── Damaged         stored bytes are not those that were stored, or are gone though a row names them
+├── Fenced          another worker has claimed the job since; the caller must stop writing about it
 └── Busy            the database is locked or away; the same request may succeed later
     └── Unsure      it went away during a commit; the transaction may have happened or not
 """
@@ -37,6 +38,12 @@ class OverLimit(WeftError):  # noqa: N818
     """A quota of the tenant is used up."""
 
     code = "quota_exceeded"
+
+
+class Damaged(WeftError):  # noqa: N818
+    """Stored bytes are not those that were stored, or are gone though a row names them."""
+
+    code = "stored_data_damaged"
 
 
 class Fenced(WeftError):  # noqa: N818

@@ -1,7 +1,7 @@
-"""Runs functions in a process of its own with limits of time and memory, so that what they do can hurt nobody else.
+"""Runs functions in a process of its own with limits of time and memory, so that they cannot harm the caller.
 
-A tenant's file may take long to read, or more memory than there is. Its process then ends, the file is refused with a
-sentence that says why, and everybody else's go on.
+A tenant's file may take long to read, or more memory than there is. Its process then ends, the file is refused with the
+reason in a sentence, and those of other tenants are read on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LimitedProcess:
         self._program: ChildProgram | None = None
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Returns what a function returns or raises what it raises; a DataError says which limit it has passed."""
+        """Returns what a function returns or raises what it raises; a DataError names the limit that it passed."""
         try:
             connection = self._connected()
             connection.send((function, arguments))
@@ -50,7 +50,8 @@ class LimitedProcess:
             is_good, found = connection.recv()
         except (EOFError, OSError):
             self.close()
-            raise DataError(f"could not be read: its process ended{self._likely_cause()}.") from None
+            cause = f"it may have needed more than {_size(self._limits.memory_bytes)} of memory"
+            raise DataError(f"could not be read: its process ended; {cause}.") from None
         except BaseException:
             self.close()
             raise
@@ -59,7 +60,6 @@ class LimitedProcess:
         raise found
 
     def close(self) -> None:
-        """Ends the process at once."""
         if self._program is not None:
             self._program.close()
         self._program = None
@@ -70,9 +70,6 @@ class LimitedProcess:
             self._program = ChildProgram(__name__)
             self._program.connection.send(self._limits.memory_bytes)
         return self._program.connection
-
-    def _likely_cause(self) -> str:
-        return f"; it may have needed more than {_size(self._limits.memory_bytes)} of memory"
 
 
 def main(connection: Connection) -> None:

@@ -8,20 +8,21 @@ from weft.errors import ConfigError
 from weft.methods.config import MethodConfig
 from weft.methods.configs import CONFIGS, MethodSettings
 from weft.methods.lora.config import LoraStrength
-from weft.settings.fields import KnownKeywords, check_pattern, refuse_foreign, setting, validate
+from weft.other_trainers import METHODS_ELSEWHERE
+from weft.settings import KnownKeywords, check_pattern, refuse_foreign, setting, validate
 
 
 @dataclass(frozen=True)
 class MethodChoice:
     """The first of all settings."""
 
-    method: str = setting("lora", choices=tuple(CONFIGS))
+    method: str = setting("lora", choices=tuple(CONFIGS), elsewhere=METHODS_ELSEWHERE)
     """The PEFT method: docs/methods.md."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Where an adapter sits."""
+    """The modules of an adapter."""
 
     target_modules: str | tuple[str, ...] = setting("auto", aliases=("lora_target", "lora_target_modules"))
     """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths;
@@ -48,7 +49,7 @@ class AdapterSpec(MethodSettings, Targets, LoraStrength, MethodChoice, KnownKeyw
             object.__setattr__(self, "use_dora", False)
         if self.target_modules == "auto":
             object.__setattr__(self, "target_modules", self.config.targets(self))
-        refuse_foreign(self, self.method)
+        refuse_foreign(self, "methods", self.method, "the method")
         patterns = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
         for where, pattern in {**patterns, **self.config.patterns(self)}.items():
             if isinstance(pattern, str):
@@ -59,17 +60,15 @@ class AdapterSpec(MethodSettings, Targets, LoraStrength, MethodChoice, KnownKeyw
 
     @property
     def config(self) -> MethodConfig:
-        """What is known of its method without torch."""
         return CONFIGS[self.method]
 
     @property
     def num_leading_rows(self) -> int:
-        """Rows in front of every sample."""
         return self.config.num_leading_rows(self)
 
     @property
     def rank(self) -> int | None:
-        """The rank of modules that no pattern names, if its method has ranks."""
+        """The rank of modules that match no pattern, if the method has ranks."""
         name = self.config.rank_setting
         found: int | None = None if name is None else getattr(self, name)
         return found

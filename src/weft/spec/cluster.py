@@ -1,4 +1,4 @@
-"""What a cluster file says: machines, their links, the backbone, and the jobs it is to train.
+"""A cluster file: machines, their links, the backbone, and the jobs to train.
 
 `weft plan deploy` reads it; docs/deploy.md explains it.
 """
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.settings.fields import KnownKeywords, above, at_least, describe, read, setting, validate
+from weft.settings import KnownKeywords, above, at_least, describe, read, setting, validate
 from weft.spec.job import GRADIENT_SUMS, SUMS_BEFORE
-from weft.spec.load import parse, place_of
+from weft.spec.load import location_of, parse
 from weft.spec.run import QUANTISATIONS, RECOMPUTE
 
 MODES = ("packed", "padded")
@@ -22,7 +22,7 @@ SOURCES = ("assumed", "measured")
 
 @dataclass(frozen=True)
 class MachineSpec(KnownKeywords):
-    """Alike machines."""
+    """Identical machines."""
 
     gpu: str = setting()
     """Kind of their GPUs, as the hardware table calls it: h200, h100, a100-80, a100-40, l40s, rtx-4090."""
@@ -37,7 +37,7 @@ class MachineSpec(KnownKeywords):
     network_gb_s: float | None = setting(None, rule=above(0))
     """GB/s that a machine sends to another, one way, all its cards together. Default: the table's, times the GPUs."""
     links: str = setting("assumed", choices=SOURCES)
-    """What the two rates are; the plan says it."""
+    """Origin of the two rates, which the plan shows."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -45,14 +45,14 @@ class MachineSpec(KnownKeywords):
 
 @dataclass(frozen=True)
 class LengthsSpec(KnownKeywords):
-    """Sample lengths known by their distribution, which is taken to be log-normal."""
+    """Sample lengths by their distribution, which is assumed to be log-normal."""
 
     mean: float = setting(rule=at_least(16))
     """Tokens of a sample on average."""
     longest: int = setting(rule=at_least(16, 10_000_000))
-    """Longer samples are cut off there, as max_length does."""
+    """Length at which longer samples are cut, as by max_length."""
     skewness: float = setting(2.0, rule=above(0, 50))
-    """Of a set of short answers with a few long ones 5 to 10, of articles about 1."""
+    """Skewness: 5 to 10 for short answers with a few long ones, about 1 for articles."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -62,10 +62,10 @@ class LengthsSpec(KnownKeywords):
 
 @dataclass(frozen=True)
 class ClusterJobSpec(KnownKeywords):
-    """A job as far as planning a cluster is concerned."""
+    """A job as cluster planning sees it."""
 
     name: str = setting()
-    """How it is called."""
+    """Name of the job in the plan."""
     lengths: LengthsSpec = setting()
     """Lengths of its samples: {mean, longest, skewness}."""
     global_batch_size: int = setting(32, aliases=("batch_size",), rule=at_least(1, 1_000_000))
@@ -82,7 +82,7 @@ class ClusterJobSpec(KnownKeywords):
 
 @dataclass(frozen=True)
 class ClusterSpec(KnownKeywords):
-    """A cluster and what it is to train."""
+    """A cluster and its jobs."""
 
     machines: tuple[MachineSpec, ...] = setting()
     """Kinds of machines."""
@@ -95,9 +95,9 @@ class ClusterSpec(KnownKeywords):
     mode: str = setting("packed", choices=MODES)
     """How samples of different lengths share a chunk: packed, as Weft trains, or padded to buckets, as LobRA does."""
     quantize: str | None = setting(None, choices=QUANTISATIONS)
-    """How the frozen linears are stored. Default: as the jobs file says, or none."""
+    """How the frozen linears are stored. Default: as in the jobs file, or none."""
     recompute: str | None = setting(None, choices=RECOMPUTE)
-    """What is made again on the way back to save memory. Default: likewise."""
+    """Activations that are recomputed in backward to save memory. Default: likewise."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -106,18 +106,17 @@ class ClusterSpec(KnownKeywords):
         if self.jobs and self.jobs_file is not None:
             raise ConfigError("found both of jobs and jobs_file; write one of them.", where="jobs")
         names = [job.name for job in self.jobs]
-        for place, name in enumerate(names):
-            if name in names[:place]:
-                raise ConfigError(f"two jobs are called {name!r}; use each name once.", where=f"jobs.{place}.name")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ConfigError(f"two jobs are called {name!r}; use each name once.", where=f"jobs.{index}.name")
 
 
 def load_cluster(path: Path) -> ClusterSpec:
-    """The cluster described by a YAML file."""
     tree, lines = parse(path, "cluster")
     try:
         return cluster_from_mapping(tree)
     except ConfigError as error:
-        raise error.at(place_of(error.where, path, lines, {}, ClusterSpec)) from None
+        raise error.at(location_of(error.where, path, lines, {}, ClusterSpec)) from None
 
 
 def cluster_from_mapping(tree: Any) -> ClusterSpec:

@@ -11,10 +11,10 @@ from fractions import Fraction
 from weft.errors import ConfigError
 from weft.methods.config import MethodConfig
 from weft.methods.lora.config import LORA_KINDS, WORKED_OUT_STARTS
-from weft.objectives.heads.head_objective import HeadObjective
 from weft.objectives.registry import OBJECTIVES as REGISTRY
 from weft.objectives.registry import ObjectiveSettings
-from weft.settings.fields import (
+from weft.other_trainers import OBJECTIVES_ELSEWHERE, OPTIMS_ELSEWHERE, SCHEDULES_ELSEWHERE
+from weft.settings import (
     KnownKeywords,
     above,
     at_least,
@@ -22,14 +22,11 @@ from weft.settings.fields import (
     check_pattern,
     field_names,
     refuse_foreign,
-    refuse_foreign_objective,
-    refuse_foreign_optim,
     setting,
     validate,
 )
 from weft.spec.adapter import AdapterSpec
-from weft.spec.choices.optimizers import OPTIMIZER_NAMES, OPTIMIZERS
-from weft.spec.choices.schedules import SCHEDULES, check_schedule
+from weft.spec.choices import OPTIMIZER_NAMES, OPTIMIZERS, SCHEDULES, check_schedule
 
 FORMATS = ("auto", "chat", "completion", "alpaca", "sharegpt", "text", "tokens")
 COLUMNS = (
@@ -37,20 +34,22 @@ COLUMNS = (
     *("messages", "conversations", "tools", "weight", "input_ids", "labels"),
     *("label", "tokens", "ner_tags", "chosen", "rejected", "teacher_ids", "teacher_logprobs"),
 )
+TOKEN_OBJECTIVES = ("supervised", "weighted", "distillation")
+"""Objectives of single tokens."""
 OBJECTIVES = ("auto", *dict.fromkeys(("supervised", "weighted", *REGISTRY)))
 DEFAULT_MOMENTUM = {"muon": 0.95}
 GRADIENT_SUMS = ("in_order", "any_order")
 SUMS_BEFORE: Mapping[str, str] = {"ordered": "in_order", "free": "any_order"}
-"""The values of `sums`, as gradient_sum was called before."""
+"""Values of `sums`, the earlier name of gradient_sum."""
 LONG_SAMPLES = ("truncate", "drop", "error")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED_NAMES = ("run.json", "timeline.json", "time.json", "report.html", "tensorboard")
-"""Names a run directory uses itself."""
+"""File names in a run directory."""
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A source and how much of it is wanted."""
+    """A data source and how much of it to read."""
 
     path: str = setting(is_path=True)
     """A file, folder, pattern or Hub data set, as in `train_data`."""
@@ -66,17 +65,17 @@ class SourceSpec:
     def __post_init__(self) -> None:
         validate(self)
         if self.streaming and self.rows is not None:
-            raise ConfigError("rows says already how many are read; leave one of them out.", where="streaming")
+            raise ConfigError("rows limits how many are read already; leave one of them out.", where="streaming")
 
     @classmethod
     def of(cls, item: str | SourceSpec) -> SourceSpec:
-        """An item of a job's data, which may be only a name."""
+        """An item of a job's data, which may be a name only."""
         return cls(item) if isinstance(item, str) else item
 
 
 @dataclass(frozen=True)
 class JobData:
-    """The first settings of a job: what it learns from."""
+    """The first settings of a job: its data."""
 
     name: str = setting()
     """Name of the job and of its directory: letters, digits, `.`, `_`, `-`; at most 64."""
@@ -94,7 +93,7 @@ class JobData:
     data_columns: dict[str, str | int] = setting(factory=dict)
     """Which columns are which, e.g. `{prompt: question, completion: reply}`: names, texts with columns in braces such
     as `"Classify: {sentence}"`, or numbers from 1 for tables without a header. Default: the usual names."""
-    objective: str = setting("auto", aliases=("rl",), choices=OBJECTIVES)
+    objective: str = setting("auto", aliases=("rl",), choices=OBJECTIVES, elsewhere=OBJECTIVES_ELSEWHERE)
     """What the job learns from (docs/objectives.md): answers, pairs of answers, good and bad answers, classes, rewards
     or a teacher. auto: by the columns; dpo for pairs."""
 
@@ -114,7 +113,9 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
     learning_rate: float = setting(None, aliases=("lr",), rule=above(0))
     """Peak learning rate. Default: by the adapter's method; bottleneck 5e-4, bitfit 3e-3, vera and diff_pruning 5e-3,
     ia3 1e-2, prompt_tuning and prefix_tuning 3e-2, all others 2e-4."""
-    lr_scheduler_type: str = setting("linear", aliases=("lr_scheduler",), choices=SCHEDULES)
+    lr_scheduler_type: str = setting(
+        "linear", aliases=("lr_scheduler",), choices=SCHEDULES, elsewhere=SCHEDULES_ELSEWHERE
+    )
     """Shape of the learning rate over the job's steps."""
     lr_scheduler_kwargs: dict[str, float | str] = setting(factory=dict)
     """Settings of some shapes: `num_cycles` of cosine_with_restarts; `min_lr` or `min_lr_rate` of cosine_with_min_lr;
@@ -135,16 +136,18 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
     """Accepted from other tools' files; only its product with gradient_accumulation_steps matters."""
     gradient_accumulation_steps: int | None = setting(None, rule=at_least(1, 10**6))
     """Accepted from other tools' files; see per_device_train_batch_size."""
-    optim: str = setting("adamw", aliases=("optimizer",), choices=OPTIMIZERS, synonyms=OPTIMIZER_NAMES)
+    optim: str = setting(
+        "adamw", aliases=("optimizer",), choices=OPTIMIZERS, synonyms=OPTIMIZER_NAMES, elsewhere=OPTIMS_ELSEWHERE
+    )
     """The optimizer; transformers' names work too. adamw_8bit keeps its moments in 8 bits, adafactor only those of rows
     and columns; muon steps matrices by their orthogonal part, all else as adamw."""
     weight_decay: float = setting(0.0, rule=at_least(0))
     """Decoupled weight decay; sgd adds it to the gradient."""
-    adam_beta1: float = setting(0.9, rule=between(0, 1))
+    adam_beta1: float = setting(0.9, rule=between(0, 1), optims=("adamw", "adamw_8bit", "lion", "muon"))
     """First-moment decay of AdamW; of lion, the decay in the step."""
-    adam_beta2: float = setting(0.999, rule=between(0, 1))
+    adam_beta2: float = setting(0.999, rule=between(0, 1), optims=("adamw", "adamw_8bit", "lion", "muon"))
     """Second-moment decay of AdamW; of lion, the decay of its moment."""
-    adam_epsilon: float = setting(1e-8, rule=above(0))
+    adam_epsilon: float = setting(1e-8, rule=above(0), optims=("adamw", "adamw_8bit", "muon"))
     """AdamW's epsilon."""
     momentum: float | None = setting(None, rule=between(0, 1), optims=("sgd", "muon"))
     """Momentum. Default: none for sgd, 0.95 for muon."""
@@ -169,9 +172,9 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
     group_texts: bool = setting(False)
     """For continued pre-training: join plain texts, with the end token between, and cut them into blocks of max_length.
     Attention crosses texts within a block."""
-    train_on_inputs: bool = setting(False, aliases=("train_on_prompt", "train_on_input"))
+    train_on_inputs: bool = setting(False, aliases=("train_on_prompt", "train_on_input"), objectives=TOKEN_OBJECTIVES)
     """Count the prompt and user turns in the loss as well."""
-    mask_history: bool = setting(False)
+    mask_history: bool = setting(False, objectives=(*TOKEN_OBJECTIVES, "dpo", "cpo", "simpo", "orpo", "kto"))
     """Train only the last answer of each chat. Default: every assistant turn that has something before it."""
     chat_template: str | None = setting(None, aliases=("chat_template_jinja",))
     """A Jinja chat template to use instead of the tokenizer's."""
@@ -205,9 +208,9 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
         validate(self)
         if not has_rate:
             object.__setattr__(self, "learning_rate", self.adapter.config.learning_rate)
-        refuse_foreign(self, self.adapter.method)
+        refuse_foreign(self, "methods", self.adapter.method, "the method")
         if self.objective != "auto":
-            refuse_foreign_objective(self, self.objective)
+            refuse_foreign(self, "objectives", self.objective, "the objective")
         start = self.adapter.init_lora_weights
         if self.init_adapter is not None and start in WORKED_OUT_STARTS:
             raise ConfigError(f"an adapter that goes on from another has no {start} start.", where="init_adapter")
@@ -219,9 +222,6 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
             raise ConfigError(f"{found}: it is where the rate ends.", where="lr_scheduler_kwargs.min_lr")
         self._check_rates()
         self.check_objective(self)
-        if self.train_on_inputs and isinstance(REGISTRY.get(self.objective), HeadObjective):
-            found = f"objective {self.objective} learns by a head, from no text"
-            raise ConfigError(f"{found}; leave it out.", where="train_on_inputs")
         if not JOB_NAME.fullmatch(self.name):
             raise ConfigError(
                 f"{self.name!r} is not a job name; use a to z, A to Z, digits, '.', '_' and '-', starting with a "
@@ -240,7 +240,7 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
                 f"{leading} virtual tokens leave room for {left} of the sample's own.", where="max_length"
             )
         if self.early_stopping_patience and self.eval_data is None:
-            raise ConfigError("needs eval_data to judge by.", where="early_stopping_patience")
+            raise ConfigError("needs eval_data.", where="early_stopping_patience")
         product = (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1)
         stated = self.per_device_train_batch_size or self.gradient_accumulation_steps
         if self.global_batch_size and stated and self.global_batch_size != product:
@@ -252,7 +252,6 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
 
     @property
     def batch_size(self) -> int:
-        """Samples between two optimizer steps."""
         if self.global_batch_size:
             return self.global_batch_size
         if self.per_device_train_batch_size or self.gradient_accumulation_steps:
@@ -261,12 +260,12 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
 
     @property
     def used_momentum(self) -> float:
-        """The momentum, which the optimizer chooses where nobody else has."""
+        """The momentum; by default the optimizer's."""
         return DEFAULT_MOMENTUM.get(self.optim, 0.0) if self.momentum is None else self.momentum
 
     @property
     def source_weights(self) -> tuple[float, ...] | None:
-        """The weight of every training source; None where none has one."""
+        """Weight of every training source; None if none has one."""
         weights = [SourceSpec.of(item).weight for item in self.train_data]
         if all(weight is None for weight in weights):
             return None
@@ -274,7 +273,7 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
 
     @property
     def train_sources(self) -> tuple[SourceSpec, ...]:
-        """The training sources; of those that are streamed, with the rows that are needed of each."""
+        """The training sources; streamed ones with the number of rows to read."""
         sources = tuple(SourceSpec.of(item) for item in self.train_data)
         return tuple(
             replace(source, streaming=False, rows=self._num_streamed) if source.streaming else source
@@ -283,7 +282,7 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
 
     @property
     def _num_streamed(self) -> int:
-        """Rows that are trained on if each is met once, and those that are split off for evaluation."""
+        """Number of rows of an epoch plus those that are split off for evaluation."""
         assert self.max_steps is not None, "checked when the job was made"
         trained, split = self.max_steps * self.batch_size, self.eval_data
         if not isinstance(split, int | float):
@@ -291,9 +290,12 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
         return trained + int(split) if split >= 1 else math.ceil(Fraction(trained) / (1 - Fraction(split)))
 
     def _check_optim(self) -> None:
-        refuse_foreign_optim(self, self.optim)
+        refuse_foreign(self, "optims", self.optim, "optim")
         if self.optim == "muon" and self.adapter.trains_rows:
-            raise ConfigError("muon is for matrices, and rows of tokens are none; use another.", where="optim")
+            raise ConfigError(
+                "muon trains matrices only, not rows of tokens; use another optimizer.",
+                where="optim",
+            )
         if self.nesterov and not self.momentum:
             raise ConfigError("needs a momentum above 0.", where="nesterov")
 
@@ -304,7 +306,7 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
                 raise ConfigError(f"must be at least 0, got {factor:g}.", where=f"learning_rate_pattern.{pattern}")
 
     def _refuse_foreign_sources(self) -> None:
-        """Other tools describe data by mappings with other keys."""
+        """Refuses mappings with other tools' keys for data."""
         known = field_names(SourceSpec)
         for name in ("train_data", "eval_data"):
             given = getattr(self, name)
@@ -318,25 +320,25 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
                     )
 
     def _check_sources(self) -> None:
-        if not self.train_data or not all(SourceSpec.of(item).path for item in self.train_data):
+        if not self.train_data or "" in self.train_data:
             raise ConfigError("no files; name at least one.", where="train_data")
         streamed = _first_streamed(self.train_data)
         if streamed is not None and self.max_steps is None:
             raise ConfigError(
-                "needs max_steps, which says how many rows are read; or say so with rows.",
+                "needs max_steps, which limits the rows that are read; or set rows.",
                 where=f"train_data.{streamed}.streaming",
             )
         if not isinstance(self.eval_data, tuple):
             return
-        sources = [SourceSpec.of(item) for item in self.eval_data]
-        if not (sources and all(source.path for source in sources)):
+        if not self.eval_data or "" in self.eval_data:
             raise ConfigError("no files; name at least one, or leave it out.", where="eval_data")
+        sources = [SourceSpec.of(item) for item in self.eval_data]
         weighted = next((i for i, source in enumerate(sources) if source.weight is not None), None)
         if weighted is not None:
             raise ConfigError("evaluation meets every sample once; leave it out.", where=f"eval_data.{weighted}.weight")
         streamed = _first_streamed(self.eval_data)
         if streamed is not None:
-            raise ConfigError("say with rows how many are evaluated.", where=f"eval_data.{streamed}.streaming")
+            raise ConfigError("is not for eval_data; limit it with rows.", where=f"eval_data.{streamed}.streaming")
 
     def _check_columns(self) -> None:
         for name, column in self.data_columns.items():
@@ -364,5 +366,5 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
 
 
 def _first_streamed(items: Sequence[str | SourceSpec]) -> int | None:
-    """The place of the first source that is streamed."""
+    """Index of the first streamed source."""
     return next((i for i, item in enumerate(items) if SourceSpec.of(item).streaming), None)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, WrongTypeError
-from weft.settings.fields import describe, field_names, join, listed, read
+from weft.settings import describe, field_names, join, listed, read
+from weft.spec.adapter import AdapterSpec
 from weft.spec.job import JobSpec
-from weft.spec.load import apply_override, canonical, merge, parse, place_of
-from weft.spec.misplaced import check_job, check_space, check_top
-from weft.spec.space import TOGETHER, Space, applies, is_number, owners_of, params_of, read_space, setting_path
-from weft.spec.sweep import TIMES_R, SweepSpec
+from weft.spec.load import apply_override, canonical, fitting, location_of, merge, parse
+from weft.spec.space import TOGETHER, Space, is_number, owners_of, params_of, read_space, setting_path
+from weft.spec.sweep import TIMES_R, EarlyStopSpec, ObjectiveSpec, SweepSpec
 
 _DEFAULTS = "defaults"
 
@@ -38,7 +38,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, space: str | 
     except ConfigError as error:
         if error.where and Path(error.where.partition(" line ")[0].partition(":")[0]).is_file():
             raise
-        where = place_of(error.where, path, lines, given, SweepSpec)
+        where = location_of(error.where, path, lines, given, SweepSpec)
         raise error.at(where) from None
 
 
@@ -53,7 +53,7 @@ def sweep_from_mapping(tree: Any, *, base_dir: Path) -> SweepSpec:
 
 
 def in_its_words(error: ConfigError, tree: Any) -> ConfigError:
-    """An error about what all trials share, said of the section as the file calls it: job, base, defaults or jobs."""
+    """An error about common settings, with the section as the file calls it: job, base, defaults or jobs."""
     where = error.where or ""
     if where != _DEFAULTS and not where.startswith(f"{_DEFAULTS}."):
         return error
@@ -85,18 +85,17 @@ def _read_sweep(tree: Mapping[Any, Any], base_dir: Path) -> SweepSpec:
 
 
 def space_of(spec: SweepSpec) -> Space:
-    """The search space of a sweep that has been read."""
     assert isinstance(spec.space, dict), "reading a sweep reads the file of its space too"
     return read_space(spec.space)
 
 
 def probe_jobs(spec: SweepSpec) -> list[JobSpec]:
-    """Trials that show every choice and every end of a range at least once."""
+    """Trials that contain every choice and every end of a range at least once."""
     return [trial_job(spec, "trial", params_of(point)) for point in space_of(spec).probes()]
 
 
 def check_trials(spec: SweepSpec, check: Callable[[JobSpec], None]) -> None:
-    """Has the same trials checked; a ConfigError is said of what made it."""
+    """Checks those trials; a ConfigError names the parameter that caused it."""
     for point in space_of(spec).probes():
         try:
             check(trial_job(spec, "trial", params_of(point)))
@@ -105,43 +104,35 @@ def check_trials(spec: SweepSpec, check: Callable[[JobSpec], None]) -> None:
 
 
 def longest_of(spec: SweepSpec) -> int:
-    """Most tokens that a sample of any trial may have."""
+    """Maximum sample length of any trial."""
     return max(job.max_length for job in probe_jobs(spec))
 
 
 def trial_job(spec: SweepSpec, name: str, params: Mapping[str, Any]) -> JobSpec:
-    """The job of one configuration; a ConfigError says which parameter does not go."""
+    """The job of one configuration; a ConfigError names the wrong parameter."""
     own: dict[str, Any] = {}
     for key, value in params.items():
         head, _, rest = setting_path(key).partition(".")
         own = merge(own, {head: {rest: value}} if rest else {head: value})
-    settings = merge(canonical(spec.defaults, JobSpec, _DEFAULTS), {**own, "name": name})
-    if isinstance(own.get("adapter"), Mapping) and "method" in own["adapter"]:
-        settings = _for_method(settings, own["adapter"]["method"])
+    settings = merge(fitting(canonical(spec.defaults, JobSpec, _DEFAULTS), own), {**own, "name": name})
     try:
         return read(JobSpec, _with_alpha(settings))
     except ConfigError as error:
         raise _traced(error, error.where or "", params) from None
 
 
-def _for_method(settings: Mapping[str, Any], method: Any) -> dict[str, Any]:
-    """Settings without those of other methods: where the method is searched, what all trials share is for some."""
-    adapter = {key: value for key, value in settings["adapter"].items() if applies(f"adapter.{key}", method)}
-    return {key: value for key, value in settings.items() if applies(key, method)} | {"adapter": adapter}
-
-
 def _traced(error: ConfigError, where: str, params: Mapping[str, Any]) -> ConfigError:
-    """An error of a trial's job, said of the parameter that made it, or of what all trials share."""
+    """An error of a trial's job, with the parameter or common setting that caused it."""
     guilty = [name for name in params if where and f"{where}.".startswith(f"{setting_path(name)}.")]
-    place = f"space.{guilty[0]}" if guilty else f"{_DEFAULTS}.{where}" if where else _DEFAULTS
+    setting = f"space.{guilty[0]}" if guilty else f"{_DEFAULTS}.{where}" if where else _DEFAULTS
     is_text = bool(guilty) and isinstance(params[guilty[0]], str)
     is_number = isinstance(error, WrongTypeError) and error.accepted in ((int,), (float,))
     hint = "A range is written {min: …, max: …}, with log: true for a logarithmic one."
-    return error.at(place, hint if is_text and is_number else None)
+    return error.at(setting, hint if is_text and is_number else None)
 
 
 def _own(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """The settings without the space, whatever it is called."""
+    """The settings without the space, under any of its names."""
     names = field_names(SweepSpec)
     return {str(key): value for key, value in tree.items() if names.get(str(key)) != "space"}
 
@@ -162,7 +153,7 @@ def _with_one_job(tree: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _check_defaults(defaults: Mapping[str, Any]) -> None:
-    """A mistake in what all trials share is reported there and not in the first trial."""
+    """Reports errors in common settings there, not in the first trial."""
     if "name" in defaults:
         raise ConfigError("trials have names of their own; leave it out.", where=f"{_DEFAULTS}.name")
     check_job(defaults, _DEFAULTS)
@@ -175,7 +166,7 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
 
 
 def _check_methods(space: Space) -> None:
-    """ConfigError for a parameter that applies to no point, since none has the method that it is a setting of."""
+    """ConfigError for a parameter that applies to no point, since no point has its method."""
     params = [params_of(point) for point in space.probes()]
     used = {name for own in params for name in own}
     methods = sorted({own[name] for own in params for name in own if setting_path(name) == "adapter.method"})
@@ -186,7 +177,7 @@ def _check_methods(space: Space) -> None:
 
 
 def _check_comparable(spec: SweepSpec, space: Space) -> None:
-    """Trials are judged on the same samples, or their values mean nothing beside each other."""
+    """ConfigError if trials would be evaluated on different samples and could not be compared."""
     searched = {setting_path(name): name for point in space.probes() for name in params_of(point)}
     eval_data = trial_job(spec, "trial", params_of(next(space.probes()))).eval_data
     if spec.objective.needs_eval_data and eval_data is None and "eval_data" not in searched:
@@ -195,8 +186,8 @@ def _check_comparable(spec: SweepSpec, space: Space) -> None:
         )
     if "seed" in searched and isinstance(eval_data, float | int):
         raise ConfigError(
-            "the seed also chooses the samples that are split off as eval_data, so trials would be judged on different "
-            "ones; name files as eval_data.",
+            "the seed also chooses the samples that are split off as eval_data, so trials would be evaluated on "
+            "different ones; name files as eval_data.",
             where=f"space.{searched['seed']}",
         )
 
@@ -224,6 +215,70 @@ def _space_file(path: Path) -> dict[str, Any]:
     except ConfigError as error:
         setting = (error.where or "").removeprefix("space").lstrip(".")
         line = next((lines[key] for key in (setting, setting.partition(".")[0]) if key in lines), None)
-        place = f"{path} line {line}: {setting}" if line else f"{path}: {setting}".rstrip(": ")
-        raise error.at(place) from None
+        location = f"{path} line {line}: {setting}" if line else f"{path}: {setting}".rstrip(": ")
+        raise error.at(location) from None
     return dict(tree)
+
+
+_BUDGETS = ("budget", "max_time", "max_minutes", "max_hours", "time_budget", "time_limit", "max_evals", "num_trials")
+"""Other tools' names for the end of a search."""
+
+
+def check_top(tree: Mapping[Any, Any]) -> None:
+    """ConfigError for a setting of a job, an adapter, the objective or early stopping outside its section."""
+    names = field_names(SweepSpec)
+    for key, value in tree.items():
+        name = str(key)
+        if names.get(name) == "space" and (value is None or isinstance(value, list)):
+            raise ConfigError(
+                f"expected parameters such as r: [8, 16], or a file with them, got {describe(value)}.", where=name
+            )
+        if names.get(name) == "defaults" and not isinstance(value, Mapping | None):
+            raise ConfigError(f"expected settings such as train_data: rows.jsonl, got {describe(value)}.", where=name)
+        if name in names:
+            continue
+        if name in _BUDGETS:
+            raise ConfigError("unknown setting.", where=name, hint="A budget is trials, max_tokens or max_seconds.")
+        home = _home(name)
+        if home is not None:
+            raise ConfigError(f"is a setting of {home[0]}.", where=name, hint=home[1])
+
+
+def _home(name: str) -> tuple[str, str] | None:
+    """The section of a setting and how to write it; None for unknown names."""
+    searched = "or search it in space."
+    if name in field_names(JobSpec) and name != "name":
+        return "a job", f"Put it under job:, {searched}"
+    if name in field_names(AdapterSpec):
+        return "the adapter", f"Write job: {{adapter: {{{name}: …}}}}, {searched}"
+    if name in field_names(ObjectiveSpec):
+        return "the objective", f"Write objective: {{{name}: …}}."
+    if name in field_names(EarlyStopSpec):
+        return "the early stop", f"Write early_stop: {{{name}: …}}."
+    return None
+
+
+def check_job(defaults: Mapping[str, Any], where: str) -> None:
+    """ConfigError for a setting of the adapter or of the whole sweep among those of a job."""
+    for key in defaults:
+        if key in field_names(JobSpec):
+            continue
+        if key in field_names(AdapterSpec):
+            hint = f"Write adapter: {{{key}: …}}, or search it in space."
+            raise ConfigError("is a setting of the adapter.", where=join(where, key), hint=hint)
+        if key in field_names(SweepSpec):
+            raise ConfigError(
+                "is a setting of the sweep.", where=join(where, key), hint="Put it beside job:, not in it."
+            )
+
+
+def check_space(space: Mapping[str, Any]) -> None:
+    """ConfigError for a setting of the whole sweep among the parameters to search."""
+    known = {**field_names(JobSpec), **field_names(AdapterSpec)}
+    for key in space:
+        if key in field_names(SweepSpec) and key not in known:
+            raise ConfigError(
+                "is a setting of the sweep, the same for all trials.",
+                where=join("space", key),
+                hint="Put it beside space:, not in it.",
+            )

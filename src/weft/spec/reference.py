@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.methods.lora.config import EvaSpec
-from weft.settings.fields import Rule, type_name
+from weft.settings import Rule, type_name
 from weft.spec.adapter import AdapterSpec
 from weft.spec.job import JobSpec, SourceSpec
 from weft.spec.run import RunSpec
@@ -43,41 +43,40 @@ _REFERENCES: dict[Any, str] = {
     EarlyStopSpec: "early_stop",
 }
 _LARGE = re.compile(r" and (at most|below) \d{7,}")
-"""Limits that no user meets."""
+"""Limits too large to document."""
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
-"""A number written as text: what YAML 1.1 makes of 1e-4."""
+"""A number written as text: how YAML 1.1 reads 1e-4."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a user can know about one setting."""
+    """The documentation of one setting."""
 
     name: str
     values: str
     """Type and limits, or the accepted values, in words."""
     default: str
-    """The default as written in YAML; empty if the setting is required."""
+    """Default as written in YAML; empty if the setting is required."""
     aliases: tuple[str, ...]
     description: str
 
     @property
     def is_required(self) -> bool:
-        """Whether it has no default."""
         return not self.default
 
 
 @dataclass(frozen=True)
 class Section:
-    """The settings of one place in a jobs file."""
+    """The settings of one section of a jobs file."""
 
     title: str
-    place: str
+    location: str
     """Where they are written."""
     settings: tuple[Setting, ...]
 
 
 def sections() -> list[Section]:
-    """Every setting of a jobs file, by place, in the order of the specs."""
+    """Every setting of a jobs file by section, in the order of the specs."""
     return [
         Section("Run", "at the top of the file", settings_of(RunSpec)),
         Section("Job", "in each item of `jobs`, or in `defaults` for all of them", settings_of(JobSpec)),
@@ -88,7 +87,7 @@ def sections() -> list[Section]:
 
 
 def sweep_sections() -> list[Section]:
-    """Every setting that only a sweep file has, or in which it has another meaning."""
+    """Every setting that only sweep files have, or that differs there."""
     of_a_run = settings_of(RunSpec)
     own = tuple(s for s in settings_of(SweepSpec) if s not in of_a_run and s.name != "jobs")
     return [
@@ -100,7 +99,6 @@ def sweep_sections() -> list[Section]:
 
 @functools.cache
 def settings_of(cls: type) -> tuple[Setting, ...]:
-    """The settings of one spec."""
     texts = _descriptions(cls)
     hints = typing.get_type_hints(cls)
     return tuple(
@@ -116,13 +114,13 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 
 def _owners(field: dataclasses.Field[Any]) -> str:
-    """What a setting is for, if not for all."""
+    """The objectives, optimizers or methods of a setting, if not all."""
     owners = field.metadata["objectives"] or field.metadata["optims"] or field.metadata["methods"]
     return f" For {', '.join(owners)}." if owners else ""
 
 
 def _descriptions(cls: type) -> dict[str, str]:
-    """The docstring under each field, its bases' included, as one line."""
+    """The docstring under each field, including those of bases, as one line."""
     texts: dict[str, str] = {}
     for base in cls.__bases__:
         texts |= _descriptions(base) if dataclasses.is_dataclass(base) else {}
@@ -158,7 +156,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A plain value as one writes it in YAML."""
+    """A plain value as written in YAML."""
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value)
@@ -168,7 +166,7 @@ def markdown() -> str:
     """The text of docs/configuration.md."""
     parts = [_INTRODUCTION]
     for section in (*sections(), *sweep_sections()):
-        parts.append(f"## {section.title}\n\nWritten {section.place}.\n")
+        parts.append(f"## {section.title}\n\nWritten {section.location}.\n")
         parts.append("| setting | values | default | meaning |\n|---|---|---|---|")
         parts.extend(_table_row(setting) for setting in section.settings)
         parts.append("")
@@ -199,7 +197,8 @@ jobs:
 
 Settings of a job override `defaults`, and `defaults` override the defaults below. Paths of data and adapters are
 relative to the jobs file. The command line can change settings: `weft train jobs.yaml jobs.reverse.adapter.r=32`.
-Further names in the first column are accepted spellings from other tools. Unknown names are errors.
+Further names in the first column are accepted spellings from other tools. Unknown names are errors; for methods,
+objectives and settings that only other trainers have, the error names the nearest one here.
 
 `weft config` shows this page in the terminal, `weft config jobs.yaml` checks a file and shows every resulting value,
 `weft config --schema` prints a JSON Schema for editors; `--sweep` does the same for sweep files.
@@ -209,9 +208,10 @@ This page is generated: `python -m weft.spec.reference > docs/configuration.md`.
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON Schema of the jobs file, with all second names, for editors that complete and check YAML.
+    """A JSON Schema of the jobs file with all aliases, for editors that complete and check YAML.
 
-    It cannot tell that a setting is given under two names, nor that a value fits the backbone; `weft config FILE` does.
+    It cannot express that a setting is given under two names, or that a value fits the backbone; `weft config FILE`
+    can.
     """
     run = _object(RunSpec)
     run["properties"]["defaults"] = {"$ref": "#/$defs/defaults", "description": _named(RunSpec, "defaults").description}
@@ -233,7 +233,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def sweep_schema() -> dict[str, Any]:
-    """The same of a sweep file; parameters of the space are settings of a job or its adapter, which it leaves open."""
+    """The same of a sweep file; it leaves the parameters of the space open, which are settings of a job or its
+    adapter."""
     sweep = _object(SweepSpec)
     properties = sweep["properties"]
     del properties["jobs"]
@@ -256,7 +257,7 @@ def sweep_schema() -> dict[str, Any]:
 
 
 def _shared_settings() -> dict[str, Any]:
-    """Settings of a job that several share, so without its name."""
+    """Settings of a job that several jobs share, so without its name."""
     defaults = _object(JobSpec)
     del defaults["properties"]["name"]
     return defaults
@@ -293,7 +294,7 @@ def _value_schema(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def _kind_schemas(kind: Any, rule: Rule | None) -> list[dict[str, Any]]:
-    """What is accepted for one type; numbers may be text, and a list of one item may be written without brackets."""
+    """The schemas of one type; numbers may be text, and a list of one item may be written without brackets."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind in (int, float):
         number = {"type": "integer" if kind is int else "number", **_bounds(rule)}
@@ -321,7 +322,7 @@ def _bounds(rule: Rule | None) -> dict[str, float]:
 
 
 def _one_of(name: str, cls: type) -> dict[str, Any]:
-    """Exactly one spelling of a required setting is given."""
+    """A schema in which exactly one spelling of a required setting is given."""
     return {"oneOf": [{"required": [spelling]} for spelling in (name, *_named(cls, name).aliases)]}
 
 

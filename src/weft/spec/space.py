@@ -5,9 +5,9 @@
     lora_alpha: {times_r: [0.25, 1, 4]}                 the same as ["0.25r", "1r", "4r"]
     _: [{r: 8, lora_alpha: 8}, {r: 64, lora_alpha: 16}] settings that vary together
 
-A point of the space maps the name of each parameter to a value. `params` are the same with the settings that vary
-together told apart; they become a job's settings by their own names. Where `method` is searched, a setting of one
-method does not apply to points of another and is not among their params, so some points have the same params.
+A point of the space maps the name of each parameter to a value. `params` are the same with settings that vary together
+written one by one; they become a job's settings by their own names. Where `method` is searched, a setting of one method
+does not apply to points of another and is not among their params, so some points have the same params.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import ConfigError, closest
-from weft.settings.fields import as_named_now, convert, describe, field_names, join
+from weft.settings import as_named_now, convert, describe, field_names, is_usable_number, join
 from weft.spec.adapter import AdapterSpec
 from weft.spec.job import JobSpec
 
@@ -37,34 +37,33 @@ _ELSEWHERE = {
     **dict.fromkeys(("values", "options", "value", "categorical"), "Did you mean choices?"),
     **dict.fromkeys(("distribution", "scale", "type"), "A range is even, or logarithmic with log: true."),
 }
-"""What other tools' words are here."""
+"""Hints for other tools' words."""
 _NOT_SEARCHED = ("name", "priority", "tenant")
 _MOST_COMPARED = 1000
-"""Points of a space that are compared with each other; more are taken to be all different."""
+"""Maximum number of points that are compared; in larger spaces all count as different."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """One of some values."""
+    """A parameter with a list of values."""
 
     name: str
     values: tuple[Any, ...]
 
     def draw(self, share: float) -> Any:
-        """The value at a share of [0, 1) of them."""
+        """The value at a share in [0, 1) of the list."""
         return self.values[int(share * len(self.values))]
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is one of them."""
         return any(same(value, mine) for mine in self.values)
 
     def value_of(self, value: Any) -> Any:
-        """The one of them that a value means, under any of its names; else the value."""
+        """The choice that equals a value under any of its names; else the value."""
         now = _as_named_now(self.name, value)
         return next((mine for mine in self.values if same(now, _as_named_now(self.name, mine))), value)
 
     def samples(self) -> tuple[Any, ...]:
-        """Values that show whether all of them can be used."""
+        """Values that show whether all choices are valid."""
         return self.values
 
 
@@ -81,14 +80,14 @@ class Range:
 
     @property
     def values(self) -> tuple[Any, ...] | None:
-        """All of them, if they can be counted."""
+        """All values, if they can be counted."""
         if self.step is None:
             return None
         count = int((self.high - self.low) / self.step + 1e-9) + 1
         return tuple(self._tidy(self.low + i * self.step) for i in range(count))
 
     def draw(self, share: float) -> Any:
-        """The value at a share of [0, 1) of the way, on a logarithmic scale if that was asked for."""
+        """The value at a share in [0, 1) of the range, on a logarithmic scale if `log` is set."""
         values = self.values
         if values is not None and not self.log:
             return values[int(share * len(values))]
@@ -98,12 +97,11 @@ class Range:
         return self._tidy(value if values is None else min(values, key=lambda known: abs(known - value)))
 
     def holds(self, value: Any) -> bool:
-        """Whether a value lies between the ends."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and self.low <= value <= self.high
 
     def samples(self) -> tuple[Any, ...]:
-        """Values that show whether all of them can be used."""
+        """Values that show whether the whole range is valid."""
         return (self._tidy(self.low), self._tidy(self.high))
 
     def _tidy(self, value: float) -> float | int:
@@ -121,7 +119,7 @@ class Space:
 
     @property
     def num_points(self) -> int | None:
-        """How many points there are; None if they cannot be counted."""
+        """Number of points; None if they cannot be counted."""
         total = 1
         for parameter in self.parameters:
             values = parameter.values
@@ -132,24 +130,24 @@ class Space:
 
     @functools.cached_property
     def num_distinct(self) -> int | None:
-        """How many points differ in what applies to them; None if they cannot be counted."""
+        """Number of points that differ in the settings that apply to them; None if they cannot be counted."""
         total = self.num_points
         if total is None or total > _MOST_COMPARED:
             return total
         return len({value_key(params_of(self.point_at(index))) for index in range(total)})
 
     def point_at(self, index: int) -> dict[str, Any]:
-        """One of the countable points; the last parameter varies fastest."""
+        """A point by its index; the last parameter varies fastest."""
         point: dict[str, Any] = {}
         for parameter in reversed(self.parameters):
             values = parameter.values
             assert values is not None, "only countable points have numbers"
-            index, place = divmod(index, len(values))
-            point[parameter.name] = values[place]
+            index, number = divmod(index, len(values))
+            point[parameter.name] = values[number]
         return {parameter.name: point[parameter.name] for parameter in self.parameters}
 
     def probes(self) -> Iterator[dict[str, Any]]:
-        """Points that show every choice and every end of a range at least once, with a method that it applies to."""
+        """Points that contain every choice and every end of a range at least once, with a method that it applies to."""
         firsts = {parameter.name: parameter.samples()[0] for parameter in self.parameters}
         method = next((p for p in self.parameters if setting_path(p.name) == _METHOD), None)
         for parameter in self.parameters:
@@ -160,9 +158,9 @@ class Space:
                 yield {**firsts, **its_method, parameter.name: value}
 
     def point_of(self, params: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The point that has these params, under whatever names; None if it is not of this space.
+        """The point with these params under any names; None if it is not in this space.
 
-        Of a parameter that does not apply to it the point has the first value.
+        A parameter that does not apply to the point has its first value.
         """
         given = {setting_path(name): value for name, value in params.items()}
         point: dict[str, Any] = {}
@@ -184,7 +182,7 @@ class Space:
 
 
 def params_of(point: Mapping[str, Any]) -> dict[str, Any]:
-    """What a point chooses, setting by setting, by the names of the sweep file."""
+    """The settings of a point, by the names in the sweep file."""
     params: dict[str, Any] = {}
     for name, value in point.items():
         params |= value if name == TOGETHER else {name: value}
@@ -193,30 +191,30 @@ def params_of(point: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def applies(path: str, method: Any) -> bool:
-    """Whether a setting, such as `adapter.r`, means something to a PEFT method; None: the method is not searched."""
+    """Whether a setting such as `adapter.r` applies to a PEFT method; None: the method is not searched."""
     owners = owners_of(path)
     return method is None or not owners or method in owners
 
 
 def owners_of(path: str) -> tuple[str, ...]:
-    """The PEFT methods that a setting is for; none if it is for all."""
+    """The PEFT methods of a setting; empty if it is for all."""
     inner = path.removeprefix("adapter.")
     cls = JobSpec if inner == path else AdapterSpec
     return next((field.metadata["methods"] for field in dataclasses.fields(cls) if field.name == inner), ())
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values of a parameter mean the same: lists and tuples, 1 and 1.0 do; true and 1 do not."""
+    """Whether two values of a parameter are equal: lists and tuples, 1 and 1.0 are; true and 1 are not."""
     return value_key(one) == value_key(other)
 
 
 def value_key(value: Any) -> str:
-    """A text that is the same for values that mean the same."""
+    """A text that equal values share."""
     return json.dumps(_plain(value), sort_keys=True, default=str)
 
 
 def read_space(tree: Any) -> Space:
-    """The space written in a sweep file; a ConfigError names the parameter that is wrong."""
+    """The space of a sweep file; a ConfigError names the wrong parameter."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"expected parameters such as r: [8, 16], got {describe(tree)}.", where=SPACE)
     parameters = list(_parameters(tree, "", SPACE))
@@ -235,7 +233,7 @@ def read_space(tree: Any) -> Space:
 
 
 def setting_path(name: str) -> str:
-    """The setting a name stands for, as a path in a job such as `adapter.r`; a name nobody knows stays as it is."""
+    """The path of a setting in a job, such as `adapter.r`; unknown names stay unchanged."""
     first, _, rest = name.partition(".")
     known = field_names(JobSpec).get(first)
     if rest and known == "adapter":
@@ -246,7 +244,7 @@ def setting_path(name: str) -> str:
 
 
 def _as_named_now(name: str, value: Any) -> Any:
-    """A value of the parameter `name` with today's word for it."""
+    """A value of the parameter `name` by its current name."""
     path = setting_path(name)
     inner = path.removeprefix("adapter.")
     return as_named_now(JobSpec if inner == path else AdapterSpec, {inner: value})[inner]
@@ -254,14 +252,14 @@ def _as_named_now(name: str, value: Any) -> Any:
 
 def _parameters(tree: Mapping[Any, Any], prefix: str, where: str) -> Iterator[Parameter]:
     for key, value in tree.items():
-        name, place = join(prefix, str(key)), join(where, str(key))
+        name, inner = join(prefix, str(key)), join(where, str(key))
         if name == TOGETHER:
-            yield _together(value, place)
+            yield _together(value, inner)
         elif field_names(JobSpec).get(name) == "adapter" and isinstance(value, Mapping):
-            yield from _parameters(value, name, place)
+            yield from _parameters(value, name, inner)
         else:
-            _check_name(name, place)
-            yield _parameter(name, value, place)
+            _check_name(name, inner)
+            yield _parameter(name, value, inner)
 
 
 def _check_name(name: str, where: str) -> None:
@@ -303,9 +301,9 @@ def _choices(name: str, values: Any, where: str) -> Choices:
     if not values:
         raise ConfigError("the list is empty; name at least one value.", where=where)
     tidy = tuple(_number(value) for value in values)
-    for place, value in enumerate(tidy):
-        if any(same(value, earlier) for earlier in tidy[:place]):
-            raise ConfigError(f"{describe(value)} is there twice.", where=f"{where}.{place}")
+    for index, value in enumerate(tidy):
+        if any(same(value, earlier) for earlier in tidy[:index]):
+            raise ConfigError(f"{describe(value)} is there twice.", where=f"{where}.{index}")
     return Choices(name, tidy)
 
 
@@ -313,10 +311,10 @@ def _times_r(name: str, values: Any, where: str) -> Choices:
     if setting_path(name) != "adapter.lora_alpha":
         raise ConfigError("only lora_alpha can be a multiple of r.", where=where)
     listed = values if isinstance(values, list | tuple) else [values]
-    for place, value in enumerate(listed):
+    for index, value in enumerate(listed):
         if isinstance(value, str) and not is_number(value):
-            raise ConfigError(f"expected a factor such as 2, got {describe(value)}.", where=f"{where}.times_r.{place}")
-    factors = [convert(value, float, f"{where}.times_r.{place}") for place, value in enumerate(listed)]
+            raise ConfigError(f"expected a factor such as 2, got {describe(value)}.", where=f"{where}.times_r.{index}")
+    factors = [convert(value, float, f"{where}.times_r.{index}") for index, value in enumerate(listed)]
     return _choices(name, [f"{factor:g}r" for factor in factors], where)
 
 
@@ -346,9 +344,9 @@ def _range(name: str, value: Mapping[str, Any], where: str) -> Range:
 def _together(value: Any, where: str) -> Choices:
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) and item for item in value):
         raise ConfigError("expected a list of settings that go together, such as [{r: 8, lr: 1e-3}].", where=where)
-    for place, item in enumerate(value):
+    for index, item in enumerate(value):
         for name in item:
-            _check_name(str(name), f"{where}.{place}.{name}")
+            _check_name(str(name), f"{where}.{index}.{name}")
     return Choices(TOGETHER, tuple({str(name): _number(v) for name, v in item.items()} for item in value))
 
 
@@ -365,12 +363,11 @@ def _finite(value: Any, where: str) -> float:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a number."""
     return not isinstance(_number(text), str)
 
 
 def _number(value: Any) -> Any:
-    """A number that YAML 1.1 took for text, such as 1e-4, as the number it is."""
+    """A number that YAML 1.1 read as text, such as 1e-4, as a number."""
     if isinstance(value, str):
         try:
             number = float(value)
@@ -385,7 +382,7 @@ def _plain(value: Any) -> Any:
         return {setting_path(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return float(value) if isinstance(value, int) and is_usable_number(value) else value
 
 
 def _is_part(value: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What a sweep is: a backbone, the settings every trial shares, a search space, and how trials are judged."""
+"""What a sweep is: a backbone, the settings every trial shares, a search space, and how trials are compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from weft.errors import ConfigError, closest
-from weft.settings.fields import above, at_least, between, describe, setting, validate
+from weft.settings import above, at_least, between, describe, setting, validate
 from weft.spec.job import JobSpec
 from weft.spec.run import RunSpec
 
@@ -16,28 +16,28 @@ SAMPLERS = ("auto", "grid", "random", "tpe", "gp", "qmc", "nsgaii")
 RULES = ("asha", "halving", "median", "none")
 UNITS = ("progress", "steps", "tokens")
 METRICS = {"eval_loss": "min", "perplexity": "min", "token_accuracy": "max", "exact_match": "max", "accuracy": "max"}
-"""What trials can be judged by, and which way is better."""
+"""Metrics of trials and the better direction."""
 _ALSO = {"loss": "eval_loss", "mean_token_accuracy": "token_accuracy", "eval_mean_token_accuracy": "token_accuracy"}
-"""Names that the same have elsewhere."""
+"""Other names of these metrics."""
 TIMES_R = r"^(\d+\.?\d*|\.\d+) *\*? *r$"
 """An alpha that is a multiple of the rank, such as 2r."""
 FIRST_RUNG = 1 / 8
-"""Of a trial's steps: where trials are first compared unless `grace` says otherwise."""
+"""Share of a trial's steps at the first comparison, without `grace`."""
 MIN_TRIALS = 8
-"""So many always go on under asha and halving, unless `min_trials` says otherwise. Replayed on the whole curves of 27
-configurations of twelve demo tasks with a factor of 2 and the first rung at an eighth, 3 keep the best in 10 of 12 at
-1/2.9 of the tokens, 8 in 11 at 1/2.4, 10 in 11 at 1/2.1; of random 18 of the 27 configurations, in 81 %, 94 % and 100 %
-(tiny, 2026-11). Judged by the last value instead of the best so far, 8 keep it in 10."""
+"""Number of trials that always continue under asha and halving, without `min_trials`. Replayed on the whole curves
+of 27 configurations of twelve demo tasks with a factor of 2 and the first rung at an eighth, 3 keep the best in 10
+of 12 at 1/2.9 of the tokens, 8 in 11 at 1/2.4, 10 in 11 at 1/2.1; of random 18 of the 27 configurations, in 81 %, 94
+% and 100 % (tiny, 2026-11). By the last value instead of the best so far, 8 keep it in 10."""
 MIN_COMPARED = 3
-"""The same for median: with so many at one place, whoever is worse than their median stops."""
+"""The same for median: among this many trials at one point, those below the median stop."""
 COMMAND = "command"
-"""The metric of an objective that is a shell command."""
+"""Metric of an objective that is a shell command."""
 _FUNCTION = re.compile(r"(?:python +)?(?P<file>\S.*\.py):(?P<name>[A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """By what trials are judged."""
+    """How trials are compared."""
 
     metric: str | None = setting(None)
     """eval_loss, perplexity, token_accuracy, exact_match, accuracy, or a Python function as file.py:function. Default:
@@ -62,7 +62,7 @@ class ObjectiveSpec:
         object.__setattr__(self, "metric", metric)
         mode = METRICS.get(metric) if self.mode is None else self.mode[:3]
         if mode is None:
-            raise ConfigError("is missing: say whether min or max of this metric is best.", where="mode")
+            raise ConfigError("is missing; write whether min or max of this metric is best.", where="mode")
         if METRICS.get(metric, mode) != mode:
             way = "larger" if mode == "min" else "smaller"
             raise ConfigError(f"{metric} is the better the {way} it is; leave the mode out.", where="mode")
@@ -81,35 +81,33 @@ class ObjectiveSpec:
 
     @property
     def name(self) -> str:
-        """The metric's name."""
         assert self.metric is not None
         return self.metric
 
     @property
     def is_max(self) -> bool:
-        """Whether larger is better."""
         return self.mode == "max"
 
     @property
     def function(self) -> tuple[str, str] | None:
-        """File and name of the user's function, if that is the metric."""
+        """File and name of the user's function, if the metric is one."""
         found = _FUNCTION.fullmatch(self.name)
         return (found["file"], found["name"]) if found else None
 
     @property
     def needs_answers(self) -> bool:
-        """Whether adapters have to write answers to be judged."""
+        """Whether the metric needs generated answers."""
         return self.name in ("exact_match", "accuracy") or self.function is not None
 
     @property
     def needs_eval_data(self) -> bool:
-        """Whether there is nothing to judge by without evaluation data."""
+        """Whether the metric needs evaluation data."""
         return self.name != COMMAND
 
 
 @dataclass(frozen=True)
 class EarlyStopSpec:
-    """When a trial is stopped because others do better."""
+    """When a trial is stopped because others are better."""
 
     rule: str = setting("asha", choices=RULES)
     """asha: at rungs, the best 1/factor continue, as values arrive; halving: the same, but all wait for each other;
@@ -137,18 +135,18 @@ class EarlyStopSpec:
 
     @property
     def first_rung(self) -> float:
-        """Where trials are first compared."""
+        """Position of the first comparison."""
         return FIRST_RUNG if self.grace is None else self.grace
 
     @property
     def num_kept(self) -> int:
-        """How many go on in any case."""
+        """Number of trials that always continue."""
         if self.min_trials is not None:
             return self.min_trials
         return MIN_COMPARED if self.rule == "median" else MIN_TRIALS
 
     def can_stop_any(self, num_trials: int | None) -> bool:
-        """Whether any of so many trials could be stopped; None are as many as the budget pays for."""
+        """Whether any of this many trials could be stopped; None: as many as the budget allows."""
         fewest = self.num_kept if self.rule == "median" else self.num_kept + 1
         return self.rule != "none" and (num_trials is None or num_trials >= fewest)
 
@@ -209,17 +207,16 @@ class SweepSpec(RunSpec):
 
     @property
     def has_budget(self) -> bool:
-        """Whether something ends the sweep besides the end of the space."""
         return not (self.trials is None and self.max_tokens is None and self.max_seconds is None)
 
     def run(self, *jobs: JobSpec) -> RunSpec:
-        """The run of some jobs with the settings of this sweep."""
+        """The run of these jobs with the settings of this sweep."""
         own = {field.name: getattr(self, field.name) for field in fields(RunSpec)}
         return RunSpec(**{**own, "jobs": jobs, "defaults": {}})
 
 
 def resolved_sweep(spec: SweepSpec) -> dict[str, Any]:
-    """A sweep's settings as YAML and JSON give them back: itself a sweep file, with nothing left to defaults."""
+    """A sweep's settings as YAML and JSON return them: a sweep file without defaults."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(spec)))
     del values["jobs"]
     if spec.objective.command is not None:

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from weft import faults
 from weft.errors import StorageError
+from weft.store import faults
 
 _lock = threading.Lock()
 _guards: list[tuple[Path, Callable[[], None]]] = []
@@ -211,7 +211,6 @@ def make_directories(path: Path, undo: contextlib.ExitStack) -> None:
 
 
 def forget(remove: Callable[[], object]) -> None:
-    """Removes a path that was made, ignoring errors."""
     with contextlib.suppress(OSError):
         remove()
 
@@ -280,7 +279,6 @@ def _remove(path: Path) -> None:
 
 
 def _remove_quietly(path: Path) -> None:
-    """For cleaning up after an error that is being raised."""
     with contextlib.suppress(OSError):
         _remove(path)
 

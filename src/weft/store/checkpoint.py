@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from weft import faults
 from weft.errors import CheckpointError
-from weft.store import json_text
+from weft.store import faults, json_text
 from weft.store.atomic import make_directory, remove_directory, staged_directory, storage_errors, write_unsynced
-from weft.store.tensor_file import file_pieces, sha256
 
 FORMAT = 1
 TENSORS_FILE = "tensors.safetensors"
@@ -103,6 +102,15 @@ def latest_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, rejected
 
 
+def newest_content(directory: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """State and environment of the newest checkpoint whose state.json verifies; reads no tensors."""
+    for _, path in reversed(_steps(directory)):
+        with suppress(CheckpointError):
+            content = _read_content(path)
+            return content["state"], content["environment"]
+    return None
+
+
 def _state_text(checkpoint: Checkpoint, payload: Sequence[bytes | memoryview]) -> str:
     content = {
         "step": checkpoint.step,
@@ -157,7 +165,6 @@ def _damaged(path: Path, message: str) -> CheckpointError:
 
 
 def _steps(directory: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in a directory by name, oldest first."""
     if not directory.is_dir():
         return []
     named = [(_NAME.fullmatch(path.name), path) for path in directory.iterdir()]
@@ -187,3 +194,53 @@ def _looks_sound(path: Path) -> bool:
         return (path / TENSORS_FILE).stat().st_size == size
     except (CheckpointError, OSError):
         return False
+
+
+_NAMES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format's name of each type, in the order in which it stores them."""
+
+
+def file_pieces(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> list[bytes | memoryview]:
+    """The whole file, piece by piece; the tensors must be on the CPU and must not change until it is written."""
+    order = {dtype: index for index, dtype in enumerate(_NAMES)}
+    named = sorted(tensors.items(), key=lambda item: (order[item[1].dtype], item[0]))
+    pieces = [_memory(tensor) for _, tensor in named]
+    return [_header(named, pieces, metadata), *pieces]
+
+
+def sha256(pieces: Sequence[bytes | memoryview]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _header(
+    named: Sequence[tuple[str, torch.Tensor]], pieces: Sequence[memoryview], metadata: Mapping[str, str] | None
+) -> bytes:
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for (name, tensor), piece in zip(named, pieces, strict=True):
+        start, end = end, end + len(piece)
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    assert tensor.device.type == "cpu", "files are written from the CPU's memory"
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -19,7 +19,7 @@ def parse(data: bytes) -> Any:
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8 text") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at line {error.lineno}") from None
+        raise ValueError(f"{error.msg.removesuffix(' at')} at line {error.lineno}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

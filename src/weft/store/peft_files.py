@@ -24,18 +24,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from weft.adapters.head import HEAD
 from weft.adapters.method import WHOLE_NUMBERS, JoinedFormat, ModuleTensors, PeftFormat
+from weft.adapters.parts import HEAD
 from weft.adapters.targets import is_target
 from weft.errors import AdapterFileError
 from weft.methods.registry import METHODS, method_of
-from weft.objectives.heads.classes import Classification, TokenClassification
-from weft.objectives.heads.head_objective import HeadObjective
-from weft.objectives.heads.reward import Reward
+from weft.objectives.heads import Classification, HeadObjective, Reward, TokenClassification
 from weft.spec import AdapterSpec
 from weft.spec.run import EMBEDDED
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
+from weft.store.checkpoint import file_pieces
 from weft.store.peft_config import config_of, method_named, spec_of
 from weft.store.row_files import (
     ROWS,
@@ -46,7 +45,6 @@ from weft.store.row_files import (
     rows_in_file,
     write_tokenizer,
 )
-from weft.store.tensor_file import file_pieces
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -174,7 +172,6 @@ def read_head(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def _stated_labels(path: Path) -> tuple[str, ...]:
-    """The names in labels.json; none if the file is missing or odd."""
     try:
         labels = json_text.parse(path.read_bytes()[:MAX_HEADER_BYTES])
         return tuple(str(name) for name in labels["id2label"].values())
@@ -200,7 +197,6 @@ def _head_names(files: PeftFormat) -> tuple[str, str]:
 
 
 def _head(tensors: Sequence[torch.Tensor], where: str) -> ModuleTensors:
-    """The weight and, if any, the bias of a head; AdapterFileError for anything else."""
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(shapes[0]) != 2 or any(shape != shapes[0][:1] for shape in shapes[1:]):
         raise AdapterFileError(f"{HEAD} has tensors {shapes}; expected (labels, width) and (labels,).", where=where)
@@ -232,7 +228,6 @@ def adapter_files(
     shared: Mapping[str, torch.Tensor] | None = None,
     row_modules: Mapping[str, str] = MappingProxyType({}),
 ) -> AdapterFiles:
-    """The files of an adapter, not yet on disk."""
     files = method_of(spec).files
     heads = {name: x.detach().cpu() for name, x in zip(_head_names(files), tensors.get(HEAD, ()), strict=False)}
     names = names_in_file(spec, tensors, row_modules)

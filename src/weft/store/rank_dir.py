@@ -13,10 +13,9 @@ from typing import Any
 
 from weft.errors import StorageError
 from weft.store.atomic import add_guard, storage_errors
-from weft.store.owner import Owner, Ownership
+from weft.store.owner import RANKS_LOCK, Owner, Ownership, lock_file
 from weft.store.run_dir import PERMIT, RunDirectory
-from weft.store.run_lock import RANKS_LOCK, lock_file
-from weft.wall_clock import TimeSplit
+from weft.store.wall_clock import TimeSplit
 
 
 class RankDirectory(RunDirectory):
@@ -38,7 +37,6 @@ class RankDirectory(RunDirectory):
         self._unguard = add_guard(path, self._check_permit)
 
     def close(self) -> None:
-        """Leaves the directory; the run stays its owner's."""
         self._ownership.leave()
         self._unguard()
         if self._lock is not None:

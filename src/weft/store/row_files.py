@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from weft.adapters.method import ModuleTensors
-from weft.adapters.token_rows import INPUT_ROWS, OUTPUT_ROWS
+from weft.adapters.parts import INPUT_ROWS, OUTPUT_ROWS
 from weft.errors import AdapterFileError
-from weft.methods.lora.own_rows import EMBEDDINGS, OUTPUT_HEADS, is_output_head
+from weft.methods.lora.config import EMBEDDINGS, OUTPUT_HEADS, is_output_head
 from weft.spec import AdapterSpec
 from weft.store import json_text
 from weft.store.atomic import write_unsynced

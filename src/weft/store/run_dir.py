@@ -20,14 +20,20 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
+import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from weft import __version__
 from weft.errors import StorageError
 from weft.job_state import JobState, Reason
 from weft.spec.job import JOB_NAME
+from weft.spec.run import Capacity
 from weft.store import json_text
 from weft.store.atomic import (
     append_line,
@@ -38,10 +44,8 @@ from weft.store.atomic import (
     storage_errors,
     write_file,
 )
-from weft.store.owner import Owner, Ownership
-from weft.store.run_lock import LOCK, take_lock, wait_for_ranks
-from weft.store.run_record import RunRecord, library_versions
-from weft.wall_clock import TimeSplit
+from weft.store.owner import LOCK, Owner, Ownership, take_lock, wait_for_ranks
+from weft.store.wall_clock import TimeSplit
 
 _RUN, _TIMELINE, _TIME, _REPORT = "run.json", "timeline.json", "time.json", "report.html"
 PERMIT = ".permit-"
@@ -98,8 +102,15 @@ class RunDirectory:
                 take_lock(root, release)
             _refuse(root, resume, content)
 
+    @staticmethod
+    def check_writable(path: str | Path) -> None:
+        """StorageError if the directory cannot be made or written; it is made for the check, and removed again."""
+        root = Path(path)
+        with storage_errors(root), contextlib.ExitStack() as undo:
+            make_directories(root, undo)
+            tempfile.TemporaryFile(dir=root).close()
+
     def close(self) -> None:
-        """Releases the directory for other processes."""
         if self._lock is not None and self._holds_run:
             self._ownership.release()
             os.close(self._lock)
@@ -170,6 +181,10 @@ class RunDirectory:
 
     def write_job(self, name: str, job: Mapping[str, Any]) -> None:
         self._write_new(self.job_dir(name) / _JOB, dict(job))
+
+    def recorded_jobs(self) -> list[str]:
+        """Names of all jobs that the directory holds, also of those that no jobs file lists."""
+        return sorted(path.parent.name for path in self.path.glob(f"*/{_JOB}"))
 
     def read_job(self, name: str) -> dict[str, Any] | None:
         return _read_json(self._job_path(name) / _JOB)
@@ -284,3 +299,53 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise StorageError("does not hold a JSON object.", where=str(path))
     return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The contents of run.json; fields that were unknown when it was written are left out of the file."""
+
+    run_name: str | None = None
+    base_model: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    kernels: str | None = None
+    """Execution path: `reference` or `fused`."""
+    capacity: Capacity | None = None
+    layouts: tuple[str, ...] = ()
+    """Layouts it was trained in, in order, in the notation of `--layout`; stages:1 is one device. Earlier versions
+    wrote replicas:N for N replicas with an engine each."""
+    jobs: tuple[str, ...] = ()
+    """Jobs of a jobs file; empty where jobs come and go."""
+    started_at: str | None = None
+    template_clock: str | None = None
+    """Time for the run's chat templates, also after a resume: when it began, in local time."""
+    template_digest: str | None = None
+    """SHA-256 of the tokenizer's chat template."""
+    versions: Mapping[str, str] | None = None
+    """Versions of the libraries by name; `write_run` fills them in."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RunRecord:
+        """The record as any version of Weft wrote it."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        known = {name: value[name] for name in names if name in value}
+        return cls(**{**known, "layouts": tuple(value.get("layouts", ())), "jobs": tuple(value.get("jobs", ()))})
+
+    def in_layout(self, layout: str) -> RunRecord:
+        """The same run, continued in a layout."""
+        return self if self.layouts[-1:] == (layout,) else dataclasses.replace(self, layouts=(*self.layouts, layout))
+
+    def to_json(self) -> dict[str, Any]:
+        known = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return known if self.layouts else {name: value for name, value in known.items() if name != "layouts"}
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that numbers depend on, without importing them."""
+    versions = {"weft": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "safetensors", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions

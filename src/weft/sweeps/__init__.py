@@ -1,1 +1,1 @@
-"""Sweeps: a search space expanded into jobs that train together, judged and stopped early, the best one kept."""
+"""Sweeps: a search space expanded into jobs that train together, compared and stopped early, the best one kept."""

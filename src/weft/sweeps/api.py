@@ -1,4 +1,4 @@
-"""Runs a sweep from its description to its result: everything is checked before anything is written."""
+"""Runs a sweep from its settings to its result; everything is checked before anything is written."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import yaml
 
 from weft.data.load import find_sources
 from weft.engine.execute.data_ahead import DataAhead
-from weft.engine.resume import HARMLESS
+from weft.engine.resume import HARMLESS, check_job_inputs, check_same_backbone
 from weft.engine.train import clock_of, load_engine, write_record
 from weft.errors import ConfigError, MissingExtraError, StorageError
 from weft.report.read_run import read_info
-from weft.report.sweep.page import write_sweep_report
+from weft.report.sweep_page import write_sweep_report
 from weft.report.trackers import open_trackers
-from weft.settings.fields import describe, field_names
+from weft.settings import describe, field_names
 from weft.spec import JobSpec
 from weft.spec.load import parse
 from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of, sweep_from_mapping
@@ -30,49 +30,43 @@ from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec, resolved_sweep
 from weft.store.atomic import add_guard, remove_leftovers, write_file
 from weft.store.run_dir import RunDirectory
-from weft.sweeps.configure import Configurations
-from weft.sweeps.context import SweepContext
-from weft.sweeps.ledger import OnNews
-from weft.sweeps.record.leaderboard import TRIALS
-from weft.sweeps.record.previous_sweep import PreviousSweep, read_previous
-from weft.sweeps.record.trials_file import Trial
-from weft.sweeps.search.objective import TrialObjective
-from weft.sweeps.search.samplers import make_sampler, sampler_name
-from weft.sweeps.solo_baseline import can_be_alone, one_by_one_seconds
-from weft.sweeps.sweep_engine import SweepEngine
-from weft.sweeps.trial_loop import SweepRun
-from weft.wall_clock import Activity, TimeSplit, WallClock
+from weft.store.wall_clock import Activity, TimeSplit, WallClock
+from weft.sweeps.configure import Configurations, SweepEngine
+from weft.sweeps.leaderboard import TRIALS, PreviousSweep, read_previous
+from weft.sweeps.ledger import OnNews, SweepContext
+from weft.sweeps.objective import TrialObjective
+from weft.sweeps.samplers import make_sampler, sampler_name
+from weft.sweeps.trial_loop import SweepRun, can_be_alone, one_by_one_seconds
+from weft.sweeps.trials_file import Trial, TrialsFile
 
 OpenSweepEngine = Callable[
     [SweepSpec, Sequence[JobSpec], WallClock | None], tuple[SweepSpec, SweepEngine, tuple[str, ...]]
 ]
 SETTINGS, REPORT = "sweep.yaml", "report.html"
 KEPT = ("base_model", "defaults", "space", "objective", "sampler", "seed", "capacity", "quantize", "dtype")
-"""What a resumed sweep cannot change, but for what is harmless of its job: its trials would not be comparable. Budgets
-and early stopping may change."""
+"""Settings that a resumed sweep keeps, except harmless ones of its job, so that its trials are comparable. Budgets and
+early stopping may change."""
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep found."""
+    """The outcome of a sweep."""
 
     best: Trial | None
     """None if no trial has a value."""
     trials: list[Trial]
-    """In the order they were tried."""
     leaderboard: list[dict[str, Any]]
-    """The same as plain data, the best first."""
     folder: Path
     no_report: str = ""
-    """Why there is no report.html, if there is none."""
+    """The reason if there is no report.html."""
 
 
 @dataclass(frozen=True)
 class PreparedSweep:
-    """A sweep whose backbone, data and configurations are loaded and fit together."""
+    """A checked sweep with backbone, data and configurations loaded."""
 
     spec: SweepSpec
-    """Its capacity is a number."""
+    """Settings with a numeric capacity."""
     base_dir: Path
     space: Space
     sampler_name: str
@@ -82,11 +76,11 @@ class PreparedSweep:
     previous: PreviousSweep | None
     notes: tuple[str, ...]
     begun_s: float
-    """When it was begun to be prepared, on the clock of `time.perf_counter`."""
+    """Start of preparation by `time.perf_counter`."""
 
 
 def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **overrides: Any) -> SweepResult:
-    """Tries the configurations that a sweep file, or the same as a mapping, describes; returns what it found.
+    """Runs the sweep of a file, or of a mapping of its settings.
 
     Keywords replace settings, such as `trials=8`. Paths are relative to the file, or to the working directory.
     """
@@ -119,7 +113,7 @@ def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **over
 
 
 def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> SweepSpec:
-    """Raises if the folder cannot be used as asked; changes nothing. A resumed sweep has the capacity it began with."""
+    """Raises if the folder cannot be used, without writing; a resumed sweep gets the capacity it began with."""
     try:
         RunDirectory.check(folder / TRIALS, resume=resume, content="sweep")
     except StorageError as error:
@@ -141,12 +135,11 @@ def check_folder(spec: SweepSpec, folder: Path, *, resume: bool) -> SweepSpec:
 
 
 def _bare(setting: Any) -> Any:
-    """A setting of a sweep, less what of its jobs may change."""
     return {k: v for k, v in setting.items() if k not in HARMLESS} if isinstance(setting, Mapping) else setting
 
 
 def begun_at(folder: Path) -> datetime.datetime | None:
-    """When the sweep in a folder began, to its chat templates; None if that was not recorded."""
+    """When the sweep in a folder began, for its chat templates; None if not recorded."""
     return clock_of(RunDirectory.record_of(folder / TRIALS))
 
 
@@ -162,8 +155,8 @@ def prepare_sweep(
 ) -> PreparedSweep:
     """Loads and checks everything and writes nothing; `clock` is when the sweep began, if it is resumed.
 
-    What a budget of time counts began at `begun_s` of `time.perf_counter`, or now. `wall` has counted the time since
-    the command was given; `open_engine` loads what trains the sweep; `ahead` prepares its data meanwhile.
+    A budget of time counts from `begun_s` of `time.perf_counter`, or from now. `wall` has counted the time since the
+    command started; `open_engine` loads the engine; `ahead` prepares data meanwhile.
     """
     begun_s = time.perf_counter() if begun_s is None else begun_s
     space = space_of(spec)
@@ -171,14 +164,14 @@ def prepare_sweep(
     make_sampler(spec, space)
     open_trackers(spec.report_to, Path(), "")
     if spec.storage is not None:
-        from weft.sweeps.search.optuna_study import import_optuna
+        from weft.sweeps.samplers import import_optuna
 
         import_optuna()
     objective = TrialObjective(spec.objective, base_dir)
     previous = None if spec.start_from is None else read_previous(spec, base_dir / spec.start_from)
     probes = probe_jobs(spec)
     for job in probes:
-        # Nobody should wait for the model to hear that data is not there.
+        # Missing data is found before the model is loaded.
         find_sources(job, base_dir)
     spec, engine, notes = open_engine(spec, probes, wall)
     configurations = Configurations(spec, engine.executor, base_dir, clock)
@@ -207,7 +200,7 @@ def prepare_sweep(
 def open_run(
     prepared: PreparedSweep, folder: Path, *, resume: bool, on_news: OnNews = lambda kind, trial, text: None
 ) -> Iterator[SweepRun]:
-    """The sweep in its folder, ready to train; no other process can have the folder until the block ends."""
+    """The sweep in its folder, ready to train; the folder is locked until the block ends."""
     spec, engine = prepared.spec, prepared.engine
     name = spec.run_name or folder.resolve().name
     trackers = open_trackers(spec.report_to, folder, name, warn=lambda text: on_news("warning", None, text))
@@ -216,10 +209,12 @@ def open_run(
         contextlib.closing(trackers),
         contextlib.ExitStack() as end,
     ):
-        # Whoever owns the trials owns the files beside them.
+        # The owner of the trials owns the files beside them.
         end.callback(add_guard(folder, directory.check_owned))
-        # Undoes what a killed process left unfinished; nobody else can be writing here now.
+        # Undoes what a killed process left unfinished; no other process can be writing here now.
         remove_leftovers(folder)
+        if resume:
+            _check_same_inputs(prepared, folder, directory)
         copy_trial = _storage(prepared, name)
         write_file(
             folder / SETTINGS, yaml.safe_dump(resolved_sweep(spec), sort_keys=False, allow_unicode=True, width=120)
@@ -245,30 +240,42 @@ def open_run(
         yield SweepRun(context, on_news)
 
 
+def _check_same_inputs(prepared: PreparedSweep, folder: Path, directory: RunDirectory) -> None:
+    """Raises before a trial starts if the backbone, or what a trial reads, is not what the sweep began with.
+
+    Also for trials that have ended: others are compared with them.
+    """
+    check_same_backbone(prepared.engine.executor, directory)
+    for trial in TrialsFile(folder).read():
+        if directory.checkpoints_dir(trial.name).is_dir():
+            job = prepared.configurations.job(trial.name, trial.params)
+            check_job_inputs(trial.name, prepared.configurations.inputs(job), directory)
+
+
 def conclude(run: SweepRun) -> SweepResult:
-    """Measures what one by one would have taken, writes the report, and returns what was found."""
+    """Measures one-by-one training, writes the report, and returns the result."""
     ledger, engine = run.ledger, run.context.engine
     wall = engine.timeline.wall
     ledger.stop_clock()
     if run.context.spec.compare_speed and not run.is_out_of_time and can_be_alone(engine):
-        # A sweep that only had to be looked at again keeps what was measured then.
+        # Without new training, a resumed sweep keeps the earlier measurement.
         with wall.spending(Activity.COMPUTING):
             ledger.one_by_one_seconds = one_by_one_seconds(run) or ledger.one_by_one_seconds
     ledger.write(at_once=True)
     no_report = ""
 
-    def settle() -> TimeSplit:
+    def stop_wall() -> TimeSplit:
         wall.stop()
         return engine.time_split
 
     try:
         with wall.spending(Activity.WRITING):
             info = read_info(run.context.directory.path)
-            write_sweep_report(run.context.folder / REPORT, ledger.board(), info, settle)
+            write_sweep_report(run.context.folder / REPORT, ledger.board(), info, stop_wall)
     except MissingExtraError as error:
         no_report = str(error)
-    # All of that took time as well; a sweep that goes on adds up what is recorded.
-    run.context.directory.write_time(settle())
+    # All of that took time as well; a resumed sweep adds up what is recorded.
+    run.context.directory.write_time(stop_wall())
     ledger.write(at_once=True)
     board = ledger.board()
     return SweepResult(ledger.best, ledger.trials, board["trials"], run.context.folder, no_report)
@@ -278,6 +285,6 @@ def _storage(prepared: PreparedSweep, name: str) -> Callable[[Mapping[str, Any],
     spec = prepared.spec
     if spec.storage is None:
         return lambda point, trial: None
-    from weft.sweeps.search.optuna_study import OptunaStorage
+    from weft.sweeps.samplers import OptunaStorage
 
     return OptunaStorage(spec.storage, name, prepared.space, spec.objective.is_max).add

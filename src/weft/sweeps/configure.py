@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from weft.data.chat.chat_template import Tokenizer
+from weft.data.chat_template import Tokenizer
 from weft.data.dataset import JobData
-from weft.data.load import load_job_data, of_job
+from weft.data.load import Prompt, load_job_data, of_job
 from weft.data.order import BatchSchedule
-from weft.data.tokens.tokenise import with_new_tokens
+from weft.data.tokenise import with_new_tokens
+from weft.engine.execute.references import adapter_digest
+from weft.engine.inference.generate import Answer, Decoding
+from weft.engine.jobs.live_job import LiveJob
+from weft.engine.jobs.prepare_job import read_reference, reference_setting
+from weft.engine.run_engine import ReplicaSide, RunEngine, RunJob
 from weft.errors import ConfigError, WeftError
-from weft.spec import JobSpec
+from weft.objectives.objective import MeanScores
+from weft.spec import AdapterSpec, JobSpec
 from weft.spec.load_sweep import trial_job
 from weft.spec.space import Space, params_of, setting_path, value_key
 from weft.spec.sweep import SweepSpec
-from weft.sweeps.sweep_engine import CheckingSide
+from weft.store.wall_clock import TimeSplit
 
 MAX_CHECKED = 1000
-"""Points of a grid that are checked one by one before the sweep starts; beyond them, every value at least once."""
+"""Points of a grid up to which all are checked before the sweep starts; beyond, every value at least once."""
 _DATA_SETTINGS = (
     "train_sources",
     "eval_data",
@@ -41,12 +47,12 @@ _DATA_SETTINGS = (
 
 
 class Configurations:
-    """From params to jobs and their data."""
+    """Makes jobs and their data from parameters, with a cache."""
 
     def __init__(
         self, spec: SweepSpec, executor: CheckingSide, base_dir: Path, clock: datetime.datetime | None = None
     ) -> None:
-        """`clock` is what time it is for the chat templates: when the sweep began; None: now."""
+        """`clock`: time for chat templates, the start of the sweep; None: now."""
         self._spec = spec
         self.executor = executor
         self._base_dir = base_dir
@@ -54,6 +60,7 @@ class Configurations:
         self._data: dict[tuple[Any, ...], JobData] = {}
         self._new_tokens: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._jobs: dict[tuple[str, str], JobSpec] = {}
+        self._references: dict[str | None, dict[str, str]] = {}
 
     def job(self, name: str, params: Mapping[str, Any]) -> JobSpec:
         """The job of a configuration, evaluated as often as early stopping needs; raises if it cannot be trained."""
@@ -81,7 +88,7 @@ class Configurations:
         return replace(job, eval_steps=self._eval_steps(job, data))
 
     def data(self, job: JobSpec) -> JobData:
-        """The data of a job with its own settings; jobs that read files in the same way get the very same samples."""
+        """The data of a job with its own settings; jobs that read files in the same way share the samples."""
         is_split = job.eval_data is not None and not isinstance(job.eval_data, tuple)
         named = tuple(sorted(job.data_columns.items()))
         settings = (getattr(job, name) for name in _DATA_SETTINGS)
@@ -92,16 +99,24 @@ class Configurations:
             self._new_tokens[key] = tokens
         return of_job(self._data[key], job)
 
+    def inputs(self, job: JobSpec) -> dict[str, Any]:
+        """`JobProgress.inputs` of a job that need not be in the engine; without the settings of an `init_adapter`."""
+        data = self.data(job)
+        inputs = LiveJob(job, data).progress.inputs
+        named = getattr(job, reference_setting(data.train))
+        if named not in self._references:
+            adapter = read_reference(job, data.train, self._base_dir)
+            self._references[named] = {} if adapter is None else {"reference": adapter_digest(adapter)}
+        return {**inputs, **self._references[named]}
+
     def loaded(self) -> list[JobData]:
-        """All data that has been read so far."""
         return list(self._data.values())
 
     def read_with(self) -> list[Tokenizer]:
-        """The tokenizers that all data so far was read with, in the same order."""
         return [with_new_tokens(self.executor.tokenizer, tokens) for tokens in self._new_tokens.values()]
 
     def check(self, space: Space, budget: int | None) -> None:
-        """Raises for the first configuration that cannot be trained, looking at as many as can be looked at."""
+        """Raises for the first configuration that cannot be trained, within the number that can be checked."""
         total = space.num_points
         points = list(space.probes())
         if total is not None and total <= min(MAX_CHECKED, budget or MAX_CHECKED):
@@ -110,16 +125,15 @@ class Configurations:
             self.job("trial", params_of(point))
 
     def num_steps(self, job: JobSpec) -> int:
-        """Optimizer steps of a whole job."""
         return BatchSchedule.of(job, *self.data(job).train.sizes).num_steps
 
     def forward_tokens(self, job: JobSpec) -> int:
-        """Tokens that a whole job runs forward alone."""
+        """Tokens that a whole job runs forward only."""
         data = self.data(job)
         return data.forward_tokens(BatchSchedule.of(job, *data.train.sizes), job.eval_steps)
 
     def _eval_steps(self, job: JobSpec, data: JobData) -> int | None:
-        """How often a trial is evaluated: as it says itself, or as often as there may be a rung."""
+        """Steps between evaluations: the job's own setting, or as many as between rungs."""
         rule = self._spec.early_stop
         if job.eval_steps is not None or data.eval is None or rule.rule == "none":
             return job.eval_steps
@@ -138,6 +152,67 @@ class Configurations:
 
 
 def configuration_error(error: WeftError, params: Mapping[str, Any]) -> str:
-    """Why a configuration that only showed up while sampling cannot be trained."""
+    """The error of a configuration that was first seen while sampling."""
     chosen = ", ".join(f"{name} {value}" for name, value in params.items())
     return f"cannot be trained with {chosen}: {error}"
+
+
+class SweepJob(RunJob, Protocol):
+    """The job of a trial."""
+
+    @property
+    def data(self) -> JobData: ...
+
+    @property
+    def may_end(self) -> bool:
+        """True if its last step leaves work that may end it."""
+
+    @property
+    def has_best(self) -> bool:
+        """True if the weights of its best evaluation are kept."""
+
+
+class CheckingSide(ReplicaSide, Protocol):
+    """A replica, or what all replicas have in common, that knows which adapters fit."""
+
+    def check_adapter(self, adapter: AdapterSpec) -> None:
+        """Raises ConfigError for an adapter that the backbone cannot have."""
+
+
+class SweepEngine(RunEngine, Protocol):
+    """Trains the trials of a sweep; calls about a job use its present weights."""
+
+    @property
+    def jobs(self) -> Mapping[str, SweepJob]: ...
+
+    @property
+    def executor(self) -> CheckingSide: ...
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the backbone that train trials."""
+
+    @property
+    def time_split(self) -> TimeSplit:
+        """Wall-clock time of the sweep by activity, over all its sessions."""
+
+    def hold(self, name: str, step: int) -> None:
+        """Lets a job take no step beyond this one for now."""
+
+    def hold_steps(self, name: str) -> None:
+        """Lets a job take no further step; `jobs` has its final position."""
+
+    def pause(self, name: str) -> None:
+        """Makes a job wait without a seat."""
+
+    def resume(self, name: str) -> None: ...
+
+    def cancel(self, name: str) -> None: ...
+
+    def forget(self, name: str) -> None: ...
+
+    def evaluate(self, name: str) -> MeanScores: ...
+
+    def answer(self, name: str, prompts: Sequence[Prompt], decoding: Decoding) -> list[Answer]: ...
+
+    def export_adapter(self, name: str, directory: Path | str) -> None: ...

@@ -1,7 +1,8 @@
-"""Shows a sweep in the terminal while it trains: the leaderboard, redrawn in place; in a pipe or a log, plain lines."""
+"""A sweep in the terminal: the leaderboard, redrawn in place; in a pipe or a log, plain lines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -10,17 +11,17 @@ from rich.text import Text
 
 from weft.report import readable
 from weft.report.live import Screen
-from weft.report.sweep.live import leaderboard_table, status_line
-from weft.sweeps.eta import remaining_s
-from weft.sweeps.record.trials_file import Trial
+from weft.report.sweep_page import leaderboard_table, status_line
+from weft.spec.sweep import SweepSpec
 from weft.sweeps.trial_loop import SweepRun
+from weft.sweeps.trials_file import Trial
 
 FRAME_LINES = 6
-"""Lines of the table that are not trials, and one to spare."""
+"""Lines of the table that are not trials, and one spare line."""
 
 
 class LiveBoard:
-    """The leaderboard of a sweep, kept up to date while the `with` block runs."""
+    """The leaderboard of a sweep, updated while the `with` block runs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -28,7 +29,6 @@ class LiveBoard:
         self._screen = Screen(console, self.render)
 
     def watch(self, run: SweepRun) -> LiveBoard:
-        """The sweep to show."""
         self._run = run
         return self
 
@@ -41,8 +41,8 @@ class LiveBoard:
     ) -> None:
         self._screen.stop()
 
-    def hear(self, kind: str, trial: Trial | None, text: str) -> None:
-        """Takes news of the sweep; on a terminal only what the table cannot say is printed."""
+    def show_news(self, kind: str, trial: Trial | None, text: str) -> None:
+        """Shows an event; on a terminal only what the table does not contain is printed."""
         who = f"{trial.name}: " if trial else ""
         if kind == "warning":
             self._screen.print_line(f"warning: {who}{text}", "yellow")
@@ -52,7 +52,6 @@ class LiveBoard:
             self._print_plain(kind, trial, text)
 
     def render(self) -> RenderableType:
-        """The table as it stands."""
         if self._run is None:
             return Text()
         board = self._run.ledger.board(with_curves=False)
@@ -62,12 +61,12 @@ class LiveBoard:
         return Group(table, Text(), status_line(board, left_s))
 
     def _print_plain(self, kind: str, trial: Trial, text: str) -> None:
-        """The lines a log gets: the start, the values, and the end of each trial."""
+        """Prints the lines of a log: start, values, and end of each trial."""
         metric = "" if self._run is None else self._run.context.objective.metric
         value = f"{metric} {readable.loss(trial.value)}"
         if kind == "started":
-            place = f" at step {trial.steps}" if trial.steps else ""
-            self._screen.print_line(f"{trial.name}: started{place} ({params_text(trial)})")
+            at = f" at step {trial.steps}" if trial.steps else ""
+            self._screen.print_line(f"{trial.name}: started{at} ({params_text(trial)})")
         elif kind == "point":
             self._screen.print_line(f"{trial.name}: step {trial.steps}/{trial.total_steps}, {value}")
         elif kind == "done":
@@ -79,7 +78,6 @@ class LiveBoard:
 
 
 def params_text(trial: Trial) -> str:
-    """What a trial chose, in one line."""
     return ", ".join(f"{name} {_value_text(value)}" for name, value in trial.params.items())
 
 
@@ -87,3 +85,26 @@ def _value_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def remaining_s(trials: Sequence[Trial], num_planned: int | None, seconds: float, spec: SweepSpec) -> float | None:
+    """Predicted seconds left at the present pace; None before anything is known.
+
+    Running trials count with all their steps, later ones with the mean of those that have ended, which includes early
+    stopping. A budget of tokens or time may end the sweep sooner.
+    """
+    trained = [trial for trial in trials if not trial.origin]
+    done, tokens = sum(trial.steps for trial in trained), sum(trial.tokens for trial in trained)
+    if not done or seconds <= 0:
+        return None
+    found = []
+    if spec.max_tokens is not None and tokens:
+        found.append(seconds * max(spec.max_tokens / tokens - 1, 0.0))
+    if spec.max_seconds is not None:
+        found.append(max(spec.max_seconds - seconds, 0.0))
+    if num_planned is not None:
+        left = float(sum(trial.total_steps - trial.steps for trial in trained if not trial.state.is_final))
+        ended = [trial.steps for trial in trained if trial.state.is_final] or [t.total_steps for t in trained]
+        left += max(num_planned - len(trials), 0) * sum(ended) / len(ended)
+        found.append(seconds * left / done)
+    return min(found, default=None)

@@ -21,7 +21,7 @@ from weft.plan.cost.fit import FitError
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
 from weft.plan.deploy.kinds import without_dominated
 from weft.plan.deploy.planner import plan_alike
-from weft.plan.deploy.workload import expected_batch
+from weft.plan.deploy.types import expected_batch
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])

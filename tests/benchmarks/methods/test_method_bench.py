@@ -13,7 +13,7 @@ from benchmarks.methods.jobs import WARM_UP, MethodJobs, Pace, measure_pace
 from benchmarks.methods.parts import TARGETS, MethodBench, choose_parts
 from weft.data.order import BatchSchedule
 from weft.errors import ConfigError
-from weft.plan.cost.published_shapes import find_shape
+from weft.plan.cost.shape import find_shape
 
 
 def test_jobs_when_they_differ_in_everything_then_their_steps_have_as_many_rows():

@@ -14,10 +14,8 @@ from benchmarks.pipeline.recorded import RecordedRun, equal_share, replay_errors
 from benchmarks.pipeline.seventy import TORCH_LORA, WEFT_LORA, measure_seventy, scaled
 from weft.errors import ConfigError
 from weft.kernels.device import has_gpu
-from weft.plan.cost.profile import load_profile
-from weft.plan.cost.profiled import ProfiledCost
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.profile import ProfiledCost, load_profile
+from weft.plan.cost.shape import ModelShape, find_shape
 from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.simulate.choose import FastestPipeline

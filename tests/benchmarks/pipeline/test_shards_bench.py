@@ -11,7 +11,7 @@ from benchmarks.pipeline.gpu_costs import measure_shards
 from benchmarks.pipeline.parts import ON_GPU, choose_parts
 from weft.errors import ConfigError
 from weft.kernels.device import CPU
-from weft.plan.cost.published_shapes import SHAPES
+from weft.plan.cost.shape import SHAPES
 
 
 def test_shards_when_measured_on_a_small_shape_then_gradients_are_those_of_the_whole():

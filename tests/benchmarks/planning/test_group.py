@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planning.published import JobLengths, deal_head_tail, group_jobs, lemma_violations
 from weft.errors import PlanError
-from weft.plan.lemma import lemma_distance
-from weft.plan.types import Microbatch, Segment
+from weft.plan.types import Microbatch, Segment, lemma_distance
 
 jobs_lists = st.lists(st.tuples(st.integers(1, 3000).map(float), st.integers(1, 64)), min_size=1, max_size=12).map(
     lambda rows: [JobLengths(f"job{i:02d}", mean, size) for i, (mean, size) in enumerate(rows)]

@@ -8,7 +8,7 @@ import torch
 from benchmarks.steps import gradients
 from benchmarks.steps.gradients import measure_agreement
 from weft.model.fused import layer
-from weft.plan.cost.published_shapes import find_shape
+from weft.plan.cost.shape import find_shape
 
 CPU = torch.device("cpu")
 

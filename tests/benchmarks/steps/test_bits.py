@@ -13,9 +13,9 @@ from benchmarks.steps.regimes import BF16, FEW, BenchProgram, BenchRun
 from weft.adapters.adapter import Adapter
 from weft.errors import ModelError
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.model.random_model import make_backbone
-from weft.plan.cost.published_shapes import SHAPES
+from weft.plan.cost.shape import SHAPES
 from weft.spec import AdapterSpec
 
 RUN = BenchRun(BenchProgram.WEFT_BITS, FEW)
@@ -66,7 +66,7 @@ def test_bits_when_neighbours_are_shorter_then_the_job_keeps_its_length(backbone
     """So that it begins inside a block which others share."""
     seen: list[list[int]] = []
 
-    def noting(placed: list[PlacedSample], *rest: Any) -> PackedBatch:
+    def noting(placed: list[SlotSample], *rest: Any) -> PackedBatch:
         seen.append([p.sample.length for p in placed])
         return pack_samples(placed, *rest)
 

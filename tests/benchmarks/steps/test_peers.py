@@ -21,7 +21,7 @@ from benchmarks.steps.peers import (
 )
 from benchmarks.steps.regimes import HANDFUL, BenchProgram, BenchRun, padded_batch
 from weft.model.random_model import build
-from weft.plan.cost.published_shapes import SHAPES
+from weft.plan.cost.shape import SHAPES
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]

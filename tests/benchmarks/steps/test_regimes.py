@@ -25,7 +25,7 @@ from benchmarks.steps.regimes import (
 )
 from benchmarks.steps.session import figure, seconds_per_token
 from weft.errors import ConfigError
-from weft.plan.cost.published_shapes import SHAPES
+from weft.plan.cost.shape import SHAPES
 
 WANTED = {
     "step_bf16_vs_peft",

@@ -14,7 +14,7 @@ from weft.adapters.frozen import Dense
 from weft.errors import JobError
 from weft.model.backbone import Backbone
 from weft.model.random_model import Storage, build, make_backbone
-from weft.plan.cost.published_shapes import SHAPES
+from weft.plan.cost.shape import SHAPES
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]

@@ -25,7 +25,7 @@ from benchmarks.wall.inputs import (
 from benchmarks.wall.prepare import PrepareTime, time_prepare
 from weft.data.prepared.cache import CACHE_VARIABLE
 from weft.errors import ConfigError, WeftError
-from weft.plan.cost.published_shapes import find_shape
+from weft.plan.cost.shape import find_shape
 from weft.spec import load_run
 
 

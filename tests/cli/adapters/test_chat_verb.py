@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.adapters import chat as chat_verb
-from weft.data.prompts import prompt_of_chat
+from weft.cli.adapters import generate as chat_verb
+from weft.data.load import prompt_of_chat
 from weft.engine.inference.attach import Attached, load_with_adapters
 from weft.engine.inference.generate import Decoding
 from weft.model.source import load_tokenizer
@@ -23,9 +23,9 @@ def test_chat_when_commands_are_typed_then_obeys_them(weft, adapters: Path):
     assert result.out.splitlines() == [
         "there are strong, base.",
         "there is no adapter 'nobody'; there are strong, base.",
-        "You talk to base; the conversation starts anew.",
+        "You talk to base in a new conversation.",
         "planet",
-        "The conversation starts anew.",
+        "A new conversation starts.",
         "unknown command /dance; /help lists them.",
         *chat_verb.HELP.splitlines(),
     ]
@@ -34,7 +34,10 @@ def test_chat_when_commands_are_typed_then_obeys_them(weft, adapters: Path):
 def test_chat_when_the_conversation_outgrows_the_model_then_ends_with_a_sentence(weft):
     result = weft("chat", "--base-model", "tiny", typed="planet\n" + "x" * 1100 + "\n")
     assert (result.code, result.out) == (2, "planet\n")
-    assert "the conversation has 1,119 tokens; the model has 1,024 positions. /reset starts anew." in result.err
+    assert (
+        "the conversation has 1,119 tokens; the model has 1,024 positions. /reset starts a new conversation."
+        in result.err
+    )
 
 
 def test_chat_when_an_adapter_has_its_own_chat_template_then_it_is_used_for_that_adapter_only(
@@ -46,7 +49,7 @@ def test_chat_when_an_adapter_has_its_own_chat_template_then_it_is_used_for_that
         asked.append(prompt_of_chat(messages, tokenizer, chat_template=chat_template))
         return asked[-1]
 
-    monkeypatch.setattr("weft.data.prompts.prompt_of_chat", remember)
+    monkeypatch.setattr("weft.data.load.prompt_of_chat", remember)
     weft("chat", "--adapter", templated, "--adapter", adapters / "idle", typed="a\n/adapter idle\nb\n")
     assert [prompt.text for prompt in asked] == ["[USER] a<|end|>[ASSISTANT] ", "<|user|>b<|end|><|assistant|>"]
 
@@ -71,9 +74,8 @@ def test_chat_when_typed_then_greets_prompts_and_leaves_at_the_end_of_input(weft
 def test_chat_when_a_typed_turn_is_too_long_then_forgets_it_and_goes_on(weft):
     result = weft("chat", "--base-model", "tiny", typed="x" * 1100 + "\nplanet\n/quit\n", interactive=True)
     assert result.code == 0
-    assert (
-        result.err == "error: the conversation has 1,103 tokens; the model has 1,024 positions. /reset starts anew.\n"
-    )
+    problem = "the conversation has 1,103 tokens; the model has 1,024 positions"
+    assert result.err == f"error: {problem}. /reset starts a new conversation.\n"
     assert result.out.endswith("base> base> planet\nbase> ")
 
 
@@ -104,10 +106,10 @@ def test_answer_when_interrupted_then_keeps_what_was_said_and_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(chat_verb.AnswerStream, "take", interrupted)
-        talk.hear("planet")
+        talk.read_line("planet")
     assert capsys.readouterr().out == "pla\n(stopped)\n"
     # The backbone takes up any pattern of a conversation, so the next answer shows that the cut one was kept.
-    talk.hear("garden")
+    talk.read_line("garden")
     assert capsys.readouterr().out == "gar\n"
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny_adapters import LEAVES, tiny_tensors
 
-from weft.adapters.head import HEAD
+from weft.adapters.parts import HEAD
 from weft.data.load import load_dataset
 from weft.model.source import load_tokenizer
-from weft.objectives.heads.classes import Classification
+from weft.objectives.heads import Classification
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
 
@@ -161,7 +161,7 @@ def test_logits_when_written_then_jobs_read_what_the_adapter_says_of_every_super
     assert refused(*asked, tmp_path / "a.txt") == "--logits: got a.txt; expected the name of a .jsonl file."
     assert refused(*asked, tmp_path / "b.jsonl", "--top-k", 0) == "--top-k: must be from 1 to 1,000, got 0."
     held = ("eval", "--data", path, "--reference", adapters / "strong", "--adapter", adapters / "idle")
-    assert refused(*held) == "--reference: the rows hold what their teacher has said; leave it out."
+    assert refused(*held) == "--reference: the rows have the outputs of their teacher; leave it out."
 
 
 def test_reference_when_it_is_an_adapter_then_students_are_measured_beside_it(

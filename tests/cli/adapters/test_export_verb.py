@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tiny_adapters import LEAVES, SHOUTING, plain_logits, tiny_tensors
 
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.inference.attach import load_with_adapters
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.packed import SlotSample, pack_samples
 from weft.model.source import TINY, load_tokenizer
 from weft.spec import AdapterSpec
 from weft.store.peft_files import read_adapter, write_adapter
@@ -82,7 +82,7 @@ def test_merge_when_done_then_transformers_computes_what_base_and_adapter_do(wef
     tokens = list(b"a planet in a garden")
     loaded = load_with_adapters([str(adapters / "strong")], base_model=None)
     sample = Sample(tokens, [False] * len(tokens))
-    batch = pack_samples([PlacedSample(sample, loaded.slots["strong"])], None, loaded.backbone.device)
+    batch = pack_samples([SlotSample(sample, loaded.slots["strong"])], None, loaded.backbone.device)
     expected = loaded.backbone.logits(batch)
     merged = plain_logits(str(out), tokens)
     assert (merged - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from weft.cli.demo.skills import SKILLS, held_out, pseudo_word, write_skill
+from weft.cli.skills import SKILLS, held_out, pseudo_word, write_skill
 from weft.errors import ConfigError, StorageError
 
 

@@ -12,7 +12,7 @@ from benchmarks.planning import parts as plan_cost
 from weft.model.random_model import build
 from weft.model.source import TINY
 from weft.plan.cost.profile import load_profile
-from weft.plan.cost.published_shapes import SHAPES
+from weft.plan.cost.shape import SHAPES
 
 
 @pytest.fixture(autouse=True)

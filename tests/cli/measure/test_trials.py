@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.measure.trials import ONE_DEVICE, Found, RememberedTrials, Trial, TrialResult, capacities_around, search
+from weft.cli.trials import ONE_DEVICE, RememberedTrials, Trial, TrialResult, TrialResults, capacities_around, search
 
 NOW = Trial(1024)
 
@@ -45,7 +45,7 @@ def test_capacities_when_a_sample_is_long_then_none_is_too_small_for_it():
     ],
 )
 def test_best_when_others_are_about_as_fast_then_changes_least(rates, best):
-    assert Found(tuple(result(trial, rate) for trial, rate in rates.items())).best.trial == best
+    assert TrialResults(tuple(result(trial, rate) for trial, rate in rates.items())).best.trial == best
 
 
 def test_trials_when_remembered_then_only_under_the_same_facts(tmp_path: Path):

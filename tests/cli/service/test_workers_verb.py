@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.serve.db.engine import migrate, open_database
-from weft.serve.records.workers import all_workers, put_worker
+from weft.serve.db.workers import all_workers, put_worker
 
 
 def test_workers_when_listed_drained_and_removed_then_each_line_says_what_happens(weft, tmp_path: Path, monkeypatch):

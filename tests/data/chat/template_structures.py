@@ -26,8 +26,6 @@ class Structure:
     """Whether it takes a system turn."""
     splits: str = ""
     """Which chats become one sample per answer: `all`, those with a `system` turn, or none."""
-    leaves_open: str = ""
-    """What its generation prompt opens and a finished turn does not show."""
 
 
 def headed(name: str, head: str, end: str, ask: str, *, before: str = "", **more: object) -> Structure:
@@ -260,16 +258,16 @@ OPENING = [
         "@",
         ask="<|Assistant|><think>\n",
         before=BOS,
-        leaves_open="<think>\n",
+        splits="all",
     ),
-    headed("minimax", "]~b]{{ m.role }}\n", "[e~[\n", "]~b]assistant\n<think>\n", leaves_open="<think>\n"),
+    headed("minimax", "]~b]{{ m.role }}\n", "[e~[\n", "]~b]assistant\n<think>\n", splits="all"),
     cased(
         "nemotron-3",
         "<|im_start|>user\n@<|im_end|>\n",
         "<|im_start|>assistant\n<think></think>@<|im_end|>\n",
         "<|im_start|>system\n@<|im_end|>\n",
         ask="<|im_start|>assistant\n<think>\n",
-        leaves_open="\n",
+        splits="all",
     ),
     cased(
         "cohere2",
@@ -277,14 +275,14 @@ OPENING = [
         "<|CHATBOT|><|START_TEXT|>@<|END_TEXT|>",
         "<|SYSTEM|>@<|END|>",
         ask="<|CHATBOT|><|START_THINKING|>",
-        leaves_open="<|START_THINKING|>",
+        splits="all",
     ),
     headed(
         "apriel",
         "<|begin_{{ m.role }}|>\n",
         "{{ '\n' if m.role != 'assistant' else '<|end|>' }}",
         "<|begin_assistant|>\nHere are my reasoning steps:\n",
-        leaves_open="Here are my reasoning steps:\n",
+        splits="all",
     ),
 ]
 

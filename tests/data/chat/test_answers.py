@@ -10,9 +10,9 @@ from template_structures import STRUCTURES, Structure
 from tiny_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.chat.answers import MAX_RENDERED_ALL, train_answers
-from weft.data.chat.chat_template import ChatTemplate
-from weft.data.conversation import ChatTurn, Conversation, Rendered
+from weft.data.chat_template import ChatTemplate
+from weft.data.chats import ChatTurn, Conversation, Rendered
+from weft.data.render import MAX_RENDERED_ALL, train_answers
 from weft.errors import DataError
 
 PLACE = "train.jsonl line 17"
@@ -51,7 +51,7 @@ def test_chat_when_it_has_several_turns_then_each_answer_follows_what_the_model_
     assert len(found) == 3
     for i, (before, answer) in enumerate(found):
         asked = form.turns[: 2 * i + 1 + system]
-        assert before + structure.leaves_open == template.apply(asked, form, PLACE, generation=True)
+        assert before == template.apply(asked, form, PLACE, generation=True)
         assert f"answer {i}." in answer
         assert "ask" not in answer
 
@@ -64,7 +64,7 @@ def test_chat_when_it_is_long_then_its_spans_are_those_of_rendering_every_turn(
     template = ChatTemplate(make_tokenizer(template=structure.template))
     form = chat(MAX_RENDERED_ALL + 4)
     short = train_answers(form, template, PLACE)
-    monkeypatch.setattr("weft.data.chat.answers.MAX_RENDERED_ALL", 10**9)
+    monkeypatch.setattr("weft.data.render.MAX_RENDERED_ALL", 10**9)
     assert train_answers(form, template, PLACE) == short
 
 
@@ -89,7 +89,7 @@ class CountingTokenizer:
         return self._inner.apply_chat_template(conversation, **options)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama2", "phi3", "command-a", "gemma3", "deepseek-r1", "mistral-v3"])
+@pytest.mark.parametrize("name", ["chatml", "llama2", "phi3", "command-a", "gemma3", "mistral-v3"])
 def test_chat_when_its_turns_double_then_so_does_the_work(name: str):
     """Finding the answers takes work in proportion to the turns."""
 
@@ -135,6 +135,36 @@ def test_chat_when_one_question_takes_several_answers_then_those_share_a_sample(
     )
     rendered = train_answers(Conversation(turns), template, PLACE)
     assert [len(text.spans) for text in rendered] == [1, 2]
+
+
+def test_chat_when_the_prompt_opens_a_thought_that_the_template_cuts_off_then_the_thought_is_trained_behind_it():
+    """As DeepSeek-R1's template does with the thoughts in contents."""
+    r1 = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}"
+        "<|Assistant|>{{ m.content.split('</think>')[-1].lstrip() }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+    )
+    template = ChatTemplate(make_tokenizer(template=r1))
+    thought = ChatTurn("assistant", "<think>\nhm\n</think>\n\nanswer 0.", trained=True)
+    for last, trained in ((thought, "hm\n</think>\n\nanswer 0.<|end|>"), (chat(1).turns[1], "answer 0.<|end|>")):
+        form = Conversation((ChatTurn("user", "ask"), last))
+        assert answers_of(train_answers(form, template, PLACE)) == [("<|User|>ask<|Assistant|><think>\n", trained)]
+
+
+def test_chat_when_the_template_marks_answers_and_opens_them_with_more_then_they_follow_what_the_model_will_meet():
+    structure = STRUCTURES["olmo3-generation"]
+    opened = structure.template.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    assert opened != structure.template
+    template = ChatTemplate(make_tokenizer(template=opened))
+    ((before, answer),) = answers_of(train_answers(chat(1), template, PLACE))
+    assert (before[-8:], answer) == ("\n<think>", "answer 0.<|im_end|>")
+
+
+def test_opening_when_a_template_shows_answered_questions_in_another_way_then_there_is_none():
+    for name, opening in (("deepseek-r1", "<think>\n"), ("chatml", ""), ("mistral-v3", "")):
+        assert ChatTemplate(make_tokenizer(template=STRUCTURES[name].template)).prompt_opening == opening
+    marked = "{% for m in messages %}{{ '!' if loop.last }}{{ m.content }}{% endfor %}"
+    assert ChatTemplate(make_tokenizer(template=marked)).prompt_opening == ""
 
 
 def test_chat_when_its_template_marks_answers_then_those_are_trained():

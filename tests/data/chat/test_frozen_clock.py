@@ -7,8 +7,8 @@ import datetime
 import pytest
 from tiny_tokenizer import make_tokenizer
 
-from weft.data.chat.chat_template import DIRECTIVES, ChatTemplate, freeze_clock
-from weft.data.conversation import ChatTurn, Conversation
+from weft.data.chat_template import DIRECTIVES, ChatTemplate, freeze_clock
+from weft.data.chats import ChatTurn, Conversation
 
 BEGAN = datetime.datetime(2026, 2, 3, 4, 5, 6)
 FORM = Conversation((ChatTurn("user", "hi"),))

@@ -4,9 +4,9 @@ import pytest
 from tiny_tokenizer import CHATML, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.chat.chat_template import ChatTemplate, Tokenizer
-from weft.data.chat.renderer import Renderer
-from weft.data.conversation import ChatTurn, Conversation, Rendered, Text
+from weft.data.chat_template import ChatTemplate, Tokenizer
+from weft.data.chats import ChatTurn, Conversation, Rendered, Text
+from weft.data.render import Renderer
 from weft.errors import ConfigError, DataError
 
 PLACE = "train.jsonl line 17"

@@ -19,8 +19,8 @@ from weft.data.dataset import Dataset
 from weft.data.load import load_dataset, load_job_data
 from weft.data.prepared import cache as cache_module
 from weft.data.prepared import prepare as prepare_module
+from weft.data.prepared.arrays import PAGE, read_entry
 from weft.data.prepared.cache import PreparedCache, default_cache
-from weft.data.prepared.entry import PAGE, read_entry
 from weft.errors import ConfigError, DataError
 from weft.spec import JobSpec
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.prepared import digests as digests_module
-from weft.data.prepared.digests import RECORD, FileDigests, file_digest
+from weft.data.prepared import key
+from weft.data.prepared.key import RECORD, FileDigests, file_digest
 
 LATER_S = 100.0
 
@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Every file that is read to be hashed."""
     read: list[Path] = []
-    monkeypatch.setattr(digests_module, "file_digest", lambda path: read.append(path) or file_digest(path))
+    monkeypatch.setattr(key, "file_digest", lambda path: read.append(path) or file_digest(path))
     return read
 
 

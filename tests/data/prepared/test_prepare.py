@@ -11,8 +11,7 @@ from tiny_tokenizer import make_tokenizer
 
 from weft.data.dataset import Dataset
 from weft.data.load import load_dataset
-from weft.data.prepared import prepare
-from weft.data.rows import chunks as chunks_module
+from weft.data.prepared import prepare, workers
 from weft.errors import DataError
 
 Write = Callable[..., str]
@@ -38,7 +37,7 @@ def test_folder_when_prepared_then_is_what_its_files_are_one_by_one(
     processes: int, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Files smaller and larger than a chunk, by any number of processes; a file more is other data."""
-    monkeypatch.setattr(chunks_module, "ROWS_PER_CHUNK", 3)
+    monkeypatch.setattr(workers, "ROWS_PER_CHUNK", 3)
     monkeypatch.setattr(prepare, "num_processes", lambda *_: processes)
     (tmp_path / "data").mkdir()
     numbers: dict[str, list[int]] = {"a": [1], "b": [*range(7)], "c": [9, 8]}

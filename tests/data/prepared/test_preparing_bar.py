@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.prepared.progress import PreparingBar, Standing, shown_by
-from weft.data.rows.find import find_source
+from weft.data.prepared.prepare import PreparingBar, Standing, shown_by
+from weft.data.sources import find_source
 
 
 @pytest.fixture

@@ -15,11 +15,10 @@ from tiny_tokenizer import make_tokenizer
 
 from weft.data.load import load_dataset
 from weft.data.prepared import prepare
+from weft.data.prepared import workers as workers_module
 from weft.data.prepared.convert import Converter, DataSettings
-from weft.data.prepared.workers import Workers
-from weft.data.rows import chunks as chunks_module
-from weft.data.rows.chunks import chunks_of
-from weft.data.rows.find import find_source
+from weft.data.prepared.workers import Workers, chunks_of
+from weft.data.sources import find_source
 from weft.errors import DataError, WeftError
 
 Write = Callable[..., str]
@@ -41,7 +40,7 @@ ROWS: list[dict[str, Any]] = [{"prompt": "ask", "completion": f"answer {i}"} for
 @pytest.fixture
 def load(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Reads rows in chunks of three, with as many processes as asked for."""
-    monkeypatch.setattr(chunks_module, "ROWS_PER_CHUNK", 3)
+    monkeypatch.setattr(workers_module, "ROWS_PER_CHUNK", 3)
 
     def loaded(rows: Any, processes: int, name: str = "train.jsonl", **settings: Any) -> Any:
         monkeypatch.setattr(prepare, "num_processes", lambda *_: processes)
@@ -76,7 +75,7 @@ def test_rows_when_several_are_wrong_then_the_first_is_named(processes: int, loa
     with pytest.raises(DataError) as caught:
         load(rows, processes)
     assert str(caught.value) == "train.jsonl line 11: completion is missing."
-    with pytest.raises(DataError, match=r"^train\.csv line 9: has 1 cells; the header has 2\.$"):
+    with pytest.raises(DataError, match=r"^train\.csv line 9: has 1 cell; the header has 2\.$"):
         load("prompt,completion\n" + "a,b\n" * 7 + "c\n", processes, "train.csv")
     with pytest.raises(DataError, match=r"^train\.jsonl: has no rows\.$"):
         load("\n" * 9, processes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from weft.data.rows.find import read_rows
+from weft.data.sources import read_rows
 from weft.errors import DataError, MissingExtraError
 
 ROWS = b'{"text": "a"}\n\n{"text": "b"}\n'

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from weft.data.rows.find import find_source, read_rows
+from weft.data.sources import find_source, read_rows
 from weft.errors import DataError
 
 Write = Callable[..., str]

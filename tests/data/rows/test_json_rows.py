@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_data import assert_rows_or_data_error
 
-from weft.data.rows.find import read_rows
-from weft.data.rows.json_rows import MAX_LINE_BYTES, parse_json
+from weft.data.json_rows import MAX_LINE_BYTES, parse_json
+from weft.data.sources import read_rows
 from weft.errors import DataError
 
 Write = Callable[..., str]

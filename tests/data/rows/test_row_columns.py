@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from weft.data.conversation import Conversation
+from weft.data.chats import Conversation
 from weft.data.formats import convert_rows
-from weft.data.rows.columns import ColumnMap
-from weft.data.rows.find import read_rows
-from weft.data.rows.row import Row
+from weft.data.json_rows import ColumnMap
+from weft.data.row import Row
+from weft.data.sources import read_rows
 from weft.errors import ConfigError, DataError
 from weft.spec import JobSpec
 

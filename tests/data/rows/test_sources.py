@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_data import assert_rows_or_data_error
 
-from weft.data.rows.find import find_source, read_rows
+from weft.data.sources import find_source, read_rows
 from weft.errors import DataError, MissingExtraError
 
 Write = Callable[..., str]
@@ -46,6 +46,11 @@ def test_source_when_a_file_has_nearly_that_name_then_it_is_suggested(write: Wri
     assert error_of("data/trains.jsonl", tmp_path).endswith("there is no such file. Did you mean data/train.jsonl?")
     assert error_of("data/train.csv", tmp_path).endswith("Did you mean data/train.jsonl?")
     assert "Did you mean" not in error_of("data/other.jsonl", tmp_path)
+
+
+def test_source_when_it_is_a_link_to_nothing_then_says_where_it_leads(tmp_path: Path):
+    (tmp_path / "dangling.jsonl").symlink_to("gone.jsonl")
+    assert error_of("dangling.jsonl", tmp_path) == "dangling.jsonl: is a link to gone.jsonl, which does not exist."
 
 
 def test_source_when_suffix_is_unknown_then_names_the_accepted_ones(write: Write, tmp_path: Path):
@@ -92,7 +97,7 @@ def test_csv_when_a_cell_is_large_then_it_is_read_and_the_limit_of_the_module_is
     ("text", "found"),
     [
         ("a,b\n1,2\n1,2,3\n", "x.csv line 3: has 3 cells; the header has 2."),
-        ("a,b\n1\n", "x.csv line 2: has 1 cells; the header has 2."),
+        ("a,b\n1\n", "x.csv line 2: has 1 cell; the header has 2."),
         ("a,a\n1,2\n", "x.csv line 1: two columns are named 'a'."),
         ('a,b\n1,"2\n', "x.csv line 2: is not a valid table: unexpected end of data."),
         ("a,b\n", "x.csv: has no rows."),
@@ -131,6 +136,18 @@ def test_parquet_when_read_then_rows_keep_lists_and_objects(tmp_path: Path):
     read = read_rows("x.parquet", tmp_path)
     assert read[0].where == "x.parquet row 1"
     assert read[0].values["messages"][1] == {"role": "assistant", "content": "b", "weight": 1}
+
+
+def test_arrow_files_when_two_columns_have_one_name_then_are_refused(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "completion", "prompt"])
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with ipc.new_file(tmp_path / "x.arrow", table.schema) as file:
+        file.write_table(table)
+    for name in ("x.parquet", "x.arrow"):
+        assert error_of(name, tmp_path) == f"{name}: two columns are named 'prompt'."
 
 
 def test_parquet_when_damaged_then_says_so(write: Write, tmp_path: Path):

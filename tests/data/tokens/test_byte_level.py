@@ -12,9 +12,8 @@ from tiny_tokenizer import make_tokenizer
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.conversation import Rendered
-from weft.data.tokens.byte_level import ByteLevel
-from weft.data.tokens.tokenise import _encode_with_offsets, tokenise
+from weft.data.chats import Rendered
+from weft.data.tokenise import ByteLevel, _encode_with_offsets, tokenise
 
 MERGES = (("4", "2"), ("Ġ", "42"), ("Ċ", "Ċ"))
 

@@ -12,11 +12,11 @@ from tiny_data import supervised_text
 from tiny_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from weft.data.chat.chat_template import ChatTemplate
-from weft.data.chat.renderer import Renderer
-from weft.data.conversation import ChatTurn, Conversation, Rendered, Tokens
-from weft.data.sample import Sample
-from weft.data.tokens.tokenise import _weights, leading_bos, sample_of_tokens, tokenise, tokenise_prompt
+from weft.data.chat_template import ChatTemplate
+from weft.data.chats import ChatTurn, Conversation, Rendered, Tokens
+from weft.data.render import Renderer
+from weft.data.samples import Sample
+from weft.data.tokenise import _weights, leading_bos, sample_of_tokens, tokenise, tokenise_prompt
 from weft.errors import DataError
 
 MERGES = (("4", "2"), ("Ġ", "42"), ("Ċ", "Ċ"))  # "42", " 42" and two line ends become one token each

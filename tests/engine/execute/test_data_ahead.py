@@ -18,7 +18,7 @@ import pytest
 
 from weft.data.load import load_job_data
 from weft.data.prepared import prepare as prepare_module
-from weft.data.prepared.progress import Standing, shown_by
+from weft.data.prepared.prepare import Standing, shown_by
 from weft.engine.execute import data_ahead
 from weft.engine.execute.data_ahead import DataAhead, prepare_ahead
 from weft.errors import DataError
@@ -136,7 +136,7 @@ def test_tokenizer_when_torch_is_kept_out_then_it_is_the_same():
     """Its identity is part of the key under which prepared data is found again."""
     code = (
         "import sys\n"
-        "from weft.data.tokens.without_torch import do_without_torch\n"
+        "from weft.data.prepared.workers import do_without_torch\n"
         "do_without_torch()\n"
         "from weft.model.source import load_tokenizer\n"
         "from weft.data.prepared.key import tokenizer_identity\n"

@@ -21,18 +21,17 @@ from tiny_models import (
     train,
 )
 
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.engine import Engine
 from weft.engine.execute import eva as execute_eva
 from weft.engine.execute.eva import MOST_PASSES, PASS_TOKENS, passes, principal_inputs
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.errors import ConfigError
 from weft.methods.lora.config import EvaSpec
-from weft.model.packed import PlacedSample, pack_samples
-from weft.parallel.stages.refusals import refuse_indivisible
+from weft.model.packed import SlotSample, pack_samples
+from weft.parallel.stages.shares import refuse_indivisible
 from weft.spec import AdapterSpec, JobSpec
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 EVA: dict[str, Any] = {"r": 4, "init_lora_weights": "eva"}
 
@@ -96,7 +95,7 @@ def test_files_when_peft_has_moved_ranks_then_are_read_with_the_same_logits(tmp_
     stored, backbone = read_named(str(tmp_path / "a")), random_backbone("llama_bias")
     ranks = {len(a_RD) for a_RD, _ in stored.tensors.values()}
     assert len(ranks) > 1 and stored.spec.init_lora_weights is True
-    batch = pack_samples([PlacedSample(samples[0], attach_adapter(backbone, stored))], None, backbone.device)
+    batch = pack_samples([SlotSample(samples[0], attach_adapter(backbone, stored))], None, backbone.device)
     torch.testing.assert_close(backbone.logits(batch), expected.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -176,7 +175,7 @@ def test_passes_when_there_is_more_data_than_is_looked_at_then_are_the_first_in_
         ({"eva_config": {}}, "eva_config", "is for init_lora_weights eva."),
         ({**EVA, "eva_config": {"tau": 1.5}}, "eva_config.tau", "must be at most 1, got 1.5."),
         ({**EVA, "eva_config": {"rho": 2.0}}, "eva_config.rho", "eva moves no ranks from module to module; r and "
-         "rank_pattern say them."),
+         "rank_pattern set them."),
         ({**EVA, "new_tokens": ("<a>",)}, "init_lora_weights", "eva looks at the data by the bare backbone, which has "
          "no rows for new tokens; keep one of the two."),
     ],

@@ -17,7 +17,7 @@ from tiny_models import (
     random_sample,
 )
 
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.engine import Engine
 from weft.engine.execute.evaluate import ScoreRequest, mean_scores
 from weft.spec import AdapterSpec

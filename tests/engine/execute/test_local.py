@@ -144,11 +144,11 @@ def test_evaluation_when_the_job_has_no_seat_then_it_gets_one_for_as_long_as_it_
     spec, data = job_spec("judged", eval_data=2), random_data(3, num_eval=2)
     executor.add(NewJob(spec, LiveJob(spec, data).progress.batches, data.eval))
     work = EvaluationWork(("judged",), 48, executor.row_tile(48))
-    waiting = executor.wait(executor.start(work)).means
+    waiting = executor.wait(executor.start(work)).parts
     assert executor.jobs["judged"].weights.slot is None
     assert not any(linear.slots for linear in executor.backbone.linears.values())
     executor.seat("judged")
-    seated = executor.wait(executor.start(work)).means
+    seated = executor.wait(executor.start(work)).parts
     assert waiting == seated
     assert executor.jobs["judged"].weights.slot is not None
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.engine.execute.profile import ProfileCase, measure_case, measure_profile, profile_cases
-from weft.engine.execute.tensor_bytes import TensorBytes, stored_bytes
+from weft.engine.execute.profile import (
+    ProfileCase,
+    TensorBytes,
+    measure_case,
+    measure_profile,
+    profile_cases,
+    stored_bytes,
+)
 from weft.errors import ConfigError
 from weft.model.backbone import Backbone
 from weft.model.random_model import Storage, make_backbone
 from weft.plan.cost.profile import Profile
-from weft.plan.cost.published_shapes import SHAPES
+from weft.plan.cost.shape import SHAPES
 
 
 def tiny(kernels: str = "reference") -> Backbone:

@@ -25,20 +25,19 @@ from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, JobFailed, MicrobatchDone, StepDone
 from weft.engine.execute import microbatch
-from weft.engine.execute.references import Asked, JobReference, ReferenceCache, hear_references
+from weft.engine.execute.references import JobReference, ReferenceCache, RequestedRows, run_references
 from weft.engine.inference.attach import read_stored
 from weft.errors import AdapterFileError, ConfigError
 from weft.model.backbone import Backbone
+from weft.model.fused.graphs import InFlightBuffers
 from weft.model.fused.inputs import InputShape
-from weft.model.fused.place import InFlightBuffers
-from weft.model.packed import PlacedSample, pack_samples
-from weft.model.reference_rows import ReferenceRows
+from weft.model.objective_loss import ReferenceRows
+from weft.model.packed import SlotSample, pack_samples
 from weft.objectives.distillation import Distillation
-from weft.objectives.preference.dpo import Dpo
+from weft.objectives.preference import Dpo
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 TILE = 128
 STORED = AdapterSpec(r=3, lora_alpha=5, target_modules=("q_proj", "down_proj"), init_lora_weights=False)
@@ -67,7 +66,7 @@ def extra_rows(*jobs, capacity: int = 64) -> list[int]:
 
     def note(_, event):
         if isinstance(event, MicrobatchDone):
-            found.append(event.heard // TILE)
+            found.append(event.num_reference_rows // TILE)
 
     finish(engine, note)
     return found
@@ -85,9 +84,9 @@ def test_rows_when_heard_alone_or_among_others_then_the_same_bits(kernels, tmp_p
         for order, limit in ((range(6), 20), (range(5, -1, -1), 500)):
             reference = JobReference(ReferenceCache(backbone), dataset(samples), given)
             reference.take_slot()
-            asked = {i: Asked(reference, None, reference.rows(samples[i], None, TILE)) for i in order}
-            assert hear_references(backbone, list(asked.values()), TILE, limit) >= TILE
-            assert hear_references(backbone, list(asked.values()), TILE, limit) == 0
+            asked = {i: RequestedRows(reference, None, reference.rows(samples[i], None, TILE)) for i in order}
+            assert run_references(backbone, list(asked.values()), TILE, limit) >= TILE
+            assert run_references(backbone, list(asked.values()), TILE, limit) == 0
             found.append([asked[i].rows.logprobs_N for i in range(6)])
             reference.free_slot()
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -105,9 +104,9 @@ def test_pass_when_it_looks_ahead_then_no_sample_takes_room_twice(monkeypatch):
 
     def hear(backbone, asked, *rest):
         seen.append([each.rows for each in asked if not each.rows.is_known])
-        return hear_references(backbone, asked, *rest)
+        return run_references(backbone, asked, *rest)
 
-    monkeypatch.setattr(microbatch, "hear_references", hear)
+    monkeypatch.setattr(microbatch, "run_references", hear)
     train(random_backbone("llama"), [pair_job()])
     assert len(seen[0]) == len(set(seen[0])) == 12, "all six pairs, of which three are ahead"
 
@@ -129,7 +128,7 @@ def test_reference_when_adapters_are_there_then_takes_their_kernels(monkeypatch)
         return forward(place, batch, shape, *rest, **options)
 
     monkeypatch.setattr(InFlightBuffers, "forward", noted)
-    batch = pack_samples([PlacedSample(random_sample(np.random.default_rng(1), 9))], TILE, backbone.device)
+    batch = pack_samples([SlotSample(random_sample(np.random.default_rng(1), 9))], TILE, backbone.device)
     backbone.path.read(batch, TILE)
     backbone.attach(backbone.new_adapter(AdapterSpec(r=2), 0))
     backbone.path.read(batch, TILE)
@@ -261,7 +260,7 @@ def test_memory_when_a_job_compares_then_what_it_keeps_is_counted(tmp_path):
     engine = Engine(random_backbone(), capacity=64)
     engine.submit(*pair_job("bare"))
     engine.submit(*pair_job("adapter", reference=str(stored(tmp_path / "old")), objective="dpo"))
-    bare, adapter = (engine._places.bytes_of(engine.jobs[name]) for name in ("bare", "adapter"))
+    bare, adapter = (engine._placement.bytes_of(engine.jobs[name]) for name in ("bare", "adapter"))
     data = engine.jobs["bare"].data
     assert data.train.reference_bytes == 4 * data.train.summary.num_supervised_tokens > 0
     assert engine.jobs["adapter"].num_reference_parameters > 0

@@ -11,8 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, StepDone
-from weft.engine.execute.weight_average import WeightAverage
-from weft.engine.execute.weights import JobWeights
+from weft.engine.execute.weights import JobWeights, WeightAverage
 from weft.kernels.adamw import Updated
 from weft.store.peft_files import read_adapter
 

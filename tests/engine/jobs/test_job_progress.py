@@ -12,7 +12,7 @@ from tiny_models import job_spec, random_data
 from weft.engine.jobs.progress import MAX_SKIPPED, JobProgress
 from weft.job_state import ReasonCode
 from weft.kernels.adamw import Updated
-from weft.objectives.metrics import ACCURACY, LOSS, MetricSum
+from weft.objectives.objective import ACCURACY, LOSS, MetricSum
 from weft.plan.types import Segment
 
 

@@ -28,13 +28,12 @@ from tiny_models import (
 from weft.adapters.adapter import Adapter
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobPreempted, JobResumed, JobStarted, JobWaiting, StepDone
-from weft.engine.jobs.placement import Placement
+from weft.engine.jobs.room import Placement
 from weft.errors import JobError
 from weft.job_state import JobState
 from weft.model.backbone import Backbone
 from weft.plan.admit import QUANTUM_TOKENS
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 STATE = (JobWaiting, JobStarted, JobPreempted, JobResumed)
 
@@ -65,7 +64,7 @@ def run(engine: Engine, act: Callable[[Engine, Event], None] | None = None) -> t
         events.append(event)
         for job in engine.jobs.values():
             has_seat = engine.executor.jobs[job.name].weights.slot is not None
-            assert has_seat == engine._places.has_place(job) == job.is_running, job.name
+            assert has_seat == engine._placement.has_seat(job) == job.is_running, job.name
         if act is not None:
             act(engine, event)
 
@@ -88,9 +87,7 @@ def test_run_when_max_jobs_is_one_then_jobs_go_one_after_another_with_the_same_b
     submit(engine, small_job("a"), small_job("b", 1, max_steps=12), small_job("c", 2))
     outcomes, events = run(engine)
     assert changes(events) == ["job_started a", "waiting b", "waiting c", "job_started b", "job_started c"]
-    assert next(e.reason.text for e in events if isinstance(e, JobWaiting)).startswith(
-        "waits for a place: 1 job trains"
-    )
+    assert next(e.reason.text for e in events if isinstance(e, JobWaiting)).startswith("waits for a seat: 1 job trains")
     for name in "abc":
         assert_same_bits(outcomes[name], undisturbed[name])
     assert not taken_slots(backbone)
@@ -160,7 +157,7 @@ def test_tenants_when_one_comes_late_then_it_starts_level_with_those_present(bac
         if isinstance(event, StepDone) and event.job == "z" and event.step == 2:
             submit(engine, small_job("y", 1, tenant="y"))
 
-    places: Placement = engine._places
+    places: Placement = engine._placement
     decide = places._shares
 
     def spy(*arguments: Any) -> Any:
@@ -378,7 +375,7 @@ def test_start_when_a_job_gets_its_place_then_it_holds_all_that_admission_counts
             held += (job.best_params or {}).values()
             held += [state[name] for state in job.optimizer.states.values() for name in ("exp_avg", "exp_avg_sq")]
             seen.append(event.kind)
-            assert sum(tensor.nbytes for tensor in held) == engine._places._allocated_bytes()
+            assert sum(tensor.nbytes for tensor in held) == engine._placement._allocated_bytes()
 
     run(engine, act)
     assert seen[0] == "job_started" and "step" in seen
@@ -410,7 +407,7 @@ def test_move_when_a_job_is_taken_off_then_its_tensors_are_its_own_and_unchanged
             break
     job = engine.executor.jobs["a"].weights
     before, slotted = job.tensors(), job.adapter.groups["a"].params
-    engine._places.take(engine.jobs["a"])
+    engine._placement.take(engine.jobs["a"])
     assert job.slot is None and job.adapter.groups["a"].params is not slotted
     after = job.tensors()
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)

@@ -16,15 +16,13 @@ from weft.engine.engine import Engine
 from weft.engine.events import JobWarning
 from weft.engine.execute.local import LocalExecutor
 from weft.engine.execute.memory import weight_bytes
-from weft.engine.jobs.placement import Placement
+from weft.engine.jobs.room import Placement
 from weft.errors import JobError
 from weft.methods.registry import cost_ranks
 from weft.model.random_model import Storage, make_backbone
 from weft.plan.admit import Budget
 from weft.plan.cost.memory import MemoryModel
-from weft.plan.cost.published_shapes import SHAPES
-from weft.plan.cost.rows import capacities
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import SHAPES, ModelShape, capacities
 from weft.spec import AdapterSpec
 
 
@@ -56,8 +54,8 @@ class FakeGpu:
         facts = SimpleNamespace(weight_bytes=weight_bytes(executor.backbone), replica_sizes=(1,))
         executor.facts = facts  # type: ignore[assignment]
         named: Any = {job.spec.name: job for job in jobs}
-        self.places = Placement(executor, named, max_jobs=None, job_memory=None, weights={})
-        self.places._seated = {job.name for job in jobs if job.allocated}
+        self.placement = Placement(executor, named, max_jobs=None, job_memory=None, weights={})
+        self.placement._seated = {job.name for job in jobs if job.allocated}
         self.allocated = self.weights + sum(job.allocated for job in jobs)
         given = {
             "max_memory_allocated": lambda _: self.peak,
@@ -87,7 +85,7 @@ class FakeGpu:
     @property
     def besides(self) -> int:
         """What is not for jobs."""
-        return self.places._budget(8192).fixed_bytes
+        return self.placement._budget(8192).fixed_bytes
 
 
 def placed(name: str, slot: int | None, patience: int | None = None, num_parameters: int = 10**8) -> Any:
@@ -110,7 +108,7 @@ def placed(name: str, slot: int | None, patience: int | None = None, num_paramet
 def test_memory_when_it_ran_out_then_the_attempt_counts_neither_as_measured_nor_as_proven(monkeypatch):
     """Microbatches of half the size leave room for another job, as soon as they are made smaller."""
     gpu = FakeGpu(monkeypatch, placed("a", 1))
-    places, late = gpu.places, placed("late", None, num_parameters=15 * 10**8)
+    places, late = gpu.placement, placed("late", None, num_parameters=15 * 10**8)
     with places.watched():
         gpu.run(50 * 10**9)
     with places.watched():
@@ -133,7 +131,7 @@ def test_memory_when_measured_then_all_but_what_the_jobs_hold_is_not_for_jobs(mo
     jobs = [placed(f"job{i}", i + 1, patience) for i in range(8)]
     gpu = FakeGpu(monkeypatch, *jobs)
     assert gpu.besides == gpu.weights + 50 * 10**9, "estimated"
-    with gpu.places.watched():
+    with gpu.placement.watched():
         gpu.run(40 * 10**9)
         for job in jobs:
             job.progress.has_best = patience is not None
@@ -156,7 +154,7 @@ def per_token(backbone, monkeypatch) -> type[PerToken]:
     engine = Engine(backbone, capacity=48)
     PerToken.token_bytes, PerToken.total_bytes = 10**6, 10**9
     submit(engine, small_job("size"))
-    job_bytes = engine._places.bytes_of(engine.jobs["size"])
+    job_bytes = engine._placement.bytes_of(engine.jobs["size"])
     PerToken.total_bytes = 20 * 10**6 + job_bytes
     return PerToken
 
@@ -205,7 +203,7 @@ def test_run_when_large_microbatches_would_make_jobs_wait_then_only_a_number_kee
     monkeypatch.setattr("weft.engine.engine.capacities", lambda asked, _, longest: capacities(asked, "cuda", longest))
     engine = Engine(backbone, capacity=capacity, max_jobs=max_jobs)
     submit(engine, small_job("a"), small_job("b", 1))
-    each = engine._places.bytes_of(engine.jobs["a"])
+    each = engine._placement.bytes_of(engine.jobs["a"])
     per_token.token_bytes = each // 4000
     per_token.total_bytes = 2 * each + 5000 * per_token.token_bytes
     told = warned(engine)
@@ -223,11 +221,11 @@ def test_microbatches_when_not_all_jobs_fit_beside_them_then_those_that_do_can_f
     data = JobData(dataset([random_sample(np.random.default_rng(n), 10) for n in range(6)]), None)
     for name in ("a", "b", "c"):
         engine.submit(job_spec(name, global_batch_size=3), data)
-    each = engine._places.bytes_of(engine.jobs["a"])
+    each = engine._placement.bytes_of(engine.jobs["a"])
     per_token.token_bytes, per_token.total_bytes = 1, num_fitting * each + capacity
-    assert engine._places.can_fill(capacity) is found
+    assert engine._placement.can_fill(capacity) is found
     per_token.total_bytes = None
-    assert engine._places.can_fill(capacity), "there is no limit"
+    assert engine._placement.can_fill(capacity), "there is no limit"
 
 
 def test_capacity_when_it_is_auto_then_holds_the_longest_sample_of_the_run(backbone):

@@ -10,8 +10,7 @@ from tiny_models import job_spec, random_backbone, random_data
 
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, StepDone
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from weft.engine.jobs.schedules import check_steps, learning_rate, warmup_steps
+from weft.engine.jobs.progress import check_steps, learning_rate, warmup_steps
 from weft.errors import ConfigError
 from weft.spec import JobSpec
-from weft.spec.choices.schedules import SCHEDULE_SETTINGS, SCHEDULES
+from weft.spec.choices import SCHEDULE_SETTINGS, SCHEDULES
 
 PEAK = 3e-3
 SETTINGS: list[tuple[str, dict[str, Any]]] = [

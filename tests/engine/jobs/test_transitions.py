@@ -13,7 +13,7 @@ from weft.engine.engine import Engine
 from weft.engine.events import JobFailed, JobPaused, JobWaiting
 from weft.job_state import JobState, Reason, ReasonCode
 
-REASON = Reason(ReasonCode.NO_PLACE, "waits")
+REASON = Reason(ReasonCode.NO_SEAT, "waits")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_status_when_searched_for_writers_then_only_transitions_assign_it():
             targets = node.targets if isinstance(node, ast.Assign) else []
             if any(isinstance(target, ast.Attribute) and target.attr == "status" for target in targets):
                 writers.add(path.name)
-    assert writers == {"live_job.py", "transitions.py"}, "the first makes it, the second changes it"
+    assert writers == {"live_job.py", "lifecycle.py"}, "the first makes it, the second changes it"
 
 
 def test_job_when_it_waits_for_the_same_thing_again_then_its_owner_hears_it_once(engine):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.kernels.layers.gated import gated_grad_kernel, gated_grad_reference, gated_kernel, gated_reference
-from weft.plan.families.layer_form import Activation
+from weft.plan.decoder import Activation
 
 FORWARD = [gated_reference, gated_kernel]
 BACKWARD = [gated_grad_reference, gated_grad_kernel]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels.layers import rounded_gated
-from weft.kernels.layers.gated import gated_grad_kernel, gated_kernel
-from weft.kernels.layers.rounded_gated import rounded_gated_grad_kernel, rounded_gated_kernel
-from weft.kernels.storage.fp8 import Rows8, quantise_rows_kernel
+from weft.kernels.layers import gated
+from weft.kernels.layers.gated import gated_grad_kernel, gated_kernel, rounded_gated_grad_kernel, rounded_gated_kernel
+from weft.kernels.storage import Rows8, quantise_rows_kernel
 
 DTYPES = [torch.float32, torch.float16]
 NUM_ROWS, NUM_INNER = 9, 72
@@ -67,10 +66,10 @@ def test_rounded_gated_when_a_neighbour_is_nan_then_changes_no_bit_of_others():
 def test_rounded_gated_when_rows_are_too_long_to_be_held_then_takes_the_two_steps(monkeypatch):
     """The choice is one of speed: both ways have the same bits."""
     held, (gu_TJ, _, _) = [], inputs()
-    monkeypatch.setattr(rounded_gated, "runs_triton", lambda tensor: True)
-    monkeypatch.setattr(rounded_gated, "has_fp8", lambda device: True)
-    monkeypatch.setattr(rounded_gated, "rounded_gated_kernel", lambda gu_TJ, _: held.append(gu_TJ.shape[1]))
-    rounded_gated.rounded_gated(gu_TJ, "silu")
-    monkeypatch.setattr(rounded_gated, "LONGEST", NUM_INNER - 1)
-    rounded_gated.rounded_gated(gu_TJ, "silu")
+    monkeypatch.setattr(gated, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(gated, "has_fp8", lambda device: True)
+    monkeypatch.setattr(gated, "rounded_gated_kernel", lambda gu_TJ, _: held.append(gu_TJ.shape[1]))
+    gated.rounded_gated(gu_TJ, "silu")
+    monkeypatch.setattr(gated, "LONGEST", NUM_INNER - 1)
+    gated.rounded_gated(gu_TJ, "silu")
     assert held == [2 * NUM_INNER]

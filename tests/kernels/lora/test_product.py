@@ -17,7 +17,7 @@ from weft.kernels.lora.product import (
     product_reference,
 )
 from weft.kernels.lora.tables import Site
-from weft.kernels.storage.fp8 import quantise_rows
+from weft.kernels.storage import quantise_rows
 
 CASES = {
     "three": ((32, 64, 32), SLOTS),

@@ -9,7 +9,7 @@ import torch
 from tables_fixture import BARE, NAN_SLOT, SLOTS, WIDE_SLOTS, Setting, one_site, plain_drop, rows_of
 
 import weft.kernels.lora.weight_grad as module
-from weft.kernels.fixed_words import Words, total_of_words
+from weft.kernels.fixed_point import Words, total_of_words
 from weft.kernels.lora.weight_grad import weight_grad_kernel, weight_grad_reference
 
 CASES = {"three": ((24, 8, 72), SLOTS), "two": ((20, 9), SLOTS), "one": ((7,), SLOTS), "wide": ((9, 8, 7), WIDE_SLOTS)}

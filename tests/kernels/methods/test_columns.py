@@ -10,9 +10,14 @@ from other_slots import all_rows, table_of
 from tables_fixture import NAN_SLOT, NUM_ROWS, rows_of
 
 from weft.kernels.lora.tables import INPUTS, OUTPUTS, Site, SlotTable
-from weft.kernels.methods import column_sums
-from weft.kernels.methods.column_sums import column_sums_kernel, column_sums_reference
-from weft.kernels.methods.columns import change_columns_kernel, change_columns_reference, owned_copy_kernel
+from weft.kernels.methods import columns
+from weft.kernels.methods.columns import (
+    change_columns_kernel,
+    change_columns_reference,
+    column_sums_kernel,
+    column_sums_reference,
+    owned_copy_kernel,
+)
 from weft.kernels.methods.parts import ColumnChange, OtherParts
 
 SITE = Site(0, (300, 9), 70, "both")
@@ -71,7 +76,7 @@ def test_change_columns_when_slots_differ_then_changes_each_row_as_its_owner_say
 @pytest.mark.parametrize("run", [column_sums_reference, column_sums_kernel])
 def test_column_sums_when_slots_differ_then_adds_to_each_owners_gradients(run, field, monkeypatch):
     """A neighbour's NaN reaches nobody; with few programs, each takes several blocks."""
-    monkeypatch.setattr(column_sums, "NUM_PROGRAMS", 3)
+    monkeypatch.setattr(columns, "NUM_PROGRAMS", 3)
     dy_TN, x_TN = torch.randn(NUM_ROWS, width(field)), torch.randn(NUM_ROWS, width(field))
     dy_TN[rows_of(NAN_SLOT)] = torch.nan
     rows, slots = all_rows(), table()
@@ -92,7 +97,7 @@ def test_column_sums_when_slots_differ_then_adds_to_each_owners_gradients(run, f
 @pytest.mark.parametrize("run", [column_sums_reference, column_sums_kernel])
 def test_column_sums_when_only_what_was_made_is_there_then_finds_the_same(run, monkeypatch):
     """Dividing by the factor gives what the inputs would have given; a factor of 0 gets nothing."""
-    monkeypatch.setattr(column_sums, "NUM_PROGRAMS", 3)
+    monkeypatch.setattr(columns, "NUM_PROGRAMS", 3)
     dy_TN, x_TN = torch.randn(NUM_ROWS, SITE.num_out), torch.randn(NUM_ROWS, SITE.num_out)
     rows, slots, plain = all_rows(), table(), table()
     for own in (slots, plain):

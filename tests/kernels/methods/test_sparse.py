@@ -8,10 +8,16 @@ from other_slots import all_rows, table_of
 from tables_fixture import NAN_SLOT, NUM_ROWS, rows_of
 
 from weft.kernels.lora.tables import Site, SlotTable
-from weft.kernels.methods import sparse_grad
+from weft.kernels.methods import sparse
 from weft.kernels.methods.parts import OtherParts, SparsePart
-from weft.kernels.methods.sparse import sparse_input_kernel, sparse_input_reference, sparse_kernel, sparse_reference
-from weft.kernels.methods.sparse_grad import sparse_grad_kernel, sparse_grad_reference
+from weft.kernels.methods.sparse import (
+    sparse_grad_kernel,
+    sparse_grad_reference,
+    sparse_input_kernel,
+    sparse_input_reference,
+    sparse_kernel,
+    sparse_reference,
+)
 
 SITE = Site(0, (40, 9), 70, "both")
 
@@ -75,7 +81,7 @@ def test_sparse_input_when_slots_differ_then_adds_each_owners_product(run):
 @pytest.mark.parametrize("run", [sparse_grad_reference, sparse_grad_kernel])
 def test_sparse_grad_when_slots_differ_then_adds_to_each_owners_gradients(run, monkeypatch):
     """A NaN of a neighbour reaches nobody; with few programs, each takes several blocks."""
-    monkeypatch.setattr(sparse_grad, "NUM_PROGRAMS", 3)
+    monkeypatch.setattr(sparse, "NUM_PROGRAMS", 3)
     slots, rows = table(), all_rows()
     dy_TN, x_TN = torch.randn(NUM_ROWS, SITE.num_out), torch.randn(NUM_ROWS, SITE.num_in)
     dy_TN[rows_of(NAN_SLOT)] = torch.nan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels.storage import nf4
+from weft.kernels import storage
 
 PUBLISHED = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -16,41 +16,41 @@ PUBLISHED = (
 
 
 def test_levels_when_computed_then_are_the_published_ones():
-    assert nf4.levels() == pytest.approx(PUBLISHED, abs=3e-7)
-    assert list(nf4.levels()) == sorted(nf4.levels())
-    assert (nf4.levels()[0], nf4.levels()[7], nf4.levels()[15]) == (-1.0, 0.0, 1.0)
+    assert storage.levels() == pytest.approx(PUBLISHED, abs=3e-7)
+    assert list(storage.levels()) == sorted(storage.levels())
+    assert (storage.levels()[0], storage.levels()[7], storage.levels()[15]) == (-1.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (5, 200), (3, 7), (2, 130)])
 def test_quantise_nf4_when_undone_then_every_weight_is_at_the_nearest_level_of_its_block(shape):
     """Compared with all 16 levels one by one, block by block; a row's last block may be short."""
     weight_OD = torch.randn(*shape)
-    found_OD = nf4.dequantise_nf4(nf4.quantise_nf4(weight_OD), torch.float32)
+    found_OD = storage.dequantise_nf4(storage.quantise_nf4(weight_OD), torch.float32)
     for row, found in zip(weight_OD, found_OD, strict=True):
         for block, undone in zip(row.split(64), found.split(64), strict=True):
-            candidates = torch.tensor(nf4.levels()) * block.abs().max()
+            candidates = torch.tensor(storage.levels()) * block.abs().max()
             nearest = (block[:, None] - candidates).abs().min(dim=1).values
             torch.testing.assert_close((block - undone).abs(), nearest, rtol=1e-5, atol=1e-6)
 
 
 def test_quantise_nf4_when_there_are_more_rows_than_it_takes_at_once_then_all_are_there(monkeypatch):
     weight_OD = torch.randn(10, 64)
-    whole = nf4.quantise_nf4(weight_OD)
-    monkeypatch.setattr(nf4, "_ROWS_AT_ONCE", 4)
-    parts = nf4.quantise_nf4(weight_OD)
+    whole = storage.quantise_nf4(weight_OD)
+    monkeypatch.setattr(storage, "_ROWS_AT_ONCE", 4)
+    parts = storage.quantise_nf4(weight_OD)
     assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.absmax_OG, whole.absmax_OG)
 
 
 def test_quantise_nf4_when_stored_then_takes_four_and_a_half_bits_per_weight():
-    weight = nf4.quantise_nf4(torch.randn(16, 256))
+    weight = storage.quantise_nf4(torch.randn(16, 256))
     assert weight.codes.nbytes + weight.absmax_OG.nbytes == 16 * 256 * 4.5 / 8
 
 
 def test_quantise_nf4_when_a_block_is_zero_then_stays_zero():
     weight_OD = torch.randn(2, 128)
     weight_OD[0, 64:] = 0
-    weight = nf4.quantise_nf4(weight_OD)
-    found_OD = nf4.dequantise_nf4(weight, torch.float32)
+    weight = storage.quantise_nf4(weight_OD)
+    found_OD = storage.dequantise_nf4(weight, torch.float32)
     assert not found_OD[0, 64:].any() and found_OD[0, :64].any()
     assert (weight.codes[0, 32:] == 0x77).all(), "7 is the code of zero"
 
@@ -58,8 +58,8 @@ def test_quantise_nf4_when_a_block_is_zero_then_stays_zero():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 64), (3, 200), (2, 7), (2, 320)])
 def test_dequantise_kernel_when_run_then_gives_its_twins_bits(shape, dtype, monkeypatch):
-    monkeypatch.setattr(nf4, "BYTES_BLOCK", 64)
-    weight = nf4.quantise_nf4(torch.randn(*shape))
-    expected_OD = nf4.dequantise_nf4_reference(weight, dtype)
+    monkeypatch.setattr(storage, "BYTES_BLOCK", 64)
+    weight = storage.quantise_nf4(torch.randn(*shape))
+    expected_OD = storage.dequantise_nf4_reference(weight, dtype)
     assert expected_OD.shape == shape and expected_OD.dtype == dtype
-    assert torch.equal(nf4.dequantise_nf4_kernel(weight, dtype), expected_OD)
+    assert torch.equal(storage.dequantise_nf4_kernel(weight, dtype), expected_OD)

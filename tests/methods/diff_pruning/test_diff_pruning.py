@@ -16,16 +16,16 @@ from torch import nn
 from torch.func import functional_call
 
 from weft.adapters.adapter import Adapter
-from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing, Rows, slot_rows
+from weft.adapters.sites import SlotLinear
 from weft.engine.engine import Engine
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import AdapterFileError, ConfigError
 from weft.kernels.dropout import mix, module_key
-from weft.methods.diff_pruning import gates, weights
-from weft.methods.diff_pruning.positions import smallest_positions
-from weft.model.packed import PlacedSample, pack_samples
+from weft.methods.diff_pruning import weights
+from weft.methods.diff_pruning.weights import smallest_positions
+from weft.model.packed import SlotSample, pack_samples
 from weft.spec import AdapterSpec
 from weft.store.peft_files import CONFIG_FILE, read_adapter, write_adapter
 
@@ -51,8 +51,8 @@ def test_positions_when_many_are_equally_small_then_are_spread_over_the_weight()
 
 
 def test_uniform_when_drawn_then_is_uniform_and_depends_on_the_key_alone():
-    first = gates.uniform(5, 20_000, CPU)
-    assert first.equal(gates.uniform(5, 30_000, CPU)[:20_000]) and not first.equal(gates.uniform(6, 20_000, CPU))
+    first = weights.uniform(5, 20_000, CPU)
+    assert first.equal(weights.uniform(5, 30_000, CPU)[:20_000]) and not first.equal(weights.uniform(6, 20_000, CPU))
     assert first.min() > 0 and first.max() < 1
     shares = torch.histc(first, 20, 0, 1) / len(first)
     assert (shares - 0.05).abs().max() < 0.01
@@ -64,8 +64,8 @@ def test_uniform_when_drawn_then_is_uniform_and_depends_on_the_key_alone():
 def test_gates_when_g_changes_a_little_then_their_slopes_say_by_how_much(key):
     """Finite differences; numbers whose gate opens or closes in between are left out."""
     g, step = torch.linspace(-3, 3, 200), 1e-3
-    z, slope = gates.drawn(g, key)
-    below, above = gates.drawn(g - step, key)[0], gates.drawn(g + step, key)[0]
+    z, slope = weights.drawn_gates(g, key)
+    below, above = weights.drawn_gates(g - step, key)[0], weights.drawn_gates(g + step, key)[0]
     smooth = ((below > 0) == (above > 0)) & ((below < 1) == (above < 1))
     assert (z == 0).any() and (z == 1).any() and (slope > 0).any() and smooth.sum() > 180
     torch.testing.assert_close(slope[smooth], ((above - below) / (2 * step))[smooth], rtol=2e-3, atol=2e-3)
@@ -102,7 +102,7 @@ def plain_difference(weight_OD: torch.Tensor, params: list[torch.Tensor], key: i
     """Δ by autograd, with gates as the paper writes them."""
     values = params[0]
     if len(params) == 2:
-        u = gates.uniform(key, len(values), CPU)
+        u = weights.uniform(key, len(values), CPU)
         values = values * (3 * torch.sigmoid(params[1] + torch.logit(u)) - 1.5).clamp(0, 1)
     positions = weight_OD.flatten().abs().argsort()[: len(values)].sort().values
     return torch.zeros(weight_OD.numel()).index_put((positions,), values).view(weight_OD.shape)
@@ -113,7 +113,7 @@ def train_plainly(job: LiveJob, paths: list[str]) -> tuple[dict[str, list[nn.Par
     model, spec = plain_model("llama").requires_grad_(False), job.spec
     frozen = {path: model.get_submodule(path).weight for path in paths}
     sizes = {path: round(spec.adapter.density * frozen[path].numel()) for path in paths}
-    starts = (0.0,) if spec.adapter.mask == "magnitude" else (0.0, gates.START)
+    starts = (0.0,) if spec.adapter.mask == "magnitude" else (0.0, weights.GATE_START)
     params = {path: [nn.Parameter(torch.full((sizes[path],), start)) for start in starts] for path in paths}
     groups = [
         {"params": [own[i] for own in params.values()], "lr": spec.learning_rate * (1, 10)[i]}
@@ -197,7 +197,7 @@ def test_files_when_gates_are_closed_then_hold_the_open_ones_and_compute_the_sam
     assert sum(len(values) for *_, values in tensors.values()) == num_open < adapter.num_parameters // 3
     sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
     slots = [backbone.attach(adapter), attach_adapter(backbone, read_named(str(tmp_path / "a"))), None]
-    mine, stored, bare = (backbone.logits(pack_samples([PlacedSample(sample, slot)], None, CPU)) for slot in slots)
+    mine, stored, bare = (backbone.logits(pack_samples([SlotSample(sample, slot)], None, CPU)) for slot in slots)
     assert stored.equal(mine) and not mine.equal(bare)
 
 

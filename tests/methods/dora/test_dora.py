@@ -12,12 +12,12 @@ from tiny_models import random_backbone, random_data, random_model
 from torch import nn
 
 from weft.adapters.frozen import quantise
-from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing, Rows, slot_rows
+from weft.adapters.sites import SlotLinear
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.errors import AdapterFileError, ConfigError
-from weft.methods.dora.row_norms import squared_norms, updated_norms
-from weft.model.packed import PlacedSample, pack_samples
+from weft.methods.dora.weights import squared_norms, updated_norms
+from weft.model.packed import SlotSample, pack_samples
 from weft.spec import AdapterSpec
 from weft.store.peft_files import CONFIG_FILE, read_adapter, write_adapter
 
@@ -80,7 +80,7 @@ def test_files_when_peft_wrote_them_then_weft_computes_the_same(tmp_path):
     stored = read_named(str(tmp_path / "theirs"))
     assert (stored.spec.method, stored.spec.r) == ("dora", 4)
     sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
-    mine = backbone.logits(pack_samples([PlacedSample(sample, attach_adapter(backbone, stored))], None, CPU))
+    mine = backbone.logits(pack_samples([SlotSample(sample, attach_adapter(backbone, stored))], None, CPU))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(sample.tokens.astype("int64"))[None]).logits[0]
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)

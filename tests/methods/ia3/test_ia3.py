@@ -12,8 +12,8 @@ from tiny_models import job_spec, random_backbone, random_data, random_model, tr
 from torch import nn
 from whole_linear import WholeLinear
 
-from weft.adapters.linear import SlotLinear
 from weft.adapters.routing import Routing, Rows, slot_rows
+from weft.adapters.sites import SlotLinear
 from weft.errors import AdapterFileError
 from weft.spec import AdapterSpec
 from weft.store.peft_files import CONFIG_FILE, adapter_files, read_adapter, write_adapter

@@ -7,7 +7,7 @@ import torch
 from adapter_on import adapter_on
 from whole_linear import WholeLinear
 
-from weft.methods.lora.compute_copy import ComputeCopy
+from weft.methods.lora.weights import ComputeCopy
 from weft.spec import AdapterSpec
 
 

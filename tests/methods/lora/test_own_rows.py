@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
-from weft.methods.lora.own_rows import OwnRows
+from weft.methods.lora.config import OwnRows
 from weft.spec import AdapterSpec, JobSpec
 
 
@@ -50,5 +50,5 @@ def test_rows_when_no_adapter_can_have_them_then_a_sentence_says_so(settings: di
 
 
 def test_job_when_muon_would_step_rows_then_is_refused():
-    with pytest.raises(ConfigError, match="optim: muon is for matrices, and rows of tokens are none"):
+    with pytest.raises(ConfigError, match="optim: muon trains matrices only, not rows of tokens"):
         JobSpec("a", "rows.jsonl", optim="muon", adapter=AdapterSpec(trainable_token_indices=[1]))

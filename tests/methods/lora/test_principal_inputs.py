@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.methods.lora.principal_inputs import PrincipalInputs
+from weft.methods.lora.principal import PrincipalInputs
 
 D, R = 40, 4
 

@@ -11,13 +11,13 @@ from torch import nn
 from whole_linear import WholeLinear
 
 from weft.adapters.frozen import quantise
-from weft.adapters.head import HEAD
-from weft.adapters.linear import SlotLinear
+from weft.adapters.parts import HEAD
 from weft.adapters.routing import Routing, Rows, slot_rows
+from weft.adapters.sites import SlotLinear
 from weft.errors import ConfigError
-from weft.methods.lora.weight_parts import starting_part
+from weft.methods.lora.principal import starting_part
 from weft.methods.registry import cost_ranks
-from weft.objectives.heads.reward import Reward
+from weft.objectives.heads import Reward
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.peft_files import read_adapter, write_adapter
 

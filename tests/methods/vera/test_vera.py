@@ -17,8 +17,8 @@ from whole_linear import WholeLinear
 from weft.adapters.adapter import Adapter
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.errors import AdapterFileError
-from weft.methods.vera import projection
-from weft.model.packed import PlacedSample, pack_samples
+from weft.methods.vera import weights as vera_weights
+from weft.model.packed import SlotSample, pack_samples
 from weft.spec import AdapterSpec
 from weft.store.peft_files import CONFIG_FILE, read_adapter, write_adapter
 
@@ -41,7 +41,7 @@ def test_projection_when_adapters_have_one_key_then_is_in_memory_once():
     assert first.num_parameters == 2 * 4 + 10 + 8
     del first, second, other, weights
     gc.collect()
-    assert not projection._MADE, "matrices that nobody reads are forgotten"
+    assert not vera_weights._MADE, "matrices that nobody reads are forgotten"
 
 
 @pytest.mark.parametrize("save_projection", [True, False])
@@ -59,7 +59,7 @@ def test_files_when_peft_wrote_or_reads_them_then_both_compute_the_same(tmp_path
     assert (stored.spec.method, stored.spec.vera_rank, stored.spec.projection_prng_key) == ("vera", 6, 5)
     sample = random_data(1, num_samples=1, lengths=(12, 13)).train.samples[0]
     slot = attach_adapter(backbone, stored)
-    mine = backbone.logits(pack_samples([PlacedSample(sample, slot)], None, CPU))
+    mine = backbone.logits(pack_samples([SlotSample(sample, slot)], None, CPU))
     tokens = torch.from_numpy(sample.tokens.astype("int64"))[None]
     with torch.no_grad():
         torch.testing.assert_close(mine, theirs(tokens).logits[0], rtol=1e-4, atol=1e-5)

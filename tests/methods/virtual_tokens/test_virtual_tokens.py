@@ -12,9 +12,9 @@ import torch
 from adapter_on import adapter_on
 from tiny_models import job_spec, random_backbone, random_data, random_model, train
 
-from weft.adapters.leading_rows import InputRows
 from weft.adapters.routing import Routing
-from weft.data.sample import Sample
+from weft.adapters.sites import InputRows
+from weft.data.samples import Sample
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.engine.inference.generate import Decoding, Request, generate
 from weft.errors import AdapterFileError, ConfigError
@@ -96,7 +96,10 @@ def test_prompt_when_it_begins_as_tokens_then_holds_their_embeddings():
             "layers_to_transform: is no setting of prefix_tuning",
         ),
         ({"method": "prompt_tuning", "prompt_tuning_init": "text"}, "text needs prompt_tuning_init_text"),
-        ({"method": "prompt_tuning", "prompt_tuning_init_text": "ab"}, "prompt_tuning_init: random is not text"),
+        (
+            {"method": "prompt_tuning", "prompt_tuning_init_text": "ab"},
+            "prompt_tuning_init: got random;",
+        ),
         ({"num_virtual_tokens": 4}, "is a setting of prompt_tuning and prefix_tuning; the method is lora"),
         ({"method": "prefix_tuning", "num_virtual_tokens": 0}, "num_virtual_tokens"),
     ],
@@ -116,9 +119,9 @@ def test_job_when_no_room_is_left_for_tokens_then_is_refused():
     ("changes", "tensor", "sentence"),
     [
         ({"num_virtual_tokens": None}, torch.ones(COUNT, 8), "num_virtual_tokens is nothing; at least 1"),
-        ({}, torch.ones(COUNT + 1, 8), "has 4 rows; its config says 3"),
+        ({}, torch.ones(COUNT + 1, 8), "has 4 rows; its config has 3"),
         ({}, torch.ones(COUNT, 7), "rows of 7, which are not keys and values of 2 layers"),
-        ({"prefix_projection": True}, torch.ones(COUNT, 8), "encoder cannot be had back"),
+        ({"prefix_projection": True}, torch.ones(COUNT, 8), "encoder cannot be restored"),
     ],
 )
 def test_read_when_a_prefix_is_not_whole_then_one_sentence_says_what(tmp_path, changes, tensor, sentence):

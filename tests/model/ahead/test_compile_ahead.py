@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.engine.execute.memory import COMPILING, ExpectedJobs, load_within
 from weft.kernels.device import GpuKind
 from weft.kernels.lora.tables import ANY_ORDER
 from weft.model.ahead import compile_ahead
-from weft.model.ahead.compile_ahead import CompileAhead, read_config, start
-from weft.model.ahead.request import KernelRequest
-from weft.model.packed import PlacedSample, pack_samples
+from weft.model.ahead.compile_ahead import CompileAhead, KernelRequest, read_config, start
+from weft.model.packed import SlotSample, pack_samples
 from weft.model.resolve import resolve
 from weft.model.source import find_source
 from weft.plan.cost.hardware import DEVICES
@@ -57,6 +56,11 @@ def use_program(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
     """Puts a program in the place of the one that compiles; it has read what it is asked."""
     code = f"import sys; asked = sys.stdin.readline(); {lines}"
     monkeypatch.setattr(compile_ahead, "PROGRAM", (sys.executable, "-S", "-c", code))
+
+
+def test_marker_when_it_covers_the_sources_of_kernels_then_all_of_them_exist():
+    package = Path(compile_ahead.__file__).parents[2]
+    assert [name for name in compile_ahead.SOURCES if not (package / name).exists()] == []
 
 
 @pytest.mark.parametrize("lines", [SAYS_READY, ENDS])
@@ -181,7 +185,7 @@ def test_backbone_when_its_kernels_are_being_compiled_then_says_so_and_the_first
         assert notes == (COMPILING,) and not ahead.is_ready
         gate.write_text("go on")
         batch = pack_samples(
-            [PlacedSample(Sample(np.arange(4), np.array([False, True, True, True])))], 4, backbone.device
+            [SlotSample(Sample(np.arange(4), np.array([False, True, True, True])))], 4, backbone.device
         )
         backbone.scores(batch, 4)
         assert ahead.is_ready
@@ -269,8 +273,8 @@ def launch_two() -> None:
     from triton.runtime.jit import JITFunction
 
     from weft.kernels.device import as_gpu
-    from weft.kernels.recorded import RecordingDriver
-    from weft.model.ahead.rehearsal import _step_jobs
+    from weft.kernels.launch import RecordingDriver
+    from weft.model.ahead.child import _step_jobs
 
     driver.set_active(RecordingDriver(H200))
     JITFunction.__getitem__ = lambda self, grid: (

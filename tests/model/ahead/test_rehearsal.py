@@ -21,7 +21,7 @@ import torch
 from covering import chosen
 
 from weft.kernels.device import GpuKind
-from weft.model.ahead.request import KernelRequest
+from weft.model.ahead.compile_ahead import KernelRequest
 
 H200 = GpuKind("NVIDIA H200", (9, 0), 132, 2**37)
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -103,12 +103,12 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     from thread_devices import EchoDevices
 
     from weft.adapters.adapter import Adapter
-    from weft.data.sample import Sample
+    from weft.data.samples import Sample
     from weft.engine.execute.optimizers.adamw import AdamW
-    from weft.engine.execute.optimizers.step_together import step_together
+    from weft.engine.execute.optimizers.optimizer import step_together
     from weft.model.backbone import Backbone
     from weft.model.load import _store_linears
-    from weft.model.packed import PlacedSample, pack_samples
+    from weft.model.packed import SlotSample, pack_samples
     from weft.model.path import Memory
     from weft.spec import JobSpec
 
@@ -131,8 +131,8 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
         adapter._take({name: group.params.to(meta) for name, group in adapter.groups.items()})
         slot = backbone.attach(adapter)
         optimizers.append(AdamW(adapter, JobSpec(name="a", train_data="a.jsonl", adapter=spec)))
-        placed.append(PlacedSample(sample, slot, dropout_key=1))
-        looked_at.append(PlacedSample(sample, slot))
+        placed.append(SlotSample(sample, slot, dropout_key=1))
+        looked_at.append(SlotSample(sample, slot))
     tile = backbone.path.row_tile(sample.length * len(jobs))
     running = backbone.launch(pack_samples(placed, tile, meta), tile)
     finite_J = running.finite(range(len(jobs)), len(jobs))
@@ -174,10 +174,10 @@ def compare(name: str, case: dict[str, Any]) -> dict[str, Any]:
     """What a run launches beside what was rehearsed for it."""
     from tiny_families import FAMILIES
 
+    from weft.kernels.launch import recorded_launches
     from weft.kernels.lora.tables import ANY_ORDER
-    from weft.kernels.recorded import recorded_launches
     from weft.methods.registry import method_of
-    from weft.model.ahead.rehearsal import rehearse
+    from weft.model.ahead.child import rehearse
 
     model = meta_model(name if name in FAMILIES else "llama", case.get("model", {}))
     ranks, dropout = case.get("ranks", (8, 12)), case.get("dropout", 0.0)

@@ -14,8 +14,8 @@ from tiny_tokenizer import make_tokenizer
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.errors import ConfigError, DataError
-from weft.objectives.heads.classes import Classification, TokenClassification
-from weft.objectives.metrics import MetricTotals
+from weft.objectives.heads import Classification, TokenClassification
+from weft.objectives.objective import MetricTotals
 from weft.spec import JobSpec
 
 TEXTS = [{"text": "good", "label": "pos"}, {"sentence": "bad", "label": "neg"}, {"prompt": "so so", "labels": "pos"}]
@@ -52,7 +52,7 @@ def test_job_when_it_learns_by_a_head_and_is_to_learn_from_texts_then_is_refused
     with pytest.raises(ConfigError) as refused:
         JobSpec("job", ("rows.jsonl",), objective=objective, train_on_inputs=True)
     assert str(refused.value) == (
-        f"train_on_inputs: objective {objective} learns by a head, from no text; leave it out."
+        f"train_on_inputs: is a setting of supervised, weighted and distillation; the objective is {objective}."
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from weft.errors import DataError
-from weft.objectives.heads.reward import Reward
+from weft.objectives.heads import Reward
 
 ROW = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
@@ -13,9 +13,10 @@ def test_row_when_it_has_a_margin_or_none_then_both_answers_are_labelled_with_it
     assert [part.label for part in Reward().parts({**ROW, **columns}, "x")] == [margin, margin]
 
 
-def test_row_when_its_margin_is_no_number_then_is_refused():
-    with pytest.raises(DataError, match=r"^rows.jsonl line 2: margin is 'much'; expected a number\.$"):
-        Reward().parts({**ROW, "margin": "much"}, "rows.jsonl line 2")
+@pytest.mark.parametrize("margin", ["much", 10**400, float("inf")])
+def test_row_when_its_margin_is_no_number_then_is_refused(margin):
+    with pytest.raises(DataError, match=r"^rows.jsonl line 2: margin is .*; expected a number of at most 1e\+18\.$"):
+        Reward().parts({**ROW, "margin": margin}, "rows.jsonl line 2")
 
 
 def test_score_when_the_rejected_answer_is_ahead_then_the_pair_is_wrong():

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weft.model.judge import Groups
-from weft.objectives.preference.dpo import Dpo
+from weft.model.objective_loss import Groups
+from weft.objectives.preference import Dpo
 
 LENGTHS = torch.tensor([3, 1, 4, 2, 1, 5])
 
@@ -40,7 +40,7 @@ def test_loss_when_compared_with_the_formula_then_it_and_its_slopes_are_equal(ob
     losses_G = expected(objective, logprobs_N, references_N)
     losses_G.sum().backward()
     with torch.no_grad():
-        judged = objective.judge(Groups(logprobs_N, references_N, LENGTHS, 2))
+        judged = objective.likelihood_loss(Groups(logprobs_N, references_N, LENGTHS, 2))
     torch.testing.assert_close(judged.losses_G, losses_G.detach())
     torch.testing.assert_close(judged.weights_N, -logprobs_N.grad)
 
@@ -48,7 +48,7 @@ def test_loss_when_compared_with_the_formula_then_it_and_its_slopes_are_equal(ob
 def test_metrics_when_the_chosen_answer_gains_more_then_the_pair_is_right():
     logprobs_N = torch.tensor([-1.0, -3.0, -2.0, -2.0])
     references_N = torch.tensor([-2.0, -2.0, -1.0, -3.0])
-    judged = Dpo(0.5).judge(Groups(logprobs_N, references_N, torch.tensor([1, 1, 1, 1]), 2))
+    judged = Dpo(0.5).likelihood_loss(Groups(logprobs_N, references_N, torch.tensor([1, 1, 1, 1]), 2))
     found = {name: values.tolist() for name, values in judged.metrics.items()}
     assert found == {
         "rewards/chosen": [0.5, -0.5],
@@ -60,6 +60,6 @@ def test_metrics_when_the_chosen_answer_gains_more_then_the_pair_is_right():
 
 def test_loss_when_margins_are_huge_then_stays_a_number():
     logprobs_N = torch.tensor([0.0, -1e4, -1e4, 0.0])
-    judged = Dpo(1.0).judge(Groups(logprobs_N, torch.zeros(4), torch.tensor([1, 1, 1, 1]), 2))
+    judged = Dpo(1.0).likelihood_loss(Groups(logprobs_N, torch.zeros(4), torch.tensor([1, 1, 1, 1]), 2))
     assert judged.losses_G.tolist() == [0.0, 1e4]
     assert torch.isfinite(judged.weights_N).all()

@@ -15,8 +15,8 @@ from tiny_tokenizer import make_tokenizer
 from weft.data.dataset import Dataset
 from weft.data.load import load_dataset, load_job_data
 from weft.errors import DataError
-from weft.model.judge import Groups
-from weft.objectives.preference.kto import Kto
+from weft.model.objective_loss import Groups
+from weft.objectives.preference import Kto
 from weft.spec import JobSpec
 
 GOOD = {"prompt": "ask", "completion": "yes", "label": True}
@@ -103,7 +103,7 @@ def test_loss_when_compared_with_the_formula_then_it_and_its_slopes_are_equal():
     logprobs_N, references_N = -torch.rand(2, 14, generator=generator) * 3
     logprobs_N.requires_grad_()
     labels_GM = torch.tensor([[1.0, math.nan], [0.0, math.nan], [0.0, math.nan]])
-    judged = objective.judge(Groups(logprobs_N, references_N, lengths_S, 2, labels_GM))
+    judged = objective.likelihood_loss(Groups(logprobs_N, references_N, lengths_S, 2, labels_GM))
     gains = [piece.sum() for piece in (logprobs_N - references_N).split(lengths_S.tolist())]
     expected = []
     for own, other, label in zip(gains[::2], gains[1::2], (1, 0, 0), strict=True):

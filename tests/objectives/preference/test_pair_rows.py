@@ -10,7 +10,7 @@ import pytest
 from weft.data.load import load_dataset
 from weft.errors import DataError
 from weft.model.source import load_tokenizer
-from weft.objectives.preference.pair_rows import is_preference, read_preference
+from weft.objectives.pairs import is_preference, read_preference
 
 ASK, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "g"), ("assistant", "b"))

@@ -11,8 +11,8 @@ from typing import Any
 from weft.engine.events import Event
 from weft.engine.train import execute_run, load_engine, prepare_run
 from weft.job_state import JobState
+from weft.parallel.replicas.hosts import ReplicaHosts, rank_order
 from weft.parallel.replicas.load import load_replicated
-from weft.parallel.replicas.places import ReplicaHosts, rank_order
 from weft.spec import AdapterSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 

@@ -33,10 +33,10 @@ def told(actor: RankActor) -> tuple[list[Report], str]:
     """All that a rank tells until its end, and that."""
     reports: list[Report] = []
     while True:
-        heard = actor.hear()
-        reports += heard.reports
-        if heard.ending is not None:
-            return reports, heard.ending
+        batch = actor.next_reports()
+        reports += batch.reports
+        if batch.ending is not None:
+            return reports, batch.ending
 
 
 def echo(connection: Any) -> None:
@@ -51,7 +51,7 @@ def test_commands_when_calls_arrive_in_another_order_then_are_obeyed_in_theirs(a
     """Ray runs several calls of an actor at a time."""
     serving = actor(echo)
     for number in (2, 0, 3, 1):
-        serving.obey(number, EndRank() if number == 3 else CancelJob(f"job{number}"))
+        serving.apply(number, EndRank() if number == 3 else CancelJob(f"job{number}"))
     reports, ending = told(serving)
     assert [report.job for report in reports] == ["job0", "job1", "job2"]
     assert ending == "ended"

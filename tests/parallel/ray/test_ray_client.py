@@ -17,7 +17,7 @@ from cluster_runs import bytes_of, run_spec, train, write_data
 
 from weft.engine.events import Event, JobEnded, JobWarning, StepDone
 from weft.errors import JobError
-from weft.parallel.ray.load import find_hosts
+from weft.parallel.ray.api import find_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.filterwarnings("ignore")]
 SPEC = run_spec()

@@ -14,9 +14,9 @@ from cluster_runs import bytes_of, run_spec, train, write_data
 
 from weft.engine.events import Event, JobEnded, JobWarning, StepDone
 from weft.errors import ConfigError
+from weft.parallel.ray.api import find_hosts
 from weft.parallel.ray.connect import need_ray
-from weft.parallel.ray.load import find_hosts
-from weft.parallel.replicas.places import ReplicaHosts
+from weft.parallel.replicas.hosts import ReplicaHosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 SPEC = run_spec()

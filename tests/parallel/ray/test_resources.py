@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError
-from weft.parallel.ray.resources import ReplicaRequest, alive_nodes, replica_request
+from weft.parallel.ray.connect import ReplicaRequest, alive_nodes, replica_request
 
 
 def node(cpus: float = 4, gpus: float = 0, kind: str | None = None, alive: bool = True) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from weft.engine.resume import plan_resume
 from weft.engine.train import PreparedRun, execute_run, load_engine, prepare_run
 from weft.job_state import JobState
 from weft.model.source import load_tokenizer
-from weft.parallel.replicas.places import rank_order
+from weft.parallel.replicas.hosts import rank_order
 from weft.parallel.replicas.rank_group import SILENT_S, RankGroup
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import AdapterSpec, JobSpec, RunSpec

@@ -20,18 +20,17 @@ from weft.engine.events import Event, LayoutDecided, StepDone
 from weft.engine.resume import plan_resume
 from weft.engine.train import execute_run, prepare_run
 from weft.errors import PlanError
-from weft.faults import FaultPlan, arm, disarm
 from weft.model.source import load_tokenizer
-from weft.parallel.replicas.following_engine import FollowingEngine
-from weft.parallel.replicas.layout_keeper import LayoutKeeper
-from weft.parallel.replicas.places import rank_order
+from weft.parallel.replicas.following_engine import FollowingEngine, LayoutKeeper
+from weft.parallel.replicas.hosts import rank_order
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.plan.layout import Layout, parse_layout
 from weft.plan.replan import LayoutForecast, MoveCost, Prediction, RemainingJob
 from weft.report.read_run import read_run
 from weft.spec import RunSpec
+from weft.store.faults import FaultPlan, arm, disarm
 from weft.store.run_dir import RunDirectory
-from weft.wall_clock import Activity
+from weft.store.wall_clock import Activity
 
 CLOCK = datetime.datetime(2026, 1, 2)
 JOBS = ("urgent", "dropout", "rare", "stops")
@@ -208,7 +207,7 @@ def test_run_when_the_new_replicas_fail_then_it_goes_on_in_the_old_layout_and_lo
     assert_same(tmp_path / "out", alone)
     texts = [event.text for event in run.decided]
     why = "planned fault at replicas.move" if is_opened else "no room here"
-    assert texts[0].startswith("spread:2 is kept: stages:1 could not be had:") and why in texts[0]
+    assert texts[0].startswith("spread:2 is kept: stages:1 could not be loaded:") and why in texts[0]
     assert texts[1].startswith("stages:1 instead of spread:2")
     assert run.engine is not None
     spans = [span for span in run.engine.timeline.spans if span.name == "move"]

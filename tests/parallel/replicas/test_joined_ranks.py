@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from weft.parallel.replicas import rank_listener
-from weft.parallel.replicas.joined_ranks import JoinedRanks
+from weft.parallel.replicas import connections
+from weft.parallel.replicas.connections import RankEnded, connect
+from weft.parallel.replicas.hosts import JoinedRanks
 from weft.parallel.replicas.messages import EndRank, RankAlive, RankFailed, RankJoined, RankOrder, RefuseRank, SetUp
-from weft.parallel.replicas.rank_link import RankEnded
-from weft.parallel.replicas.rank_listener import connect
 from weft.spec import AdapterSpec, BackboneSpec
-from weft.store.run_record import library_versions
+from weft.store.run_dir import library_versions
 
 ORDER = RankOrder(BackboneSpec(base_model="tiny"), 96, 96, "auto", (AdapterSpec(),))
 PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
@@ -98,7 +97,7 @@ def test_stranger_when_it_has_no_key_then_it_takes_no_place_and_others_still_joi
 
 
 def test_stranger_when_it_says_nothing_for_long_then_it_is_hung_up_on(ranks, address, monkeypatch):
-    monkeypatch.setattr(rank_listener, "HANDSHAKE_S", 0.0)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.0)
     with socket.create_connection(address) as silent:
         silent.settimeout(20)
         while silent.recv(4096):
@@ -119,11 +118,11 @@ def test_rank_when_the_controller_gives_it_up_then_its_connection_ends(ranks, jo
 def test_rank_when_nobody_joins_then_giving_it_up_says_so(ranks):
     handle = ranks.start(0)
     ranks.kill(handle)
-    assert ranks.inbox.get(timeout=20) == (handle, RankEnded("was joined by nobody"))
+    assert ranks.inbox.get(timeout=20) == (handle, RankEnded("was not joined"))
 
 
 def test_close_when_ranks_have_joined_then_they_are_told_that_it_is_over(ranks, join, monkeypatch):
-    monkeypatch.setattr("weft.parallel.replicas.joined_ranks.END_S", 0.0)
+    monkeypatch.setattr("weft.parallel.replicas.hosts.END_S", 0.0)
     handle = ranks.start(0)
     connection, _ = join()
     while handle.connection is None:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.replicas.controller import CAPACITY, FACTS
+from benchmarks.replicas.controller import CAPACITY
+from benchmarks.replicas.controller import FACTS as SCRIPTED
 from weft.errors import ConfigError, JobError
+from weft.parallel.replicas.connections import Inbox, RankEnded, RankHandle
 from weft.parallel.replicas.messages import RankAlive, RankFailed, RankReady, Report
 from weft.parallel.replicas.rank_group import MAX_RESTARTS, RankGroup
-from weft.parallel.replicas.rank_link import Inbox, RankEnded, RankHandle
 from weft.plan.admit import Budget
 
+FACTS = replace(SCRIPTED, environment={**SCRIPTED.environment, "config": "one"})
 READY = RankReady(FACTS, CAPACITY, Budget(), weights="same")
 
 
@@ -75,7 +77,11 @@ def test_start_when_a_process_cannot_be_then_what_it_said_is_raised(told, says):
         ({"weights": "others"}, "replica 1: has other weights of scripted than replica 0; all machines need the same"),
         ({"capacity": 96}, "replica 1: has memory for a capacity of 96 tokens, another one for 8,192; results depend"),
         (
-            {"facts": replace(FACTS, environment={"device": "A100"})},
+            {"facts": replace(FACTS, environment={**FACTS.environment, "config": "other"})},
+            "replica 1: has another config of scripted than replica 0; all machines need the same",
+        ),
+        (
+            {"facts": replace(FACTS, environment={**FACTS.environment, "device": "A100"})},
             "replica 1: has device A100, another one scripted; results would differ in their last bits.",
         ),
     ],
@@ -90,7 +96,7 @@ def test_start_when_replicas_are_unlike_then_one_sentence_says_in_what(other: di
 @pytest.mark.parametrize("others_train", [True, False])
 def test_place_when_nobody_joins_for_long_then_is_kept_only_while_others_train(others_train):
     """A run over machines that are all gone ends after one such wait, not after several."""
-    ranks = ToldRanks(*[READY] * (1 + others_train), RankEnded("was joined by nobody"))
+    ranks = ToldRanks(*[READY] * (1 + others_train), RankEnded("was not joined"))
     group = RankGroup(ranks, 1 + others_train)
     group.await_all()
     group.replace(group[0], "on far has gone", is_wanted=True)

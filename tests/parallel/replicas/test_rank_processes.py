@@ -19,10 +19,9 @@ from replicated_runs import train as train_over_threads
 from benchmarks.processes import child_processes
 from weft.engine.events import Event, JobEnded, JobWarning, StepDone
 from weft.engine.train import execute_run, prepare_run
+from weft.parallel.replicas.hosts import RankPool, rank_order
 from weft.parallel.replicas.load import load_replicated
-from weft.parallel.replicas.places import rank_order
 from weft.parallel.replicas.rank_group import RankGroup
-from weft.parallel.replicas.rank_pool import RankPool
 from weft.store.run_dir import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]

@@ -15,7 +15,6 @@ import torch
 from covering import slow
 from replicated_runs import files_of, opened, run_spec, train, write_data
 
-from weft import faults
 from weft.engine.events import Event, JobEnded, JobPreempted, JobStarted, JobWaiting, JobWarning, StepDone
 from weft.engine.execute.memory import load_within
 from weft.engine.execute.protocol import ReplicaFaultError
@@ -24,11 +23,11 @@ from weft.errors import ConfigError, JobError, StorageError
 from weft.job_state import Reason, ReasonCode
 from weft.parallel.replicas import rank as rank_module
 from weft.parallel.replicas import rank_group, replicated_engine
-from weft.parallel.replicas.known_job import JobRecord
-from weft.parallel.replicas.known_rank import RankRecord
+from weft.parallel.replicas.records import JobRecord, RankRecord
 from weft.plan.admit import Admission, HeldJob
 from weft.plan.place import JobPlacement, Move
 from weft.spec import AdapterSpec, JobSpec
+from weft.store import faults
 from weft.store.owner import Owner
 from weft.store.rank_dir import RankDirectory
 from weft.store.run_dir import RunDirectory
@@ -334,4 +333,6 @@ def test_job_when_it_compares_with_a_reference_then_placement_counts_what_that_t
     with opened(spec, tmp_path, 0) as (alone, _), opened(spec, tmp_path, 1) as (over_ranks, _):
         job = alone.engine.jobs["pairs"]
         assert job.reference_bytes > 0
-        assert over_ranks.engine.jobs["pairs"].applicant.num_bytes == alone.engine.bytes_of(job)
+        there = over_ranks.engine.jobs["pairs"]
+        assert there.applicant.num_bytes == alone.engine.bytes_of(job)
+        assert there.inputs == job.inputs and there.inputs["data"], "a resumed run compares them before ranks start"

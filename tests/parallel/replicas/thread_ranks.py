@@ -11,10 +11,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from weft.parallel.replicas.controller_link import ControllerLink
+from weft.parallel.replicas.connections import ControllerLink, RankEnded, RankHandle
 from weft.parallel.replicas.messages import EndRank, RankAlive, RankFailed, RankOrder, Report
 from weft.parallel.replicas.rank import Rank
-from weft.parallel.replicas.rank_link import RankEnded, RankHandle
 from weft.spec import JobSpec
 
 _LOADING = threading.Lock()
@@ -118,7 +117,7 @@ class ThreadRanks:
             pass
         except Exception as error:
             handle.theirs.life = None
-            link.tell(RankFailed(error))
+            link.send(RankFailed(error))
         finally:
             if handle.rank is not None:
                 # What a process was writing is whole or not there; a thread finishes it before anybody else goes on.
@@ -152,7 +151,7 @@ class ThreadRanks:
         try:
             while True:
                 report = rank.connection.recv()
-                rank.heard_s = time.monotonic()
+                rank.last_seen_s = time.monotonic()
                 self.inbox.put((rank, report))
         except (EOFError, OSError):
             rank.thread.join()

@@ -12,21 +12,20 @@ from typing import Any
 import numpy as np
 from tiny_models import Job, job_spec, random_data, random_model, submit
 
+from benchmarks.pipeline.in_process import LocalStages
 from weft.data.dataset import JobData
-from weft.data.prompts import Prompt
+from weft.data.load import Prompt
 from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.inference.generate import Decoding
 from weft.model.backbone import Backbone
 from weft.model.model_part import ModelPart, keep_part
 from weft.model.path import Memory
-from weft.objectives.heads.classes import Classification
-from weft.objectives.preference.cpo import SimPo
-from weft.parallel.stages.stage_group import LocalStages
+from weft.objectives.heads import Classification
+from weft.objectives.preference import SimPo
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.program import Program
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 def staged_executor(

@@ -10,12 +10,12 @@ from typing import Any
 from staged_models import part_backbones
 from thread_devices import ThreadDevices, thread_devices
 
+from benchmarks.pipeline.in_process import LocalStages
 from weft.model.backbone import Backbone
+from weft.model.divided import divide
 from weft.model.load import load_backbone
 from weft.model.resolve import resolve
-from weft.model.tensor_parallel import divide
 from weft.parallel.stages.load_stages import find_parts
-from weft.parallel.stages.stage_group import LocalStages
 from weft.parallel.stages.staged import StagedExecutor
 from weft.spec import BackboneSpec
 
@@ -30,7 +30,7 @@ class ThreadStages:
         self._teams = teams
         self._threads = ThreadPoolExecutor(len(columns))
 
-    def ask(self, what: str, *given: Any) -> list[Any]:
+    def call_all(self, what: str, *given: Any) -> list[Any]:
         """What every stage answers to the same question."""
         return self.call_each(what, dict.fromkeys(range(self.replica_sizes[0]), given))
 

@@ -14,8 +14,7 @@ from weft.engine.engine import Engine
 from weft.errors import ConfigError
 from weft.methods.registry import has_kernels
 from weft.model.path import Memory
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 
 SCHEDULES = list(Schedule)
 

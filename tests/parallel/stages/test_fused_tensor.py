@@ -26,8 +26,7 @@ from weft.engine.engine import Engine
 from weft.methods.registry import has_kernels
 from weft.model.load import load_backbone
 from weft.model.source import TINY
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.spec import BackboneSpec
 
 

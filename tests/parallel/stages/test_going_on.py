@@ -13,12 +13,12 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
-from weft.engine.staged_run import StagedRun
+from weft.parallel.staged_run import StagedRun
 from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.append import joined
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
-from weft.plan.program import Planner, Program
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
+from weft.plan.planner import Planner
+from weft.plan.program import Program
 from weft.plan.simulate.interpret import simulate
 
 

@@ -16,9 +16,10 @@ from tiny_models import Job, assert_same_bits, finish, random_backbone, submit, 
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.plan.cost.types import LinearCost
-from weft.plan.pipeline.append import DealtStream, joined_all, open_pipe
+from weft.plan.pipeline.append import DealtStream, joined_all
+from weft.plan.pipeline.orders import open_pipe
 from weft.plan.simulate.interpret import simulate
-from weft.plan.spread.planner import SpreadPlanner, max_lead
+from weft.plan.spread import SpreadPlanner, max_lead
 
 COST = LinearCost(fixed_s=4.0)
 

@@ -24,20 +24,19 @@ from weft.methods.registry import has_kernels
 from weft.model.resolve import resolve
 from weft.model.source import load_tokenizer
 from weft.objectives.distillation import Distillation
-from weft.objectives.preference.dpo import Dpo
+from weft.objectives.preference import Dpo
 from weft.parallel.stages.load_stages import find_parts
 from weft.parallel.stages.stage_pool import StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.learned import MeasuredPairs, PairPace
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import ModelShape, find_shape
 from weft.plan.cost.types import LinearCost
-from weft.plan.pair import in_halves, side_by_side, two_groups
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
-from weft.plan.program import Planner, Program
+from weft.plan.pipeline.build import PipelinePlanner, Schedule, whole_batches
+from weft.plan.pipeline.pair import in_halves, side_by_side, two_groups
+from weft.plan.planner import PlanFunction
+from weft.plan.program import Program
 from weft.plan.simulate.choose import FastestPipeline
 from weft.plan.simulate.timeline import BESIDE, COMPUTE
 from weft.plan.simulate.two_streams import PairTimes
@@ -54,7 +53,7 @@ def in_pairs(queues: Sequence[JobQueue], limits: Limits) -> Program:
 
 
 def trained(
-    planner: Planner,
+    planner: PlanFunction,
     given: list[Job],
     on_event: Callable[[Engine, Event], None] | None = None,
     sizes: tuple[int, ...] = (2,),
@@ -136,7 +135,7 @@ def test_job_when_it_turns_nan_beside_another_then_fails_alone():
         assert_same_bits(outcome, expected[name])
 
 
-def one_batch(planner: Planner) -> Planner:
+def one_batch(planner: PlanFunction) -> PlanFunction:
     """Programs of one global batch of every job."""
 
     def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
@@ -179,7 +178,7 @@ def test_jobs_when_programs_with_pairs_are_appended_then_have_the_bits_that_they
     monkeypatch.setattr(PairPace, "learn", lambda *_: known)
     # However long it takes: no program is planned by anybody else.
     monkeypatch.setattr(lookahead, "SHORTEST_WAIT_S", 600.0)
-    monkeypatch.setattr(LookaheadPlanner, "_at_once", lambda self, asked: self._make(self._planner, asked).program)
+    monkeypatch.setattr(LookaheadPlanner, "_plan_at_once", lambda self, due: self._plan(self.planner, due).program)
     alone = FastestPipeline(2, LinearCost())
     tokenizer: Any = load_tokenizer(SPEC.base_model)
     group = StageProcesses(SPEC, find_parts(resolve(SPEC), 2, tensor=2), tensor=2)

@@ -6,17 +6,16 @@ import pytest
 from covering import slow
 from tiny_models import assert_same_bits, finish, small_job, submit, train
 
+from benchmarks.pipeline.in_process import LocalStages
 from weft.engine.engine import Engine
 from weft.model.load import load_backbone
 from weft.model.resolve import resolve
 from weft.parallel.stages.load_stages import find_parts
-from weft.parallel.stages.stage_group import LocalStages
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.cost.types import LinearCost
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
-from weft.plan.program import Planner
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
+from weft.plan.planner import Planner
+from weft.plan.spread import SpreadPlanner
 from weft.spec import BackboneSpec
 
 JOBS = [small_job("a", max_steps=2, max_grad_norm=0.05), small_job("b", 1, max_steps=2, gradient_sum="any_order")]

@@ -16,19 +16,19 @@ from test_stage_pool import paired
 from tiny_models import assert_same_bits, finish, random_backbone, small_job, submit, train
 from tiny_shards import Late, spread
 
+from benchmarks.pipeline.in_process import LocalStages
 from weft.engine.engine import Engine
 from weft.engine.events import Event
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.model.resolve import resolve
 from weft.parallel.stages.load_stages import find_parts
-from weft.parallel.stages.stage_group import LocalStages
 from weft.parallel.stages.stage_pool import StageLostError, StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
 from weft.plan.cost.types import LinearCost
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.spread import SpreadPlanner
 from weft.spec import BackboneSpec
 
 LAYERS = 3
@@ -190,7 +190,7 @@ def test_jobs_when_shards_are_processes_then_have_the_bits_of_one_device(process
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
     assert_same_answers(engine, one, ["a", "b"])
-    assert all(facts.backbone_bytes < 0.9 * whole.num_bytes for facts in processes.ask("facts"))
+    assert all(facts.backbone_bytes < 0.9 * whole.num_bytes for facts in processes.call_all("facts"))
     os.kill(processes.processes[1].pid, signal.SIGKILL)
     with pytest.raises(StageLostError, match="shard 0, stage 1: was ended by signal 9, so all shards were ended"):
         engine.executor.row_tile(32)

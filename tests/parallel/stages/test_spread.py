@@ -19,15 +19,14 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 from weft.engine.engine import Engine
 from weft.engine.events import Event
 from weft.engine.lookahead import LookaheadPlanner
-from weft.parallel.stages.gradient import JobShare
-from weft.parallel.stages.spread_sums import SpreadPart, combine_spread_sums
+from weft.parallel.stages.gradient import JobShare, SpreadPart, combine_spread_sums
+from weft.plan import spread
 from weft.plan.check import violations
 from weft.plan.cost.types import LinearCost
+from weft.plan.planner import PipelineChoice
 from weft.plan.program import Measure, Program
-from weft.plan.simulate.choose import PipelineChoice
-from weft.plan.simulate.choose_spread import FastestSpread
-from weft.plan.spread import planner as spread
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.simulate.choose import FastestSpread
+from weft.plan.spread import SpreadPlanner
 from weft.plan.types import JobQueue, Limits
 
 LAYERS = 2
@@ -96,7 +95,7 @@ def test_jobs_when_spread_over_any_replicas_then_have_the_bits_of_one_device(dty
 
 def test_jobs_when_replicas_in_stages_group_their_own_then_have_the_bits_of_one_device(monkeypatch):
     """Who shares microbatches is chosen on each replica, and told; here also for the first program."""
-    monkeypatch.setattr(LookaheadPlanner, "_at_once", lambda self, asked: self._make(self._planner, asked).program)
+    monkeypatch.setattr(LookaheadPlanner, "_plan_at_once", lambda self, due: self._plan(self.planner, due).program)
     own = [small_job(name, seed, max_steps=2) for seed, name in enumerate("abcd")]
     expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
     chosen: list[PipelineChoice] = []

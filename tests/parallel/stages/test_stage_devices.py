@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from weft.errors import ConfigError
-from weft.gpu_choice import VISIBLE
 from weft.model.resolve import resolve
-from weft.parallel.stages.stage_devices import choose_backend, find_gpus
+from weft.parallel.stages.transport import choose_backend, find_gpus
+from weft.processes import VISIBLE
 from weft.spec import BackboneSpec
 
 

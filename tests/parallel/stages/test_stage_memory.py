@@ -14,11 +14,9 @@ from tiny_models import finish, small_job, submit
 from weft.engine.engine import Engine
 from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemory, ReplicaMemoryError
 from weft.errors import ConfigError
-from weft.parallel.stages.stage_messages import StageMemoryError
-from weft.parallel.stages.stage_process import tellable
+from weft.parallel.stages.stage_process import StageMemoryError, sendable
 from weft.parallel.stages.staged import StagedExecutor
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -28,11 +26,11 @@ class OnGpus:
 
     def __init__(self, memory: list[ReplicaMemory]) -> None:
         self.replica_sizes = [2, 1]
-        facts = staged_executor("llama", (1, 1)).stages.ask("facts")[0]
+        facts = staged_executor("llama", (1, 1)).stages.call_all("facts")[0]
         self._answers = {"facts": replace(facts, device_kind="cuda"), "activation_bytes": 5}
         self._memory = memory
 
-    def ask(self, what: str, *given: Any) -> list[Any]:
+    def call_all(self, what: str, *given: Any) -> list[Any]:
         return self._memory if what == "memory" else [self._answers[what]] * 3
 
 
@@ -79,17 +77,17 @@ def raising(error: Exception) -> Any:
 @pytest.mark.parametrize("error", [OUT, ReplicaMemoryError("none left"), RuntimeError("CUDA error: out of memory")])
 def test_error_when_memory_ends_in_a_stage_then_is_one_sentence_that_ends_the_run(error):
     """It crosses a pipe, and counts as a fault of the replica and of no job."""
-    told = pickle.loads(pickle.dumps(tellable(error, 3, "run")))
+    told = pickle.loads(pickle.dumps(sendable(error, 3, "run")))
     assert isinstance(told, StageMemoryError) and isinstance(told, ReplicaFaultError)
     assert str(told).startswith("stage 3: its GPU ran out of memory; lower capacity, set recompute: full, or divide")
 
 
 def test_error_when_it_is_another_then_is_told_as_it_is():
     full = ReplicaMemoryError("none left")
-    assert tellable(full, 3, "seat") is full
+    assert sendable(full, 3, "seat") is full
     refused = ConfigError("no.")
-    assert tellable(refused, 3, "run") is refused
-    assert str(tellable(KeyError("a"), 3, "run")) == "KeyError: 'a'"
+    assert sendable(refused, 3, "run") is refused
+    assert str(sendable(KeyError("a"), 3, "run")) == "KeyError: 'a'"
 
 
 def test_program_when_kernels_are_being_compiled_then_waits_for_them_once():

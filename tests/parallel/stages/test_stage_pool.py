@@ -19,14 +19,13 @@ from weft.engine.engine import Engine
 from weft.model.load import load_backbone
 from weft.model.resolve import resolve
 from weft.model.source import load_tokenizer
-from weft.objectives.preference.dpo import Dpo
+from weft.objectives.preference import Dpo
 from weft.parallel.stages.load_stages import StageLayout, find_parts, load_stages
 from weft.parallel.stages.stage_pool import StageLostError, StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.cost.types import LinearCost
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
+from weft.plan.spread import SpreadPlanner
 from weft.spec import BackboneSpec
 
 SPEC = BackboneSpec("tiny", device="cpu")
@@ -80,9 +79,9 @@ def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stage
         assert_same_bits(outcome, expected[name])
     assert_same_answers(engine, one, ["job"])
     asked = [64 * n for n in range(1, 41)]
-    alone = [stages.ask("activation_bytes", rows, []) for rows in asked]
+    alone = [stages.call_all("activation_bytes", rows, []) for rows in asked]
     with ThreadPoolExecutor(4) as threads:
-        assert alone == list(threads.map(lambda rows: stages.ask("activation_bytes", rows, []), asked))
+        assert alone == list(threads.map(lambda rows: stages.call_all("activation_bytes", rows, []), asked))
     os.kill(stages.processes[1].pid, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(StageLostError, match="stage 1: was ended by signal 9, so all stages were ended"):

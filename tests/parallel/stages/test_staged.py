@@ -24,19 +24,20 @@ from tiny_models import (
     train,
 )
 
+from benchmarks.pipeline.in_process import LocalStages
 from weft.engine.engine import Engine
-from weft.engine.events import JobsGrouped
+from weft.engine.events import EvalSliceDone, Event, JobsGrouped
+from weft.engine.jobs import evaluations
 from weft.errors import ConfigError
-from weft.parallel.stages.stage_group import LocalStages
 from weft.plan.check import violations
 from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import LinearCost
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.program import Program, Send
 from weft.plan.simulate.choose import FastestPipeline
 from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.timeline import COMPUTE, Timeline
+from weft.plan.spread import SpreadPlanner
 from weft.plan.types import JobQueue, Limits
 
 SCHEDULES = list(Schedule)
@@ -68,6 +69,25 @@ def check_bits(schedules: Sequence[Schedule], dtype: torch.dtype) -> None:
 def test_jobs_when_trained_by_any_schedule_and_cut_then_have_the_bits_of_one_device():
     """Adapters, losses and evaluations."""
     check_bits(SCHEDULES, torch.float32)
+
+
+def test_evaluation_when_long_then_runs_in_slices_with_the_bits_of_one_device(monkeypatch):
+    """On replicas of stages and on one; other jobs train between the slices."""
+    monkeypatch.setattr(evaluations, "SLICE_MICROBATCHES", 1)
+    settings = {"eval_data": 12, "eval_steps": 2, "max_steps": 2, "adapter": {"lora_dropout": 0.2}}
+    judged = (job_spec("judged", seed=3, **settings), random_data(3, num_eval=12))
+    jobs = [small_job("a", max_steps=9), judged]
+    expected = train(random_backbone("llama", num_hidden_layers=4), jobs, capacity=48)
+    planner = SpreadPlanner((2, 1), (LinearCost(), LinearCost()))
+    for engine in (
+        staged("llama", (1, 3), Schedule.EAGER),
+        Engine(staged_executor("llama", (2, 2), (4,)), capacity=48, planner=planner),
+    ):
+        events = list[Event]()
+        submit(engine, *jobs)
+        for name, outcome in finish(engine, lambda _, event, events=events: events.append(event)).items():
+            assert_same_bits(outcome, expected[name])
+        assert sum(isinstance(event, EvalSliceDone) for event in events) > 1
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from test_spread import engine_of
 from test_tensor import MODEL
 from tiny_models import VOCABULARY, Job, assert_same_bits, finish, job_spec, random_backbone, random_data, submit, train
 
-from weft.data.prompts import Prompt
+from weft.data.load import Prompt
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
 from weft.engine.execute.local import LocalExecutor
@@ -25,9 +25,8 @@ from weft.engine.execute.protocol import AnswersWork
 from weft.engine.inference import generate
 from weft.engine.inference.generate import Continuation, Decoding
 from weft.errors import DataError
-from weft.parallel.stages import stage_answers
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.parallel.stages import stage_passes
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 
 LAYERS = 3
 DRAWN = Decoding(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3)
@@ -108,7 +107,7 @@ def answered(engine: Engine, *given: AnswersWork) -> tuple[list[dict[str, list[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Continuation, "choose", noted)
         # More prompts than share a pass.
-        for module in (generate, stage_answers):
+        for module in (generate, stage_passes):
             patch.setattr(module, "BATCH", 4)
         found = [executor.wait(executor.start(work)) for work in given]
     texts = [{name: [answer.text for answer in own] for name, own in answers.items()} for answers in found]

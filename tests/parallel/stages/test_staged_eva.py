@@ -14,8 +14,7 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 from weft.engine.engine import Engine
 from weft.engine.execute import eva as execute_eva
 from weft.engine.execute.eva import LinearInputs
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 
 LAYERS = 3
 EVA: dict[str, Any] = {"r": 4, "init_lora_weights": "eva", "rank_pattern": {"v_proj": 6}}

@@ -32,12 +32,10 @@ from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone
 from weft.errors import ConfigError, WeftError
-from weft.model.reference_stage import ReferenceStageRunner
+from weft.model.stages import ReferenceStageRunner
 from weft.objectives.distillation import Distillation
-from weft.objectives.preference.dpo import Dpo
-from weft.objectives.preference.kto import Kto
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.objectives.preference import Dpo, Kto
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.program import Forward, Program, Receive
 from weft.plan.types import JobQueue, Limits
 from weft.spec import AdapterSpec
@@ -214,7 +212,9 @@ def heard(engine: Engine, *jobs: Job) -> list[int]:
     """Rows of references in front of each microbatch."""
     found: list[int] = []
     submit(engine, *jobs)
-    finish(engine, lambda _, event: found.append(event.heard) if isinstance(event, MicrobatchDone) else None)
+    finish(
+        engine, lambda _, event: found.append(event.num_reference_rows) if isinstance(event, MicrobatchDone) else None
+    )
     return found
 
 
@@ -271,7 +271,7 @@ def test_memory_when_stages_hear_references_then_what_they_hold_is_counted(folde
     for engine in (Engine(random_backbone("llama", num_hidden_layers=LAYERS)), staged(Schedule.EAGER, 1, 2)):
         submit(engine, *all_jobs(folder)[1:3])
         same, ipo = (engine.jobs[name] for name in ("same", "ipo"))
-        found.append((engine._places.bytes_of(same), same.reference_bytes, ipo.num_reference_parameters))
+        found.append((engine._placement.bytes_of(same), same.reference_bytes, ipo.num_reference_parameters))
     one, several = found
     assert several[0] - one[0] == one[1] > 0 and several[2] == one[2] > 0
 

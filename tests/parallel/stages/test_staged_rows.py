@@ -17,9 +17,8 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 
 from weft.engine.engine import Engine
 from weft.errors import ConfigError
-from weft.objectives.preference.dpo import Dpo
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.objectives.preference import Dpo
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
 

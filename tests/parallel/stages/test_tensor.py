@@ -26,8 +26,7 @@ from tiny_models import (
 
 from weft.engine.engine import Engine
 from weft.errors import ConfigError
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.planner import PipelinePlanner
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 
 LAYOUTS = {"tensor:2": (2, (2,)), "tensor:2,stages:2": (2, (1, 1)), "tensor:4": (4, (2,))}
 MODEL: dict[str, Any] = {"num_key_value_heads": 4}

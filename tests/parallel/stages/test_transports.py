@@ -12,10 +12,18 @@ import torch
 import torch.distributed as dist
 from covering import slow
 
-from weft.model.shards.peers import TorchHostPeers, TorchPeers
-from weft.parallel.stages.host_transport import HostTransport
-from weft.parallel.stages.tensor_devices import HostDevices, TorchDevices, join_devices, tensor_devices
-from weft.parallel.stages.transport import Channel, LocalTransport, Route, TorchTransport
+from benchmarks.pipeline.in_process import LocalTransport
+from weft.model.shards import TorchHostPeers, TorchPeers
+from weft.parallel.stages.transport import (
+    Channel,
+    HostDevices,
+    HostTransport,
+    Route,
+    TorchDevices,
+    TorchTransport,
+    join_devices,
+    tensor_devices,
+)
 
 CPU = torch.device("cpu")
 LONGEST = datetime.timedelta(seconds=60)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.steps.regimes import FOUR, MIXED32, SWEEP16, SWEEP32, TINY4, TINY16, Workload, packed_samples
-from weft.plan.cost.published_shapes import SHAPES
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import SHAPES, ModelShape
 
 FIGURES = json.loads((Path(__file__).parents[3] / "benchmarks" / "h200.json").read_text())
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import DEVICES
-from weft.plan.cost.published_shapes import SHAPES
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import SHAPES, ModelShape
 
 LLAMA = ModelShape.from_config(SHAPES["llama-3.1-8b"].config().to_dict(), "llama-3.1-8b")
 COST = AnalyticCost(LLAMA, DEVICES["h200"])

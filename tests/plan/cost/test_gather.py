@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from weft.plan.cost.analytic import AnalyticCost
-from weft.plan.cost.gather import GatherCost
+from weft.plan.cost.divided import GatherCost
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.memory import MemoryModel
-from weft.plan.cost.published_shapes import SHAPES
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import SHAPES, ModelShape
 
 SHAPE = ModelShape.from_config(SHAPES["llama-3.1-8b"].config().to_dict())
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError
 from weft.plan.cost.memory import LOSS_ROWS, MemoryModel, rank_class
 from weft.plan.cost.profile import Measurement, load_profile
-from weft.plan.cost.published_shapes import SHAPES
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import SHAPES, ModelShape
 
 LLAMA = ModelShape.from_config(SHAPES["llama-3.1-8b"].config().to_dict(), "llama-3.1-8b")
 

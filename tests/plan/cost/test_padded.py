@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.deploy.published import LAYERS_7B, TABLE_11
+from benchmarks.deploy.published import LAYERS_7B, TABLE_11, padded_layer_s
 from weft.errors import ConfigError
-from weft.plan.cost.fit import FitError
-from weft.plan.cost.padded import PaddedBatch, PaddedTime, fit_padded
+from weft.plan.cost.fit import FitError, PaddedBatch, PaddedTime, fit_padded
 
 
 def rows_of(degree: int) -> list[tuple[int, int, int, int, float]]:
@@ -20,7 +19,10 @@ def batch(row: tuple[int, int, int, int, float]) -> PaddedBatch:
 
 
 def error_of(found: PaddedTime, rows: list[tuple[int, int, int, int, float]]) -> FitError:
-    predicted = [found.step_s([(count, 1, length)], LAYERS_7B, stages) for _, stages, length, count, _ in rows]
+    predicted = [
+        padded_layer_s(found, 1, length) * (count + stages - 1) * LAYERS_7B / stages
+        for _, stages, length, count, _ in rows
+    ]
     return FitError.of(predicted, [row[-1] for row in rows])
 
 
@@ -44,25 +46,10 @@ def test_fit_padded_when_the_deepest_pipeline_was_not_seen_then_meets_it(degree)
 def test_fit_padded_when_batches_are_exact_then_finds_the_function():
     truth = PaddedTime((2e-12, 5e-11, 3e-8, 1e-7, 1e-6, 2e-5))
     sizes = [(b, s) for b in (1, 2, 4, 8) for s in (256, 512, 1024, 2048)]
-    found = fit_padded([PaddedBatch(b, s, 32, 32 * truth.layer_s(b, s)) for b, s in sizes])
+    found = fit_padded([PaddedBatch(b, s, 32, 32 * padded_layer_s(truth, b, s)) for b, s in sizes])
     assert found.coefficients == pytest.approx(truth.coefficients, rel=1e-4)
-
-
-def test_step_when_buckets_leave_remainders_then_follows_equation_12():
-    time = PaddedTime((0, 0, 1.0, 0, 0, 0))  # b · s
-    assert time.step_s([(5, 2, 10), (2, 4, 30)], 4) == 4 * (2 * 20 + 10 + 60)
-    assert time.step_s([(5, 2, 10), (2, 4, 30)], 4, 2) == 2 * (2 * 20 + 10 + 60) + 2 * 60
-
-
-def test_step_when_a_bucket_is_empty_or_has_no_remainder_then_costs_nothing_there():
-    """Even where a batch has a fixed cost."""
-    time = PaddedTime((0, 0, 0, 0, 0, 1.0))
-    assert time.layer_s(0, 512) == 0
-    assert time.step_s([(4, 2, 512), (0, 2, 1024)], 1) == 2
 
 
 def test_padded_when_input_makes_no_sense_then_refused():
     with pytest.raises(ConfigError, match="got no batches"):
         fit_padded([])
-    with pytest.raises(ConfigError, match="got 0 samples per microbatch"):
-        PaddedTime((1.0,) * 6).step_s([(1, 0, 8)], 1)

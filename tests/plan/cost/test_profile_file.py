@@ -10,8 +10,7 @@ from test_fit import BYTES, SECONDS, noisy, random_loads
 
 from weft.errors import ConfigError
 from weft.plan.cost.fit import Fit, MicrobatchLoad
-from weft.plan.cost.profile import Measurement, Profile, Setup, fit_profile, load_profile
-from weft.plan.cost.profiled import ProfiledCost
+from weft.plan.cost.profile import Measurement, Profile, ProfiledCost, Setup, fit_profile, load_profile
 from weft.plan.cost.types import CostModel
 
 SETUP = Setup("NVIDIA H200", "llama-3.1-8b", 4096, 32, 218_103_808, 525_336_576, 81_920, 2, 64)

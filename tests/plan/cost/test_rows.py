@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.plan.cost.rows import capacities, choose_capacity, gpu_row_tile
+from weft.plan.cost.shape import capacities, choose_capacity, gpu_row_tile
 
 
 @pytest.mark.parametrize(

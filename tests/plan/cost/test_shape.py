@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError, ModelError
-from weft.plan.cost.published_shapes import SHAPES, find_shape
-from weft.plan.cost.shape import LINEARS, ModelShape, chosen_linears, stage_layers
+from weft.plan.cost.shape import LINEARS, SHAPES, ModelShape, chosen_linears, find_shape, stage_layers
 
 CONFIG = {
     "model_type": "llama",
@@ -94,7 +93,7 @@ def test_stage_layers_when_chosen_then_they_count_and_must_add_up():
 
 def test_cost_package_when_imported_then_brings_neither_torch_nor_scipy():
     code = (
-        "import sys, weft.plan.cost.analytic, weft.plan.cost.profiled;"
+        "import sys, weft.plan.cost.analytic, weft.plan.cost.profile;"
         "print([m for m in ('torch', 'scipy', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

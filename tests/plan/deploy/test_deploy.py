@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from benchmarks.deploy.published import figure_4
 from weft.errors import PlanError
-from weft.plan.bucket import choose_buckets
-from weft.plan.cost.padded import PaddedTime
+from weft.plan.cost.fit import PaddedTime
 from weft.plan.deploy import Deployment, DeployProblem, ReplicaKind, plan_deployment, planner
+from weft.plan.deploy.buckets import ReplicaTime, choose_buckets
+from weft.plan.deploy.dispatch import dispatch, relax
+from weft.plan.deploy.fleet import Fleet
 from weft.plan.deploy.kinds import possible_layouts, without_dominated
 from weft.plan.deploy.planner import plan_alike
 from weft.plan.deploy.plans import PlanBounds, alike_counts, all_plans, num_plans, relaxed_plan
-from weft.plan.deploy.workload import DeployJob, KnownLengths, LengthSpread, draw_batches, expected_batch
-from weft.plan.dispatch import Fleet, ReplicaTime, dispatch
-from weft.plan.dispatch.balanced import relax
+from weft.plan.deploy.types import DeployJob, KnownLengths, LengthSpread, draw_batches, expected_batch
 from weft.plan.layout import ReplicaLayout, parse_layout
 
 
@@ -38,7 +38,7 @@ def drawn_problem(seed: int, num_gpus: int = 16) -> DeployProblem:
 
 
 def step_of(problem: DeployProblem, plan: np.ndarray) -> float:
-    return dispatch(Fleet.of(problem.models(plan), problem.buckets)).step_s
+    return dispatch(Fleet(problem.models(plan), problem.buckets)).step_s
 
 
 def holding_plans(problem: DeployProblem) -> np.ndarray:
@@ -96,7 +96,7 @@ def test_bounds_when_sharpened_by_any_plan_then_stay_below_every_step(seed):
     before = known.bounds_P
     assert np.all(before <= steps * (1 + 1e-9))
     for plan in plans[::3]:
-        known.learn(plan, relax(Fleet.of(problem.models(plan), problem.buckets)))
+        known.learn(plan, relax(Fleet(problem.models(plan), problem.buckets)))
     assert np.all(known.bounds_P <= steps * (1 + 1e-9)) and known.bounds_P.sum() > before.sum()
 
 
@@ -109,7 +109,7 @@ def test_bounds_when_only_better_steps_matter_then_stay_below_every_step_that_is
     below_s = float(np.median(steps))
     known = PlanBounds(problem, plans, below_s)
     for plan in plans[::3]:
-        known.learn(plan, relax(Fleet.of(problem.models(plan), problem.buckets), below_s))
+        known.learn(plan, relax(Fleet(problem.models(plan), problem.buckets), below_s))
     is_better = steps < below_s
     assert is_better.any() and np.all(known.bounds_P[is_better] <= steps[is_better] * (1 + 1e-9))
     assert known.bounds_P.sum() > PlanBounds(problem, plans).bounds_P.sum()

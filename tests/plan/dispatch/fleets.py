@@ -8,15 +8,16 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from benchmarks.deploy.published import figure_4
-from weft.plan.cost.padded import PaddedTime
-from weft.plan.dispatch import Fleet, ReplicaTime
+from weft.plan.cost.fit import PaddedTime
+from weft.plan.deploy.buckets import ReplicaTime
+from weft.plan.deploy.fleet import Fleet
 from weft.plan.layout import ReplicaLayout
 
 
 def rated_fleet(plan: Sequence[int]) -> Fleet:
     """So many replicas of each layout of Table 3 without stages, for the batch of Figure 4."""
     problem = figure_4()
-    return Fleet.of(problem.models(plan), problem.buckets)
+    return Fleet(problem.models(plan), problem.buckets)
 
 
 def small_replicas(*, is_packed: bool = False) -> list[ReplicaTime]:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.plan.bucket import choose_buckets
-from weft.plan.dispatch import Fleet, dispatch, dispatch_by_length, dispatch_evenly
-from weft.plan.dispatch.balanced import relax
+from weft.plan.deploy.buckets import choose_buckets
+from weft.plan.deploy.dispatch import dispatch, dispatch_by_length, dispatch_evenly, relax
+from weft.plan.deploy.fleet import Fleet
 
 PUBLISHED = {
     (4, 2, 0, 1): 14.829,
@@ -54,14 +54,14 @@ def test_dispatch_when_any_batch_is_shared_out_then_every_sample_is_there_once(l
     kinds = small_replicas(is_packed=is_packed)
     models = [model for model, count in zip(kinds, counts, strict=True) for _ in range(count)]
     buckets = choose_buckets(lengths, num_buckets, grain=8)
-    fleet = Fleet.of(models, buckets)
+    fleet = Fleet(models, buckets)
     shared = dispatch(fleet)
     again = dispatch(fleet, relax(fleet, shared.step_s))
     for found in (shared, again, dispatch_by_length(fleet)):
-        assigned = found.assign(lengths, buckets)
-        assert sorted(itertools.chain(*assigned)) == list(range(len(lengths)))
-        for model, own in zip(models, assigned, strict=True):
-            assert all(lengths[sample] <= model.most_tokens for sample in own)
+        counts_KR = np.array(found.counts)
+        assert counts_KR.sum(axis=0).tolist() == list(buckets.counts)
+        for model, own in zip(models, counts_KR, strict=True):
+            assert all(bound <= model.most_tokens for bound, count in zip(buckets.bounds, own, strict=True) if count)
         assert found.step_s >= found.bound_s * (1 - 1e-9)
 
 
@@ -72,7 +72,7 @@ def test_dispatch_when_all_shares_are_tried_then_hardly_any_is_better():
     for _ in range(40):
         lengths = rng.integers(20, 400, 14).tolist()
         buckets = choose_buckets(lengths, 3, grain=8)
-        fleet = Fleet.of([*small_replicas()[:2], small_replicas()[2]], buckets)
+        fleet = Fleet([*small_replicas()[:2], small_replicas()[2]], buckets)
         ratios.append(dispatch(fleet).step_s / _best_of_all(fleet))
     assert min(ratios) >= 1 - 1e-9
     assert np.mean(ratios) < 1.02 and max(ratios) < 1.12
@@ -99,16 +99,16 @@ def test_seconds_when_chunks_are_padded_then_follow_equation_12():
     buckets = choose_buckets(lengths, 1, grain=100)
     one, two, _ = small_replicas()
     chunk = {n: 4 * (1e-6 * n * 100**2 + 1e-3 * n * 100 + 0.02) for n in (1, 2)}
-    assert Fleet.of([one], buckets).seconds(np.array([[5]])) == pytest.approx(2 * chunk[2] + chunk[1])
+    assert Fleet([one], buckets).seconds(np.array([[5]])) == pytest.approx(2 * chunk[2] + chunk[1])
     half = {n: 2 * (1e-6 * n * 100**2 + 1.1e-3 * n * 100 + 0.02) for n in (1, 4)}
-    assert Fleet.of([two], buckets).seconds(np.array([[5]])) == pytest.approx(half[4] + half[1] + half[4])
+    assert Fleet([two], buckets).seconds(np.array([[5]])) == pytest.approx(half[4] + half[1] + half[4])
 
 
 def test_seconds_when_samples_are_packed_then_padding_costs_nothing():
     lengths = [10, 190]
     buckets = choose_buckets(lengths, 1, grain=200)
     counts = np.array([[2]])
-    packed, padded = (Fleet.of(small_replicas(is_packed=p)[:1], buckets).seconds(counts)[0] for p in (True, False))
+    packed, padded = (Fleet(small_replicas(is_packed=p)[:1], buckets).seconds(counts)[0] for p in (True, False))
     assert packed == pytest.approx(4 * (1e-6 * (10**2 + 190**2) + 1e-3 * 200 + 0.02))
     assert padded == pytest.approx(2 * 4 * (1e-6 * 200**2 + 1e-3 * 200 + 0.02))
 
@@ -124,6 +124,6 @@ def test_dispatch_when_it_cannot_be_then_refused():
     with pytest.raises(PlanError, match="even shares need that all can"):
         dispatch_evenly(rated_fleet((1, 0, 0, 1)))
     with pytest.raises(PlanError, match="there are no replicas"):
-        Fleet.of([], choose_buckets([5]))
+        Fleet([], choose_buckets([5]))
     with pytest.raises(PlanError, match="some replicas are packed and some padded"):
-        Fleet.of([small_replicas()[2], small_replicas(is_packed=True)[2]], choose_buckets([5]))
+        Fleet([small_replicas()[2], small_replicas(is_packed=True)[2]], choose_buckets([5]))

@@ -10,8 +10,9 @@ from fleets import small_replicas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.bucket import choose_buckets
-from weft.plan.dispatch import Fleet, dispatch, dispatch_by_length, dispatch_evenly
+from weft.plan.deploy.buckets import choose_buckets
+from weft.plan.deploy.dispatch import dispatch, dispatch_by_length, dispatch_evenly
+from weft.plan.deploy.fleet import Fleet
 
 LENGTHS = st.lists(st.integers(1, 800), min_size=1, max_size=12)
 
@@ -21,7 +22,7 @@ def fleet_of(jobs: list[list[int]], others: list[int], counts: tuple[int, ...], 
     kinds = small_replicas(is_packed=is_packed)
     models = [model for model, count in zip(kinds, counts, strict=True) for _ in range(count)]
     lengths = [*itertools.chain(*jobs), *others]
-    return Fleet.of(models, choose_buckets(lengths, 6, grain=8).with_homes(jobs))
+    return Fleet(models, choose_buckets(lengths, 6, grain=8).with_homes(jobs))
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,7 +50,7 @@ def test_dispatch_when_homes_are_given_then_jobs_are_there_and_nothing_else_move
     jobs = [[100] * 8, [100] * 2]
     fleet = fleet_of(jobs, [50] * 4, (2, 0, 0))
     assert sorted(fleet.homes) == [0, 1] and dispatch(fleet).homes == fleet.homes
-    given = Fleet.of(fleet.models, fleet.buckets, (1, 1))
+    given = Fleet(fleet.models, fleet.buckets, (1, 1))
     for found in (dispatch(given), dispatch_by_length(given), dispatch_evenly(given)):
         assert found.homes == (1, 1) and sum(found.counts[1]) >= 10
 

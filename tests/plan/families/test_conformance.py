@@ -15,16 +15,16 @@ from tiny_models import random_backbone, random_sample
 from weft.adapters.adapter import Adapter
 from weft.adapters.frozen import KINDS, quantise
 from weft.model.backbone import Backbone
+from weft.model.divided import divide
 from weft.model.fused.inputs import input_shape
 from weft.model.fused.path import FusedPath
 from weft.model.fused.step import Passed
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.model.path import Memory
-from weft.model.tensor_parallel import divide
-from weft.objectives.metrics import ACCURACY, LOSS, Score
+from weft.objectives.objective import ACCURACY, LOSS, Score
 from weft.plan.cost.memory import OFFLOAD_LAYERS, MemoryModel, rank_class
 from weft.plan.cost.shape import ModelShape
-from weft.plan.families.registry import FAMILIES
+from weft.plan.families import FAMILIES
 from weft.spec import AdapterSpec
 
 MODELS = ["llama", "llama_bias", "llama_tied", "llama_odd", "llama_llama3", "llama_yarn", "llama_linear"]
@@ -64,9 +64,7 @@ def packed(slots: Sequence[int], *, drops: bool = True, only: int | None = None)
     placed = [
         (
             owner,
-            PlacedSample(
-                random_sample(rng, n), None if owner is None else slots[owner], 0.01, 7 + n if drops else None
-            ),
+            SlotSample(random_sample(rng, n), None if owner is None else slots[owner], 0.01, 7 + n if drops else None),
         )
         for n, owner in LENGTHS
     ]
@@ -189,7 +187,7 @@ def test_kept_when_compared_with_the_memory_model_then_equal_to_the_byte(name, m
         divide(backbone, EchoDevices(count))
     backbone.use_kernels("fused", Memory(mode))
     slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=4, rank_pattern={"down_proj": 20}), 0))
-    batch = pack_samples([PlacedSample(random_sample(np.random.default_rng(0), 100), slot)], 128, backbone.device)
+    batch = pack_samples([SlotSample(random_sample(np.random.default_rng(0), 100), slot)], 128, backbone.device)
     assert isinstance(backbone.path, FusedPath)
     place = backbone.path.new_buffers()
     place.forward(batch, input_shape(batch, with_longest=False), 128, needs_grad=True)

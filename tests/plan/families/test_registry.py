@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from weft.plan.cost.published_shapes import SHAPES
-from weft.plan.families.description import LayerKind, Rotary
-from weft.plan.families.kept import kept_tensors, moved_names
-from weft.plan.families.layer_form import SEPARATE, LayerForm
-from weft.plan.families.registry import FAMILIES, LINEARS, describe
+from weft.plan.cost.shape import SHAPES
+from weft.plan.decoder import SEPARATE, LayerForm, LayerKind, Rotary, kept_tensors, moved_names
+from weft.plan.families import FAMILIES, LINEARS, describe
 
 CONFIG = {
     "hidden_size": 64,
@@ -95,9 +93,6 @@ def test_shapes_of_the_bench_when_described_then_of_families_on_the_fast_path():
 
 
 def test_families_when_imported_then_bring_no_torch():
-    code = (
-        "import sys, weft.plan.families.registry, weft.plan.families.kept; "
-        "print({'torch', 'transformers'} & set(sys.modules))"
-    )
+    code = "import sys, weft.plan.families, weft.plan.decoder; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

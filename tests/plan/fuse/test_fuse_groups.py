@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from weft.plan.check import violations
 from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import LinearCost
-from weft.plan.fuse.groups import PipeCosts, grouped_streams
+from weft.plan.fuse.planner import PipeCosts, grouped_streams
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.types import Batch, JobQueue
 

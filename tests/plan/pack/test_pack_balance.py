@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.plan.pack.balance import Items, balance
-from weft.plan.pack.ordered import fill_in_order
+from weft.plan.pack.packer import fill_in_order
 from weft.plan.pack.types import RoundLimits
 
 

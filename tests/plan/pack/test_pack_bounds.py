@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from round_cases import SMALL, SMALL_LIMITS, fewest_by_force, segments_of
 
-from weft.plan.pack.bounds import by_duals, by_halves, by_tokens, fewest_bins
+from weft.plan.pack.bins import by_duals, by_halves, by_tokens, fewest_bins
 from weft.plan.pack.types import RoundLimits
 
 

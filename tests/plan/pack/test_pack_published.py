@@ -8,7 +8,7 @@ from round_cases import CAPACITY, fewest_by_force, jobs_to_pack, problems, segme
 
 from benchmarks.planning.published import pack_published
 from weft.plan.pack import RoundLimits
-from weft.plan.pack.milp import min_bins, min_smallest
+from weft.plan.pack.bins import min_bins, min_smallest
 from weft.plan.types import Batch, JobQueue
 
 LENGTHS = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3), min_size=1, max_size=2)
@@ -66,5 +66,5 @@ def test_pack_published_when_the_last_bin_has_room_then_takes_from_the_next_batc
 def test_pack_published_when_one_job_is_alone_then_needs_noops():
     jobs = [JobQueue("a", tuple(Batch(b, 0, (24,)) for b in range(3)), True)]
     plan = pack_published(jobs, RoundLimits(24, 4))
-    assert plan.num_empty_slots == 4
+    assert len(plan.stream) - plan.num_microbatches == 4
     assert plan.num_microbatches == 3

@@ -9,14 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_streams import streams
 
-from weft.plan.check import violations
-from weft.plan.check.between import stuck
+from weft.plan.check import stuck, violations
 from weft.plan.cost.types import LinearCost
-from weft.plan.pipeline.append import ContinuedProgram, DealtStream, Lists, joined, joined_all, open_pipe
+from weft.plan.pipeline.append import ContinuedProgram, DealtStream, Lists, joined, joined_all
 from weft.plan.pipeline.build import Schedule, build
+from weft.plan.pipeline.orders import open_pipe
 from weft.plan.program import Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.simulate.interpret import simulate
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.spread import SpreadPlanner
 from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
 COST = LinearCost(fixed_s=1.0)

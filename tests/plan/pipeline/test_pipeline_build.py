@@ -13,13 +13,12 @@ from random_streams import streams
 from benchmarks.planning.published import lemma_violations
 from weft.errors import PlanError
 from weft.plan.check import violations
+from weft.plan.choose_layout import split_layers
 from weft.plan.cost.types import LinearCost
-from weft.plan.lemma import lemma_distance
-from weft.plan.pipeline.build import Schedule, build, peak_bytes
-from weft.plan.pipeline.split import layer_seconds, split_layers
+from weft.plan.pipeline.build import Schedule, build
 from weft.plan.program import Backward, Forward, Program
 from weft.plan.simulate.interpret import simulate
-from weft.plan.types import Microbatch, Segment
+from weft.plan.types import Microbatch, Segment, lemma_distance
 
 COST = LinearCost(fixed_s=1.0, backward_ratio=1.5, send_s=0.1, optimizer_s=0.5)
 
@@ -74,7 +73,7 @@ def test_build_under_any_sufficient_memory_stays_within_it(
     limits = [data.draw(st.integers(largest, 3 * largest)) for _ in range(num_stages)]
     program = build(schedule, stream, num_stages, cost=COST, memory_bytes=limits)
     assert violations(program, cost=COST, memory_bytes=limits) == []
-    assert all(peak <= limit for peak, limit in zip(peak_bytes(program, COST), limits, strict=True))
+    assert all(simulate(program, COST).peak_bytes(stage) <= limit for stage, limit in enumerate(limits))
 
 
 def test_1f1b_of_one_batch_alternates_after_a_warmup_of_the_stages_left() -> None:
@@ -132,7 +131,8 @@ def test_template_finishes_a_round_before_the_next() -> None:
 
 def test_lorapp_keeps_at_most_the_stages_left_in_flight() -> None:
     """As 1F1B does, however many jobs there are."""
-    assert peak_bytes(build(Schedule.LORAPP, equal(8, 3), 4), LinearCost()) == [32, 24, 16, 8]
+    timeline = simulate(build(Schedule.LORAPP, equal(8, 3), 4), LinearCost())
+    assert [timeline.peak_bytes(stage) for stage in range(4)] == [32, 24, 16, 8]
 
 
 def test_lorapp_takes_jobs_in_turns_and_never_flushes() -> None:
@@ -198,11 +198,6 @@ def test_split_layers_gives_the_stage_with_the_head_fewer_layers() -> None:
     assert split_layers([1.0] * 79 + [2.23], 4) == (21, 20, 20, 19)
     with pytest.raises(PlanError, match="2 layers cannot be cut into 3 stages; use 1 to 2"):
         split_layers([1.0, 1.0], 3)
-
-
-def test_layer_seconds_of_a_model_with_a_stage_per_layer_are_both_passes() -> None:
-    """What is split is forward and backward of each layer."""
-    assert layer_seconds(COST, 3, [4]) == [2.5 * (1.0 + 4.0)] * 3
 
 
 def test_steps_of_several_stages_wait_for_the_jobs_next_forward() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import PlanError
-from weft.plan.pipeline.eager import Clock, Pass, play
+from weft.plan.pipeline.orders import Clock, Pass, play
 from weft.plan.pipeline.stream import slowest_first
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from place_cases import alike, job
 
+from benchmarks.replicas.placement_check import violations
 from weft.job_state import Reason, ReasonCode
 from weft.plan.admit import Admission, Budget, HeldJob
-from weft.plan.place import Candidate, JobPlacement, Move, Replica, place, violations
+from weft.plan.place import Candidate, JobPlacement, Move, Replica, assign_jobs
 
 REPLICAS = [*alike(2, total_bytes=10, max_jobs=2), Replica("r2", is_draining=True)]
 JOBS = [
@@ -19,8 +20,8 @@ JOBS = [
     job("d", 20, "r1", num_bytes=4, arrival=1),
     job("e", 5, num_bytes=4, arrival=2),
 ]
-PLACEMENT = place(JOBS, REPLICAS)
-BUSY = Reason(ReasonCode.NO_PLACE, "waits")
+PLACEMENT = assign_jobs(JOBS, REPLICAS)
+BUSY = Reason(ReasonCode.NO_SEAT, "waits")
 
 
 def seated(jobs: list[Candidate], held: tuple[str, ...] = (), **replica_of: str) -> JobPlacement:
@@ -47,13 +48,13 @@ def test_violations_when_nothing_is_wrong_then_none():
     [
         (seated(JOBS, (), a="r0", c="r0", b="r1", d="r1"), "e has 0 answers"),
         (seated(JOBS, ("e", "a"), a="r0", c="r0", b="r1", d="r1"), "a has 2 answers"),
-        (seated(JOBS, ("e", "x"), a="r0", c="r0", b="r1", d="r1"), "x has an answer and did not ask"),
+        (seated(JOBS, ("e", "x"), a="r0", c="r0", b="r1", d="r1"), "x has an answer and is no candidate"),
         (replace(PLACEMENT, replica_of={**PLACEMENT.replica_of, "e": "r0"}), "e is admitted and has no replica, or"),
         (seated(JOBS, ("e",), a="r2", c="r0", b="r1", d="r1"), "a is on r2, which is draining"),
         (seated(JOBS, ("e",), a="r9", c="r0", b="r1", d="r1"), "a is on r9, which is not there"),
         (seated(JOBS, ("d",), a="r0", c="r0", e="r0", b="r1"), "r0 holds 3 jobs of 12 bytes"),
-        (replace(PLACEMENT, moves=(Move("a", "r1", "r0"),)), "a: a move from r1 to r0 is not made, or not said"),
-        (replace(PLACEMENT, makespan_s=1.0), "the placement says 1 s"),
+        (replace(PLACEMENT, moves=(Move("a", "r1", "r0"),)), "a: a move from r1 to r0 is not made, or not reported"),
+        (replace(PLACEMENT, makespan_s=1.0), "the placement has 1 s"),
         (seated(JOBS, ("d", "e"), a="r0", c="r0", b="r1"), "d does not train; it fits on r1"),
     ],
 )

@@ -10,7 +10,7 @@ from place_cases import job
 
 from weft.job_state import Reason, ReasonCode
 from weft.plan.admit import Applicant, Budget, admit_to
-from weft.plan.place import Replica, place
+from weft.plan.place import Replica, assign_jobs
 
 Left = tuple[tuple[int, int], ...]
 
@@ -28,7 +28,7 @@ class ExactRoom:
     def take(self, applicant: Applicant) -> Reason | None:
         sizes = tuple(sorted((a.num_bytes for a in (*self.order, applicant)), reverse=True))
         if not can_seat(sizes, self.empty):
-            return Reason(ReasonCode.NO_PLACE, "waits")
+            return Reason(ReasonCode.NO_SEAT, "waits")
         self.order.append(applicant)
         return None
 
@@ -60,9 +60,9 @@ def test_place_when_memory_is_short_then_nearly_always_admits_whom_an_exhaustive
             job(f"job{i:02}", drawn.uniform(10, 1000), num_bytes=drawn.randint(1, 12), arrival=i, priority=i % 3)
             for i in range(6 * len(replicas))
         ]
-        first = place(jobs[:-4], replicas)
+        first = assign_jobs(jobs[:-4], replicas)
         jobs = [replace(c, replica=first.replica_of.get(c.job)) for c in jobs if drawn.random() < 0.8]
         seated = [c.applicant for c in jobs if c.replica]
         exact = admit_to(ExactRoom(replicas), [c.applicant for c in jobs if not c.replica], seated)
-        same += place(jobs, replicas).replica_of.keys() == {*exact.start, *exact.keep}
+        same += assign_jobs(jobs, replicas).replica_of.keys() == {*exact.start, *exact.keep}
     assert same >= 38

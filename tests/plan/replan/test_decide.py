@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from weft.errors import PlanError
 from weft.plan.layout import Layout, parse_layout
-from weft.plan.replan import LayoutForecast, MoveCost, Prediction, RemainingJob, decide
-from weft.plan.replan.types import MOST_PHASES, phases
+from weft.plan.replan import MOST_PHASES, LayoutForecast, MoveCost, Prediction, RemainingJob, decide, phases
 
 NOW, OTHER = parse_layout("stages:2"), parse_layout("spread:2")
 SECONDS = st.floats(0, 1e6)

@@ -7,16 +7,13 @@ import pytest
 
 from weft.errors import PlanError
 from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.fit import PaddedTime
 from weft.plan.cost.hardware import find_hardware
-from weft.plan.cost.padded import PaddedTime
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.shape import ModelShape, find_shape
 from weft.plan.deploy import ReplicaKind
-from weft.plan.dispatch import ReplicaTime
+from weft.plan.deploy.buckets import ReplicaTime
 from weft.plan.layout import ReplicaLayout, parse_layout
-from weft.plan.replan import RemainingJob
-from weft.plan.replan.cluster import ClusterForecaster
-from weft.plan.replan.devices import DeviceForecaster
+from weft.plan.replan import ClusterForecaster, DeviceForecaster, RemainingJob
 
 HOLDS = {1: 512, 2: 1024}
 """Tokens that replicas of so many stages hold."""

@@ -8,9 +8,9 @@ from weft.engine.events import JobsGrouped
 from weft.plan.check import violations
 from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import LinearCost
-from weft.plan.simulate.choose_spread import FastestSpread
+from weft.plan.simulate.choose import FastestSpread
 from weft.plan.simulate.interpret import simulate
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.spread import SpreadPlanner
 from weft.plan.types import Batch, JobQueue, Limits
 
 LIMITS = Limits(100)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weft.plan.cost.padded import PaddedTime
+from weft.plan.cost.fit import PaddedTime
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
+from weft.plan.deploy.buckets import ReplicaTime
+from weft.plan.deploy.dispatch import dispatch_evenly
 from weft.plan.deploy.planner import plan_each
-from weft.plan.deploy.workload import DeployJob, KnownLengths, expected_batch
-from weft.plan.dispatch import ReplicaTime, dispatch_evenly
+from weft.plan.deploy.types import DeployJob, KnownLengths, expected_batch
 from weft.plan.layout import ReplicaLayout
 from weft.plan.simulate.deploy_forecast import forecast_deployment, in_turn_step_s, mean_step_s
 

@@ -12,8 +12,7 @@ from weft.plan.check import violations
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.fit import MicrobatchLoad
 from weft.plan.cost.hardware import find_hardware
-from weft.plan.cost.profile import Measurement, Profile, Setup, fit_profile
-from weft.plan.cost.profiled import ProfiledCost
+from weft.plan.cost.profile import Measurement, Profile, ProfiledCost, Setup, fit_profile
 from weft.plan.cost.shape import ModelShape
 from weft.plan.pack import pack
 from weft.plan.simulate.choose import pipeline_planner

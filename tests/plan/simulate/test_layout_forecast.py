@@ -8,7 +8,7 @@ import pytest
 from test_forecast import SHAPE, cost, outline
 
 from weft.plan.check import violations
-from weft.plan.cost.gather import ShardCost
+from weft.plan.cost.divided import ShardCost
 from weft.plan.pack import pack
 from weft.plan.simulate.forecast import forecast
 from weft.plan.simulate.layout_forecast import forecast_replicas

@@ -12,10 +12,8 @@ from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.fit import Fit, MicrobatchLoad
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.learned import FEWEST, MeasuredPairs, PairPace
-from weft.plan.cost.published_shapes import find_shape
-from weft.plan.cost.shape import ModelShape
-from weft.plan.pair import side_by_side, two_groups, uncut
-from weft.plan.pipeline.build import peak_bytes
+from weft.plan.cost.shape import ModelShape, find_shape
+from weft.plan.pipeline.pair import side_by_side, two_groups, uncut
 from weft.plan.program import Backward, Forward
 from weft.plan.simulate.choose import FastestPipeline, pipeline_planner
 from weft.plan.simulate.interpret import simulate
@@ -164,4 +162,5 @@ def test_choice_when_there_are_stages_then_pairs_go_through_all_of_them(behind):
         assert len(passes) == 48 and all(type(a) is type(b) for a, b in zip(passes[::2], passes[1::2], strict=True))
     assert [len(parts) for parts in uncut(program)] == [2] * 12
     limits = planner.memory_bytes(LIMITS.capacity)
-    assert all(peak <= most for peak, most in zip(peak_bytes(program, own), limits, strict=True))
+    timeline = simulate(program, own)
+    assert all(timeline.peak_bytes(stage) <= most for stage, most in enumerate(limits))

@@ -14,7 +14,7 @@ from weft.plan.check import violations
 from weft.plan.cost.types import LinearCost
 from weft.plan.program import Backward, Forward, Program
 from weft.plan.simulate.interpret import simulate
-from weft.plan.spread.planner import SpreadPlanner
+from weft.plan.spread import SpreadPlanner
 from weft.plan.types import JobQueue
 
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from weft.plan.check import violations
 from weft.plan.cost.types import LinearCost
-from weft.plan.homes import PlannedReplicas, choose_homes
+from weft.plan.level import PlannedReplicas, choose_homes
+from weft.plan.planner import HomeLoad
 from weft.plan.program import Forward, Measure, Program, Step
 from weft.plan.simulate.interpret import simulate
-from weft.plan.spread.planner import HomeLoad, SpreadPlanner
+from weft.plan.spread import SpreadPlanner
 from weft.plan.types import Batch, JobQueue, Limits
 
 LIMITS = Limits(capacity=64, max_microbatches=3)

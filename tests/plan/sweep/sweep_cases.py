@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.plan.cost.hardware import DEVICES, Hardware
 from weft.plan.cost.shape import ModelShape
-from weft.plan.families.layer_form import LayerForm
+from weft.plan.decoder import LayerForm
 from weft.plan.sweep import Configuration
 from weft.plan.sweep.cost import PackCost, SweepSetting
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from sweep_cases import SHAPE, device
 
-from weft.plan.sweep import Configuration, SweepPlan, plan_sweep, violations
+from benchmarks.sweeps.plan_check import violations
+from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
 
 SWEEP = [Configuration(f"c{i}", 256, 1, 10 + i, 100) for i in range(8)]
 

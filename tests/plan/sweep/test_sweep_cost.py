@@ -11,8 +11,8 @@ from benchmarks.sweeps.parts import QWEN25
 from weft.plan.cost.hardware import DEVICES
 from weft.plan.cost.shape import ModelShape
 from weft.plan.sweep import Configuration
+from weft.plan.sweep.bounds import LAYER_LAUNCH_S, Solo, one_by_one_s
 from weft.plan.sweep.cost import PackCost, SweepSetting
-from weft.plan.sweep.solo import LAYER_LAUNCH_S, Solo, one_by_one_s
 
 LLAMA = ModelShape("llama-3.1-8b", 4096, 14336, 32, 32, 8, 128, 128256)
 TINYLLAMA = ModelShape("tinyllama-1.1b", 2048, 5632, 22, 32, 4, 64, 32000)

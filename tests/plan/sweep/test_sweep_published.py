@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from sweep_cases import PEER, SHAPE, device, sweeps
 
+from benchmarks.sweeps.plan_check import violations
 from benchmarks.sweeps.published import JobPlanner, PackProgram, Throughput, plan_published, tail_bound
-from weft.plan.sweep import Configuration, plan_sweep, violations
+from weft.plan.sweep import Configuration, plan_sweep
 from weft.plan.sweep.cost import PackCost, SweepSetting
 
 MANY = [Configuration(f"c{i}", 16 << i % 3, 1 << i % 2, 10, 100) for i in range(1200)]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from sweep_cases import sweeps
 
-from weft.plan.sweep.assign import Splitter
 from weft.plan.sweep.cost import PackCost
+from weft.plan.sweep.planner import Splitter
 
 
 @settings(max_examples=25, deadline=None)

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from synthetic_sweep import sweep_board
 
-from weft.report.sweep.board import read_board
-from weft.report.sweep.params import number_label, shortened, value_label, varied_axes
+from weft.report.sweep_board import read_board
+from weft.report.sweep_params import number_label, shortened, value_label, varied_axes
 
 
 def board_of(*params: dict[str, Any], **fields: Any) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 from synthetic_sweep import sweep_board
 
-from weft.report.sweep.board import read_board
-from weft.report.sweep.charts import MAX_POINTS, draw_sweep_charts, trial_spans
-from weft.report.sweep.figure import BEST_COLOUR, STATE_COLOURS, STRENGTHS, fence, in_groups, looks
-from weft.report.sweep.space_charts import FAILED_POSITION
+from weft.report.sweep_board import read_board
+from weft.report.sweep_charts import FAILED_POSITION, MAX_POINTS, draw_sweep_charts, trial_spans
+from weft.report.sweep_figure import BEST_COLOUR, STATE_COLOURS, STRENGTHS, fence, in_groups, looks
 
 
 def own(figure: Any, trial: int) -> list[tuple[float, float]]:

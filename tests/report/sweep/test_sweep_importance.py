@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from synthetic_sweep import sweep_board
 
-from weft.report.sweep.board import Board, read_board
-from weft.report.sweep.importance import MIN_TRIALS, importances, num_measured
+from weft.report.sweep_board import Board, read_board
+from weft.report.sweep_params import MIN_TRIALS, importances, num_measured
 
 
 def searched(values: list[tuple[dict[str, Any], float]], mode: str = "min") -> Board:

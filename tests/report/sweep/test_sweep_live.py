@@ -4,7 +4,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from synthetic_sweep import sweep_board
 
-from weft.report.sweep.live import leaderboard_table, status_line
+from weft.report.sweep_page import leaderboard_table, status_line
 
 
 def printed(what: RenderableType, width: int = 110) -> str:

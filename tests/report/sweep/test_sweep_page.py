@@ -8,8 +8,8 @@ import pytest
 from synthetic_sweep import sweep_board
 
 from weft.errors import StorageError
-from weft.report.sweep.board import read_board
-from weft.report.sweep.page import render_sweep, write_sweep_report
+from weft.report.sweep_board import read_board
+from weft.report.sweep_page import render_sweep, write_sweep_report
 
 EVIL = "<img src=x onerror=alert(1)>"
 

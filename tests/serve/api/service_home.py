@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import io
 import json
 import tempfile
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,9 @@ from starlette.testclient import TestClient
 
 from weft.serve.api.app import make_app
 from weft.serve.blobs import Blobs
+from weft.serve.db import files, tenants
 from weft.serve.db.engine import Database, migrate, open_database
-from weft.serve.jobs.states import move
-from weft.serve.records import files, keys, models, tenants
+from weft.serve.db.jobs import move
 from weft.serve.settings import ServiceLimits, Settings
 
 TENANTS = ("acme", "globex")
@@ -27,6 +30,18 @@ def chat_lines(num: int = 12) -> bytes:
     """A training file of chats."""
     turns = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "HI"})
     return b"".join(json.dumps({"messages": turns, "n": i}).encode() + b"\n" for i in range(num))
+
+
+def _archive() -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("adapter_config.json", "{}")
+        archive.writestr("adapter_model.safetensors", bytes(range(256)))
+    return stream.getvalue()
+
+
+ADAPTER, RESULTS = _archive(), b"step,train_loss\n1,2.5\n"
+"""What a job makes here: an adapter's archive and a table."""
 
 
 @dataclass
@@ -66,20 +81,20 @@ class Home:
 
     def finish(self, job: str, tenant: str = "acme") -> str:
         """What a worker does: trains the job, writes a checkpoint, a model and a result file; returns the model."""
-        adapter, results = self.blobs.put(b"PK-adapter", ".zip"), self.blobs.put(b"step,train_loss\n1,2.5\n")
-        name = models.model_name("tiny", tenant, "x", job)
+        adapter, results = self.blobs.put(ADAPTER, ".zip"), self.blobs.put(RESULTS)
+        name = files.model_name("tiny", tenant, "x", job)
         with self.database.begin() as tx:
             move(tx, tenant, job, "running", fence=0, worker="w")
             step = f"{name}:ckpt-step-1"
-            models.add_checkpoint(tx, tenant, job, 1, model=step, metrics={"step": 1}, blob=adapter)
-            models.create_model(tx, tenant, name, job=job, base="tiny", blob=adapter, bytes=10)
+            files.add_checkpoint(tx, tenant, job, 1, model=step, metrics={"step": 1}, blob=adapter)
+            files.create_model(tx, tenant, name, job=job, base="tiny", blob=adapter, bytes=10)
             result = files.create_file(
                 tx,
                 tenant,
                 filename="results.csv",
                 purpose=files.RESULTS,
                 bytes=22,
-                sha256="0" * 64,
+                sha256=hashlib.sha256(RESULTS).hexdigest(),
                 blob=results,
             )
             done = {"fine_tuned_model": name, "trained_tokens": 120, "result_files": [result["id"]]}
@@ -117,5 +132,5 @@ def make_home(directory: Path, **options: Any) -> Home:
     with database.begin() as tx:
         for tenant in ("default", *TENANTS):
             tenants.create_tenant(tx, tenant)
-            home.keys[tenant] = keys.create_key(tx, tenant, scopes=keys.SCOPES)
+            home.keys[tenant] = tenants.create_key(tx, tenant, scopes=tenants.SCOPES)
     return home

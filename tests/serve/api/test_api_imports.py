@@ -9,7 +9,7 @@ import sys
 def test_api_when_imported_then_without_torch():
     code = (
         "import sys\n"
-        "import weft.serve.api.app, weft.serve.api.server, weft.serve.blob_gc, weft.serve.supervise\n"
+        "import weft.serve.api.app, weft.serve.api.app, weft.serve.db.files, weft.serve.supervise\n"
         "import weft.cli.service.keys\n"
         "print(sorted({'torch', 'transformers', 'tokenizers', 'safetensors'} & set(sys.modules)))"
     )

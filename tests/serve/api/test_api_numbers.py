@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from service_home import Home
 
-from weft.serve.api.bodies.requests import BODIES
+from weft.serve.api.requests import BODIES
 
 WILD = ("1e30", "-1e30", "1e300", "1e400", "-1e400", "0", "-1", "0.5", "9" * 30, f"-{'9' * 300}", f"{2**63}", "true")
 """As they are written in JSON: 1e400 is infinity to Python."""

@@ -9,11 +9,14 @@ from importlib.machinery import ModuleSpec
 
 import openai
 import pytest
-from service_home import Home, chat_lines
+from openai.types import FileObject, Model
+from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
+from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
+from service_home import ADAPTER, Home, chat_lines
 
-from weft.serve.jobs.spec import build_spec, job_settings, used_hyperparameters
-from weft.serve.records.usage import usage_of
-from weft.spec.choices.openai_hyperparameters import resolve
+from weft.serve.db.usage import usage_of
+from weft.serve.new_job import build_spec, job_settings, used_hyperparameters
+from weft.spec.choices import resolve
 
 
 def test_file_when_uploaded_then_listed_read_and_deleted(home: Home):
@@ -102,11 +105,12 @@ def test_result_when_job_succeeded_then_used_downloaded_and_deleted(home: Home):
     assert checkpoint.fine_tuned_model_checkpoint == f"{name}:ckpt-step-1"
     assert list(client.fine_tuning.checkpoints.permissions.list(checkpoint.id)) == []
     assert [m.id for m in client.models.list()] == ["tiny", name]
-    assert client.models.retrieve(name).owned_by == "acme"
+    model = client.models.retrieve(name)
+    assert (model.owned_by, model.model_extra) == ("acme", {"root": "tiny", "job": id, "bytes": len(b"PK-adapter")})
     assert client.models.retrieve(checkpoint.fine_tuned_model_checkpoint).id
     for model in (name, checkpoint.fine_tuned_model_checkpoint):
         archive = home.call("GET", f"/v1/models/{model}/adapter")
-        assert (archive.status_code, archive.content) == (200, b"PK-adapter")
+        assert (archive.status_code, archive.content) == (200, ADAPTER)
         assert archive.headers["content-disposition"].startswith("attachment")
     assert client.models.delete(name).deleted
     with pytest.raises(openai.NotFoundError):
@@ -191,3 +195,28 @@ def test_health_when_asked_then_needs_no_key_but_metrics_do(home: Home):
     assert 'route="/v1/fine_tuning/jobs"' in text
     home.app.state.service.is_draining = True
     assert home.http.get("/readyz").status_code == 503
+
+
+def test_objects_when_read_by_the_types_of_the_sdk_then_fit_them_field_by_field(home: Home):
+    """The SDK itself takes whatever comes; a user's code that reads a field that is not there does not."""
+    kinds = {"supervised": {}, "dpo": {"beta": 0.2}}
+    pair = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}).encode() + b"\n"
+    for kind, own in kinds.items():
+        file = home.upload(data=pair if kind == "dpo" else None)
+        method = {"type": kind, kind: {"hyperparameters": {"n_epochs": 1, **own}}}
+        id = home.job(file=file, method=method, metadata={"k": "v"})
+        job = FineTuningJob.model_validate(home.call("GET", f"/v1/fine_tuning/jobs/{id}").json())
+        assert job.hyperparameters.n_epochs == 1
+        home.finish(id)
+        FineTuningJob.model_validate(home.call("GET", f"/v1/fine_tuning/jobs/{id}").json())
+        for path, model in (("events", FineTuningJobEvent), ("checkpoints", FineTuningJobCheckpoint)):
+            found = home.call("GET", f"/v1/fine_tuning/jobs/{id}/{path}").json()["data"]
+            assert [model.model_validate(item) for item in found]
+    assert [FileObject.model_validate(item) for item in home.call("GET", "/v1/files").json()["data"]]
+    assert [Model.model_validate(item) for item in home.call("GET", "/v1/models").json()["data"]]
+
+
+@pytest.mark.parametrize("value", ["x", "", "nil"])
+def test_jobs_when_filtered_by_what_is_no_metadata_then_400(home: Home, value: str):
+    answer = home.call("GET", f"/v1/fine_tuning/jobs?metadata={value}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import uvicorn
 from service_home import Home
 
-from weft.serve.api.server import listen, run_app
+from weft.serve.api.app import listen, run_app
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -41,3 +43,16 @@ def test_run_when_told_to_stop_before_it_serves_then_does_not_begin(
     (line,) = [json.loads(text) for text in capsys.readouterr().err.splitlines() if "stopping" in text]
     assert (line["message"], line["signal"]) == ("stopping", number.name)
     assert [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+def test_log_when_a_library_warns_then_each_line_is_json():
+    program = (
+        "import warnings; from weft.serve.api.observe import log_json; log_json(); "
+        "warnings.warn('first line\\nsecond line'); warnings.warn('old', DeprecationWarning)"
+    )
+    done = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(line["level"], "first line\nsecond line" in line["message"]) for line in lines] == [
+        ("warning", True),
+        ("warning", False),
+    ]

@@ -122,7 +122,7 @@ def test_import_when_the_service_refuses_a_job_then_says_so_and_leaves_no_file(
         assert not list(other.sdk().files.list())
     other.database.close()
     error = capsys.readouterr().err
-    assert "error: http://testserver/v1: the service says:" in error and "nowhere" in error
+    assert "error: http://testserver/v1: the service answers:" in error and "nowhere" in error
 
 
 def test_page_when_its_commands_are_typed_in_order_then_each_works(home, typed, monkeypatch, tmp_path, capsys):
@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "failed": ({"status": "failed"}, "its status is failed; jobs that failed or were cancelled are left out."),
     "pairs": ({"training_file": "file-pairs"}, "file-pairs line 1: is preference data, but the method is supervised."),
     "unknown number": ({"hyperparameters": {"n_epochs": "many"}}, "n_epochs is 'many', neither a number nor 'auto'."),
-    "unknown setting": ({"hyperparameters": {"momentum": 1}}, "its hyper-parameter momentum has no place here."),
+    "unknown setting": ({"hyperparameters": {"momentum": 1}}, "its hyper-parameter momentum is not supported."),
     "wrong number": ({"hyperparameters": {"n_epochs": 0}}, "num_train_epochs: must be above 0, got 0.0."),
     "wrong seed": ({"seed": -4}, "seed: must be at least 0 and below 4294967296, got -4."),
 }
@@ -191,7 +191,7 @@ def test_import_when_some_jobs_cannot_be_carried_over_then_each_is_named_and_the
     [
         (
             ["export"],
-            "ftjob-0: nobody has said what stands for gpt-x here; use --base-model NAME, or --model gpt-x=NAME.",
+            "ftjob-0: no base model is given for gpt-x; use --base-model NAME, or --model gpt-x=NAME.",
         ),
         (["export", "--model", "gpt-x"], "--model: got 'gpt-x'; write THERE=HERE, such as gpt-4o-mini=tiny."),
         (["nowhere"], "nowhere: cannot be read (No such file or directory)."),

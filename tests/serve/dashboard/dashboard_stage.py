@@ -6,6 +6,7 @@ Run as a script, with a port, it serves until stopped and prints the address and
 from __future__ import annotations
 
 import copy
+import hashlib
 import http.server
 import itertools
 import json
@@ -26,20 +27,15 @@ import uvicorn
 from weft.serve.api.app import make_app
 from weft.serve.blobs import Blobs
 from weft.serve.dashboard import router
-from weft.serve.db.engine import migrate, now, open_database
+from weft.serve.db.engine import migrate, new_id, now, open_database
+from weft.serve.db.files import add_checkpoint, create_file, create_model, model_name
+from weft.serve.db.jobs import add_event, create_job, move
 from weft.serve.db.tables import JOBS
-from weft.serve.jobs.states import move
-from weft.serve.records.events import add_event
-from weft.serve.records.files import create_file
-from weft.serve.records.jobs import create_job
-from weft.serve.records.keys import SCOPES, create_key
-from weft.serve.records.models import add_checkpoint, create_model, model_name
-from weft.serve.records.rows import new_id
-from weft.serve.records.tenants import create_tenant
-from weft.serve.records.usage import add_usage
-from weft.serve.records.workers import put_worker
+from weft.serve.db.tenants import SCOPES, create_key, create_tenant
+from weft.serve.db.usage import add_usage
+from weft.serve.db.workers import put_worker
 from weft.serve.settings import Settings
-from weft.wall_clock import Activity, TimeSplit
+from weft.store.wall_clock import Activity, TimeSplit
 
 SPENT = TimeSplit({a: round(s * 1e9) for a, s in zip(Activity, (3600, 240, 0, 60, 30, 15, 555), strict=True)})
 """Where the worker's hour and a quarter went."""
@@ -90,9 +86,10 @@ class Stage:
         """A queued job, which goes on from the model `start`."""
         tenant = tenant or self.tenant
         with self.database.begin() as tx:
-            blob = self.blobs.put(b'{"prompt":"a","completion":"b"}\n')
+            content = b'{"prompt":"a","completion":"b"}\n'
+            blob, sha256 = self.blobs.put(content), hashlib.sha256(content).hexdigest()
             file = create_file(
-                tx, tenant, filename=f"{suffix}.jsonl", purpose="fine-tune", bytes=3200, sha256="0" * 64, blob=blob
+                tx, tenant, filename=f"{suffix}.jsonl", purpose="fine-tune", bytes=3200, sha256=sha256, blob=blob
             )
             settings = {"num_train_epochs": 3, "global_batch_size": 8, "learning_rate": 2e-4, "adapter": {"r": 16}}
             settings |= {"init_adapter": start} if start else {}

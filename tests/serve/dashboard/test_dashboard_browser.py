@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from dashboard_stage import ANSWER, Busy, House, Stage
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
 
-from weft.serve.records.keys import key_id, revoke_key
+from weft.serve.db.tenants import create_key, key_id, revoke_key
 
 PATIENCE_MS = 120_000
 """Of a browser on a machine with other work."""
@@ -129,6 +131,75 @@ def test_jobs_when_there_are_some_show_state_progress_and_curve(look: Page, busy
     expect(rows).to_contain_text("broken")
 
 
+def test_jobs_when_searched_are_found_among_those_not_listed_yet(page: Page, stage: Stage) -> None:
+    """Every word must be in a job's name, id, model or metadata; older pages are searched as well."""
+    stage.job("needle", metadata={"team": "Blue"})
+    for i in range(21):
+        stage.job(f"hay-{i}")
+    enter(page, stage.key)
+    rows = page.locator("table.jobs tbody tr")
+    expect(rows).to_have_count(20)
+    page.get_by_label("Search jobs").fill("blue need")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("needle")
+    page.get_by_label("Search jobs").fill("needle red")
+    expect(page.locator(".notice")).to_have_text('No job matches "needle red".')
+
+
+def test_jobs_when_compared_have_their_curves_on_the_same_axes(look: Page, busy: Busy) -> None:
+    """Each chart has a curve of every chosen job; of the settings only those that differ are listed."""
+    enter(look, busy.stage.key)
+    for name in ("support-tone", "extract-fields"):
+        look.get_by_label(f"Compare {name}").check()
+    look.get_by_role("link", name="Compare 2").click()
+    charts = look.locator(".overlay .plot svg")
+    expect(charts).to_have_count(4)
+    for i in range(4):
+        expect(charts.nth(i).locator("path.curve")).to_have_count(2)
+    expect(look.get_by_role("row", name=re.compile("support-tone.*succeeded"))).to_contain_text("120 of 120")
+    differing = look.get_by_role("table", name="Settings that differ").locator("tbody tr")
+    expect(differing).to_have_count(1)
+    expect(differing.locator("th")).to_have_text("training file")
+    # Where one of them has no steps any more, only the other one is read.
+    charts.first.hover(position={"x": 70, "y": 90})
+    expect(look.locator(".reading").first).to_contain_text("extract-fields")
+    charts.first.hover(position={"x": 500, "y": 90})
+    expect(look.locator(".reading").first).to_contain_text("support-tone")
+    expect(look.locator(".reading").first).not_to_contain_text("extract-fields")
+
+
+def test_files_and_models_are_listed_with_sizes_and_deleted(page: Page, stage: Stage) -> None:
+    """The lists can be searched; what is deleted is gone; a key without a scope sees the other list."""
+    job = stage.job("keep")
+    stage.start(job, 1)
+    model = stage.succeed(job, "keep")
+    stage.job("drop")
+    enter(page, stage.key, "#/data")
+    files = page.get_by_role("table", name="Files, newest first").locator("tbody tr")
+    models = page.get_by_role("table", name="Models, newest first").locator("tbody tr")
+    expect(files).to_have_count(2)
+    expect(files.first).to_contain_text("drop.jsonl")
+    expect(files.first).to_contain_text("3.13 KiB")
+    expect(models).to_contain_text(f"{model}tiny22 B")
+    expect(page.locator(".tile")).to_have_text(["files6.25 KiB2 files", "models22 B1 models"])
+    page.get_by_label("Search files and models").fill("dro")
+    expect(files).to_have_count(1)
+    expect(page.locator(".notice")).to_have_text('None of them matches "dro".')
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete drop.jsonl").click()
+    expect(page.locator(".notice")).to_have_count(2)
+    page.get_by_label("Search files and models").fill("")
+    expect(files).to_have_count(1)
+    page.get_by_role("button", name=f"Delete {model}").click()
+    expect(page.locator(".notice")).to_have_text("No job has made a model yet.")
+    with stage.database.begin() as tx:
+        key = create_key(tx, stage.tenant, scopes=["files"])
+    page.get_by_role("button", name="Sign out").click()
+    enter(page, key, "#/data")
+    expect(files).to_have_count(1)
+    expect(page.get_by_role("alert")).to_contain_text("models")
+
+
 def test_job_when_it_trains_has_a_curve_that_grows(page: Page, stage: Stage) -> None:
     """New steps appear by themselves, and the job's end as well."""
     job = stage.job("growing")
@@ -144,6 +215,8 @@ def test_job_when_it_trains_has_a_curve_that_grows(page: Page, stage: Stage) -> 
     assert plot.locator("path.curve").first.get_attribute("d") != before
     expect(page.get_by_text("30 of 60")).to_be_visible()
     expect(page.locator("dl.about")).to_contain_text("token accuracy50.0 %, validation 16.7 %")
+    accuracies = page.get_by_label("Token accuracy: training 50.0 % at step 30, validation 16.7 % at step 20")
+    expect(accuracies.locator("path.curve")).to_have_count(2)
     stage.train(job, 31, 60, 60)
     stage.succeed(job, "growing")
     expect(page.locator("h1 .badge")).to_have_text("succeeded")
@@ -152,6 +225,65 @@ def test_job_when_it_trains_has_a_curve_that_grows(page: Page, stage: Stage) -> 
         page.get_by_role("button", name="Download adapter").click()
     assert saved.value.suggested_filename == "growing.zip"
     assert Path(saved.value.path()).read_bytes().startswith(b"PK")
+
+
+def test_axes_of_few_steps_have_round_labels_where_their_values_are(page: Page, stage: Stage) -> None:
+    """Steps have no fractions to round away, and learning rates close together keep the digits that differ."""
+    job = stage.job("short")
+    stage.start(job, 160)
+    stage.train(job, 1, 13, 160)
+    enter(page, stage.key, f"#/jobs/{job}")
+    expect(page.locator(".plot svg")).to_have_count(4)
+    axes = page.locator(".plot svg").evaluate_all(
+        """plots => plots.map(svg => ["x", "y"].map(axis => [...svg.querySelectorAll("text")]
+            .filter(text => (text.getAttribute("text-anchor") === "end") === (axis === "y"))
+            .map(text => [parseFloat(text.textContent), Number(text.getAttribute(axis)), text.textContent])))"""
+    )
+    assert [text for _, _, text in axes[3][1]] == ["1.85e-4", "1.90e-4", "1.95e-4"]
+    for labels in itertools.chain.from_iterable(axes):
+        (first, start, _), (last, end, _) = labels[0], labels[-1]
+        assert first != last
+        for value, at, _ in labels:
+            assert at == pytest.approx(start + (end - start) * (value - first) / (last - first), abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        ("wholeTicks(1, 2, 4)", [1, 2]),
+        ("wholeTicks(1, 13, 4)", [5, 10]),
+        ("wholeTicks(1, 100, 4)", [25, 50, 75, 100]),
+        ("shareTicks(0.95, 1.07, 4)", [0.96, 0.98, 1]),
+        ("binaryTicks(0, 1.3 * 2 ** 30, 4)", [0, 2**29, 2**30]),
+        ("logTicks(Math.log10(0.03), Math.log10(4), 4)", [0.05, 0.1, 0.2, 0.5, 1, 2]),
+        ("logTicks(-6.5, 0.5, 4)", [1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1]),
+        ("logTicks(Math.log10(2.1), Math.log10(2.6), 4)", [2.2, 2.4, 2.6]),
+        ("labels(ticks(1.88e-4, 1.912e-4, 4), number)", ["1.88e-4", "1.89e-4", "1.90e-4", "1.91e-4"]),
+        ("labels(wholeTicks(10_000, 10_100, 4), count)", ["10 k", "10.025 k", "10.05 k", "10.075 k", "10.1 k"]),
+        ("labels([0.9, 0.925, 0.95], share)", ["90 %", "92.5 %", "95 %"]),
+    ],
+)
+def test_ticks_of_an_axis_are_round_and_written_in_full(page: Page, axis: str, expected: list[Any]) -> None:
+    """Whatever the scale, no two labels are the same and none is rounded."""
+    page.goto("/")
+    script = f"""async () => {{
+        const charts = await import("/dashboard/static/charts.js");
+        const {{ binaryTicks, labels, logTicks, shareTicks, ticks, wholeTicks }} = charts;
+        const {{ count, number, share }} = await import("/dashboard/static/format.js");
+        return {axis};
+    }}"""
+    assert page.evaluate(script) == expected
+
+
+def test_checkpoints_that_are_not_there_are_awaited_only_while_a_job_may_write_some(look: Page, busy: Busy) -> None:
+    """A job that failed without a checkpoint has none, and no "yet"; one that waits has none yet."""
+    enter(look, busy.stage.key, f"#/jobs/{busy.ids['broken']}")
+    expect(look.locator(".notice").last).to_have_text("This job has no checkpoints.")
+    look.goto(f"/#/jobs/{busy.ids['waiting']}")
+    expect(look.locator(".notice").last).to_have_text("No checkpoint has been written yet.")
+    expect(look.locator(".hollow").first).to_have_text("The first step has not been done yet.")
+    look.goto(f"/#/jobs/{busy.ids['stopped']}")
+    expect(look.locator(".hollow").first).to_have_text("No step was done.")
 
 
 def test_job_with_many_events_loads_them_all_once(page: Page, stage: Stage) -> None:
@@ -319,6 +451,49 @@ def test_compose_from_a_model_of_ones_own_goes_on_with_its_adapter(page: Page, s
     expect(page.locator("dl.settings")).to_contain_text(model)
 
 
+def test_job_when_cloned_fills_the_form_and_makes_the_same_job(page: Page, stage: Stage) -> None:
+    """The form shows every setting of the job, those without a field as JSON; sent unchanged, it is the same job."""
+    trained = stage.job("start")
+    stage.start(trained, 1)
+    model = stage.succeed(trained, "start")
+    enter(page, stage.key)
+    api = {"base_url": page.url.split("/#")[0], "headers": {"authorization": f"Bearer {stage.key}"}, "timeout": 60}
+    with httpx.Client(**api) as client:
+        pairs = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 2
+        file, pair_file = (
+            client.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": (name, rows)}).json()["id"]
+            for name, rows in (("again.jsonl", GOOD), ("pairs.jsonl", pairs))
+        )
+        lora = {"r": 4, "alpha": 6, "target_modules": ["q_proj", "v_proj"], "use_rslora": True}
+        settings = {"lr_scheduler_type": "cosine", "learning_rate": 1.7e-4, "weight_decay": 0.01}
+        first = {"validation_file": file, "lora": lora, "settings": settings, "suffix": "one"}
+        first |= {"max_steps": 7, "seed": 3, "metadata": {"team": "</textarea><b>blue"}}
+        hyper = {"n_epochs": 4, "learning_rate_multiplier": 0.3, "beta": 0.7}
+        second = {"training_file": pair_file, "method": {"type": "dpo", "dpo": {"hyperparameters": hyper}}}
+        for body in (first, second, {"model": model}, {"lora": {"method": "ia3"}}):
+            made = client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file, **body}).json()
+            page.goto(f"/#/jobs/{made['id']}")
+            page.get_by_role("link", name="Clone").click()
+            expect(page.locator(".ok").first).to_have_text("Uploaded before and ready.")
+            if body is first:
+                expect(page.get_by_label("Alpha")).to_have_value("6")
+                expect(page.get_by_label("Most steps")).to_have_value("7")
+            page.get_by_role("button", name="Start training").click()
+            expect(page.locator("h1 .badge")).to_have_text("queued")
+            id = page.url.split("/")[-1]
+            assert id != made["id"]
+            again = client.get(f"/v1/fine_tuning/jobs/{id}").json()
+            own = {"id", "created_at"}
+            assert {k: v for k, v in again.items() if k not in own} == {k: v for k, v in made.items() if k not in own}
+        client.delete(f"/v1/files/{file}")
+    page.goto(f"/#/new/{made['id']}")
+    expect(page.get_by_role("alert")).to_have_text("The file of that job has been deleted; choose another.")
+    page.get_by_label("Metadata").fill("team: blue")
+    attach(page, GOOD)
+    page.get_by_role("button", name="Start training").click()
+    expect(page.locator("#metadata")).to_have_attribute("aria-invalid", "true")
+
+
 def test_chat_with_an_adapter_streams_beside_the_base_model(look: Page, busy: Busy) -> None:
     """Both answers grow word by word; each side's history is its own."""
     goes_on = busy.stage.worker.goes_on
@@ -361,7 +536,8 @@ def test_chat_without_a_worker_says_so(page: Page, stage: Stage) -> None:
 def test_operations_show_workers_queue_and_program(look: Page, busy: Busy) -> None:
     """The machine, its speed over time and whose tokens it trains; another tenant's job has no name here."""
     enter(look, busy.stage.key, "#/operations")
-    expect(look.locator(".tile").nth(1)).to_contain_text("18.4 k")
+    expect(look.locator(".tile").nth(1)).to_have_text("tokens per second18.4 kall workers and tenants")
+    expect(look.locator(".tile").nth(3)).to_have_text("your jobs2 running1 waiting; beside 1 of other tenants")
     expect(look.locator(".plot svg path.curve")).to_have_count(2)
     worker = look.locator(".worker")
     expect(worker).to_contain_text("NVIDIA H200")
@@ -380,6 +556,7 @@ def test_operations_when_an_operator_drains_a_worker_then_its_card_says_so_until
 ) -> None:
     """Operators see the machine and steer its workers; a tenant sees neither its name nor a button."""
     enter(look, busy.stage.admin, "#/operations")
+    expect(look.locator(".tile").nth(3)).to_have_text("jobs of all tenants3 running1 waiting")
     machine = look.locator(".machine")
     expect(machine.locator("header").first).to_contain_text("loom-1")
     expect(machine.locator("header").first).to_contain_text("1 × NVIDIA H200 · 3 jobs")
@@ -396,6 +573,11 @@ def test_usage_of_an_operator_lists_tenants_and_keys(look: Page, busy: Busy) -> 
     expect(look.get_by_text("4 of 20")).to_be_visible()
     expect(look.get_by_role("row", name=re.compile("Rival"))).to_be_visible()
     expect(look.get_by_text(f"weft_{key_id(busy.stage.rival)}_…")).to_be_visible()
+    keys = look.get_by_role("table", name="Keys").locator("tbody tr")
+    expect(keys).to_have_count(3)
+    look.get_by_label("Search tenants and keys").fill("rival")
+    expect(keys).to_have_count(1)
+    expect(look.get_by_role("table", name="Tenants").locator("tbody tr")).to_have_count(1)
     look.get_by_role("button", name="Sign out").click()
     enter(look, busy.stage.key, "#/usage")
     expect(look.locator(".tile").first).to_contain_text("733 k")
@@ -404,15 +586,24 @@ def test_usage_of_an_operator_lists_tenants_and_keys(look: Page, busy: Busy) -> 
 
 def test_text_of_users_when_it_looks_like_html_stays_text(page: Page, stage: Stage) -> None:
     """What a user wrote is never markup."""
-    job = stage.job("evil", metadata={"<img src=x onerror=alert(1)>": "<script>alert(1)</script>"})
+    job = stage.job(
+        "<b>evil</b><img src=x onerror=alert(1)>",
+        metadata={"<img src=x onerror=alert(1)>": "<script>alert(1)</script>"},
+    )
     with stage.database.begin() as tx:
-        from weft.serve.records.events import add_event
+        from weft.serve.db.jobs import add_event
 
         add_event(tx, stage.tenant, job, "warn", "<b>bold</b><img src=x onerror=alert(1)>")
     page.on("dialog", lambda dialog: pytest.fail("a script of a user's ran"))
     enter(page, stage.key, f"#/jobs/{job}")
     expect(page.locator(".events .warn")).to_contain_text("<b>bold</b>")
-    expect(page.locator("main img, main script")).to_have_count(0)
+    shown = page.locator("h2", has_text="Metadata").locator("xpath=following-sibling::section")
+    expect(shown.locator("dd")).to_have_text("<script>alert(1)</script>")
+    expect(page.locator("dl.settings").first).not_to_contain_text("alert")
+    for place in (f"jobs/{job}", "jobs", f"compare/{job}/{stage.job('plain')}", "data", f"new/{job}"):
+        page.goto(f"/#/{place}")
+        expect(page.locator("main")).to_contain_text("<b>evil</b>")
+        expect(page.locator("main img, main script, main b:text('evil')")).to_have_count(0)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -428,7 +619,9 @@ def test_screens_at_390_pixels_do_not_scroll_sideways(browser: Browser, busy: Bu
     page = context.new_page()
     enter(page, busy.stage.admin)
     jobs = [f"jobs/{busy.ids[name]}" for name in ("summaries", "broken", "stopped", "resting")]
-    for place in ["jobs", *jobs, "new", "chat", "operations", "usage"]:
+    compared = "/".join(busy.ids[name] for name in ("summaries", "broken", "stopped"))
+    ours = ["jobs", *jobs, f"compare/{compared}", "new", f"new/{busy.ids['resting']}", "data"]
+    for place in [*ours, "chat", "operations", "usage"]:
         page.goto(f"/#/{place}")
         expect(page.locator(".screen h1")).to_be_visible()
         if place == "new":
@@ -436,6 +629,8 @@ def test_screens_at_390_pixels_do_not_scroll_sideways(browser: Browser, busy: Bu
             expect(page.locator(".problems li")).to_have_count(1)
         expect(page.locator(".loading")).to_have_count(0)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+    page.set_viewport_size({"width": 764, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 764
     context.close()
 
 

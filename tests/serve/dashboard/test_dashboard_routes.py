@@ -17,10 +17,10 @@ import weft.serve.dashboard
 from weft.serve.dashboard.overview import NUM_POINTS, SAMPLE_S, History, month_starts
 from weft.serve.dashboard.routes import assets
 from weft.serve.db.engine import now
+from weft.serve.db.leases import steer_workers
 from weft.serve.db.tables import WORKERS
-from weft.serve.jobs.drain import steer_workers
-from weft.serve.records.keys import create_key
-from weft.serve.records.workers import put_worker
+from weft.serve.db.tenants import create_key
+from weft.serve.db.workers import put_worker
 
 STATIC = Path(weft.serve.dashboard.__file__).parent / "static"
 
@@ -156,6 +156,20 @@ def test_overview_of_an_operator_shows_all_tenants_and_keys_without_secrets(stag
     assert ids["theirs"] in seen["workers"][0]["program"][0]["tokens"]
     text = http.get("/dashboard/overview?months=2", headers={"authorization": f"Bearer {stage.admin}"}).text
     assert stage.worker.address not in text and stage.key not in text
+
+
+def test_overview_when_the_key_has_only_admin_then_is_shown_and_without_usage_or_admin_403(
+    stage: Stage, http: TestClient
+) -> None:
+    for scopes, status in ((("admin",), 200), (("usage",), 200), (("files", "jobs", "models", "chat"), 403)):
+        with stage.database.begin() as tx:
+            key = create_key(tx, stage.tenant, "k", scopes)
+        answer = http.get("/dashboard/overview", headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+        if status == 200:
+            assert answer.json()["is_admin"] == ("admin" in scopes)
+        else:
+            assert "lacks the scope 'usage' or 'admin'" in answer.json()["error"]["message"]
 
 
 def test_overview_usage_when_summed_over_months_equals_the_total(stage: Stage, http: TestClient) -> None:

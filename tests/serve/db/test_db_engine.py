@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ from alembic.runtime.migration import MigrationContext
 
 from weft.errors import ConfigError
 from weft.serve.db.engine import SCRIPTS, Database, migrate, now, open_database, revision
+from weft.serve.db.jobs import add_event
 from weft.serve.db.tables import EVENTS, JOBS, METADATA, TENANTS
+from weft.serve.db.tenants import create_tenant, find_key, first_key, list_tenants
 from weft.serve.errors import Busy
-from weft.serve.records.events import add_event
-from weft.serve.records.tenants import create_tenant, list_tenants
 
 
 def test_upgrade_when_fresh_then_equals_the_tables(bare: Database):
@@ -64,6 +65,23 @@ def test_upgrade_when_run_by_many_at_once_then_happens_once(bare: Database):
     assert errors == []
     with bare.read() as tx:
         assert revision(tx) == "0003"
+
+
+def test_setup_when_several_processes_start_on_an_empty_database_then_one_makes_the_tenant_and_the_key(bare: Database):
+    barrier = threading.Barrier(6)
+
+    def start(_: int) -> str | None:
+        barrier.wait()
+        migrate(bare)
+        barrier.wait()
+        return first_key(bare, auth=True)
+
+    with ThreadPoolExecutor(6) as pool:
+        keys = [key for key in pool.map(start, range(6)) if key is not None]
+    assert len(keys) == 1
+    with bare.read() as tx:
+        assert [tenant["id"] for tenant in list_tenants(tx)] == ["default"]
+        assert find_key(tx, keys[0])["tenant"] == "default"
 
 
 def test_upgrade_when_the_database_is_newer_then_refused_with_advice(database: Database):

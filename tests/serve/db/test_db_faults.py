@@ -13,10 +13,10 @@ import sqlalchemy as sa
 from postgres_server import find_binaries
 
 from weft.serve.db.engine import Database, Tx, migrate, open_database
+from weft.serve.db.jobs import add_event
 from weft.serve.db.tables import EVENTS, TENANTS
+from weft.serve.db.tenants import create_tenant, list_tenants, update_tenant
 from weft.serve.errors import Busy, Unsure
-from weft.serve.records.events import add_event
-from weft.serve.records.tenants import create_tenant, list_tenants, update_tenant
 
 pytestmark = pytest.mark.faults
 on_postgres = pytest.mark.parametrize("bare", ["postgresql"] if find_binaries() else [], indirect=True)

@@ -6,8 +6,8 @@ import pytest
 from postgres_server import find_binaries, running_postgres
 
 from weft.serve.db.engine import migrate, open_database
+from weft.serve.db.tenants import create_tenant, list_tenants
 from weft.serve.errors import Busy
-from weft.serve.records.tenants import create_tenant, list_tenants
 
 
 @pytest.mark.faults

@@ -6,12 +6,11 @@ import pytest
 import sqlalchemy as sa
 
 from weft.serve.db.engine import now
+from weft.serve.db.jobs import create_job
+from weft.serve.db.leases import claim_jobs, steer_workers
 from weft.serve.db.tables import JOBS, WORKERS
+from weft.serve.db.workers import all_workers, forget_lost_workers, held_by_worker, put_worker, worker_state
 from weft.serve.errors import NotFound, NotPossible
-from weft.serve.jobs.drain import steer_workers
-from weft.serve.jobs.leases import claim_jobs
-from weft.serve.records.jobs import create_job
-from weft.serve.records.workers import all_workers, forget_lost_workers, held_by_worker, put_worker, worker_state
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ import pytest
 import sqlalchemy as sa
 
 from weft.serve.db.engine import now
+from weft.serve.db.jobs import create_job, move, request_change, update_job
+from weft.serve.db.leases import MAX_ATTEMPTS, claim_jobs, give_up, has_free, release, renew
 from weft.serve.db.tables import EVENTS, JOBS, METADATA, WORKERS
+from weft.serve.db.tenants import create_tenant, update_tenant
+from weft.serve.db.workers import put_worker
 from weft.serve.errors import Fenced
-from weft.serve.jobs.leases import MAX_ATTEMPTS, claim_jobs, give_up, has_free, release, renew
-from weft.serve.jobs.states import ask, move, update_job
-from weft.serve.records.jobs import create_job
-from weft.serve.records.tenants import create_tenant, update_tenant
-from weft.serve.records.workers import put_worker
 
 
 @pytest.fixture
@@ -46,8 +45,8 @@ def job(tx, id):
     return dict(tx.execute(sa.select(JOBS).where(JOBS.c.id == id)).mappings().one())
 
 
-def claimed(tx, worker="w1", num_places=10, **options):
-    return [found["id"] for found in claim_jobs(tx, worker, "tiny", num_places, **options)]
+def claimed(tx, worker="w1", num_seats=10, **options):
+    return [found["id"] for found in claim_jobs(tx, worker, "tiny", num_seats, **options)]
 
 
 def expire(tx, *ids):
@@ -78,8 +77,8 @@ def test_claim_when_the_others_are_full_or_draining_or_silent_then_their_part_is
     alive(tx, "w3", is_draining=True)
     alive(tx, "w4")
     tx.execute(sa.update(WORKERS).where(WORKERS.c.id == "w4").values(seen_at=now(tx) - 3600))
-    assert claimed(tx, "w1", num_places=8) == ids[:5]
-    assert claimed(tx, "w2", num_places=1) == ids[5:]
+    assert claimed(tx, "w1", num_seats=8) == ids[:5]
+    assert claimed(tx, "w2", num_seats=1) == ids[5:]
 
 
 def test_claim_when_another_is_silent_beyond_its_own_lease_then_its_part_is_taken_at_once(tx):
@@ -94,7 +93,7 @@ def test_claim_when_another_is_silent_beyond_its_own_lease_then_its_part_is_take
 def test_claim_when_jobs_are_equal_then_first_come_is_first_served_up_to_the_room(tx):
     ids = [queue(tx) for _ in range(4)]
     assert has_free(tx, "tiny")
-    assert claimed(tx, num_places=3) == ids[:3]
+    assert claimed(tx, num_seats=3) == ids[:3]
     assert claimed(tx, "w2") == ids[3:]
     assert claimed(tx, "w3") == []
     assert not has_free(tx, "tiny")
@@ -123,7 +122,7 @@ def test_claim_when_priorities_differ_then_the_highest_goes_first(tx):
 def test_claim_when_one_tenant_has_many_jobs_then_tenants_take_turns(tx):
     many = [queue(tx, "ash") for _ in range(5)]
     few = [queue(tx, "birch"), queue(tx, "cedar")]
-    assert claimed(tx, num_places=4) == [many[0], few[0], few[1], many[1]]
+    assert claimed(tx, num_seats=4) == [many[0], few[0], few[1], many[1]]
 
 
 def test_claim_when_a_tenant_has_had_fewer_tokens_per_weight_then_it_goes_first(tx):
@@ -150,10 +149,10 @@ def test_claim_when_a_tenant_is_shut_out_then_its_jobs_wait(tx):
 
 def test_claim_when_there_is_no_room_then_only_a_higher_priority_is_taken_and_only_once(tx):
     low = queue(tx)
-    assert claimed(tx, num_places=1) == [low]
+    assert claimed(tx, num_seats=1) == [low]
     equal, high, higher = queue(tx, "birch"), queue(tx, "birch", priority=1), queue(tx, "birch", priority=2)
-    assert claimed(tx, num_places=0) == [higher]
-    assert claimed(tx, num_places=-1) == []
+    assert claimed(tx, num_seats=0) == [higher]
+    assert claimed(tx, num_seats=-1) == []
     assert {job(tx, id)["worker"] for id in (equal, high)} == {None}
 
 
@@ -244,11 +243,11 @@ def test_claim_when_many_lose_two_workers_then_train_in_groups_and_only_the_one_
     ids = [queue(tx) for _ in range(20)]
     poison, losses = ids[3], 0
     for worker in ("w1", "w2"):
-        assert claimed(tx, worker, num_places=20) == ids
+        assert claimed(tx, worker, num_seats=20) == ids
         give_up(tx, worker)
     groups = []
     for turn in range(40):
-        group = claimed(tx, f"s{turn}", num_places=20)
+        group = claimed(tx, f"s{turn}", num_seats=20)
         if not group:
             break
         groups.append(len(group))
@@ -281,7 +280,7 @@ def test_claim_when_the_worker_was_lost_before_it_obeyed_then_the_wish_is_grante
     id = queue(tx)
     claimed(tx)
     move(tx, "ash", id, "running", fence=1)
-    ask(tx, "ash", id, wish)
+    request_change(tx, "ash", id, wish)
     assert job(tx, id)["wanted"] == wish
     expire(tx, id)
     assert claimed(tx, "w2") == []
@@ -297,7 +296,7 @@ def test_claim_when_many_workers_ask_at_once_then_every_job_goes_to_exactly_one(
     def work(name):
         while True:
             with database.begin() as tx:
-                found = claimed(tx, name, num_places=2)
+                found = claimed(tx, name, num_seats=2)
             if not found:
                 return
             got.extend(found)
@@ -322,16 +321,16 @@ def test_claim_when_the_worker_has_a_suspect_then_takes_no_others_until_that_get
 
 def test_claim_when_there_is_no_room_then_equals_wait(tx):
     first = queue(tx, priority=1)
-    assert claimed(tx, num_places=1) == [first]
+    assert claimed(tx, num_seats=1) == [first]
     equal = queue(tx, "birch", priority=1)
-    assert claimed(tx, num_places=0) == []
+    assert claimed(tx, num_seats=0) == []
     assert job(tx, equal)["worker"] is None
 
 
 def test_give_up_when_one_worker_goes_then_the_others_keep_their_jobs(tx):
     gone, kept = queue(tx), queue(tx)
-    assert claimed(tx, "w1", num_places=1) == [gone]
-    assert claimed(tx, "w2", num_places=1) == [kept]
+    assert claimed(tx, "w1", num_seats=1) == [gone]
+    assert claimed(tx, "w2", num_seats=1) == [kept]
     give_up(tx, "w1")
     assert claimed(tx, "w3") == [gone]
     assert job(tx, kept)["worker"] == "w2"
@@ -340,11 +339,11 @@ def test_give_up_when_one_worker_goes_then_the_others_keep_their_jobs(tx):
 def test_claim_when_there_is_no_room_then_a_long_queue_is_not_read(tx, monkeypatch):
     """A full worker looks at what outranks its own, what was lost and what is to be cancelled, and at nothing else."""
     first = queue(tx, priority=1)
-    assert claimed(tx, num_places=1) == [first]
+    assert claimed(tx, num_seats=1) == [first]
     for _ in range(30):
         queue(tx)
     urgent, doomed = queue(tx, priority=2), queue(tx, wanted="cancel")
     looked = []
-    monkeypatch.setattr("weft.serve.jobs.leases._settle", lambda tx, job: looked.append(job["id"]))
-    assert claimed(tx, num_places=0) == [urgent]
+    monkeypatch.setattr("weft.serve.db.leases._end_or_pause", lambda tx, job: looked.append(job["id"]))
+    assert claimed(tx, num_seats=0) == [urgent]
     assert looked == [urgent, doomed]

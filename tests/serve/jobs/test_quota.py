@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.order import BatchSchedule
-from weft.serve.db.engine import Database
+from weft.serve.db.engine import Database, DbRow
+from weft.serve.db.jobs import create_job, get_job, move
 from weft.serve.db.tables import JOBS
+from weft.serve.db.tenants import update_tenant
+from weft.serve.db.usage import TokenUsage, check_tokens, count_tokens, guess_tokens, reserve, token_usage
 from weft.serve.errors import Fenced, OverLimit
-from weft.serve.jobs.quota import TokenUsage, check_tokens, count_tokens, guess_tokens, reserve, token_usage
-from weft.serve.jobs.states import move
-from weft.serve.records.jobs import create_job, get_job
-from weft.serve.records.rows import DbRow
-from weft.serve.records.tenants import update_tenant
 from weft.spec import JobSpec
 
 

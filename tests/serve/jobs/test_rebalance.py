@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
+from weft.plan.admit import QUANTUM_TOKENS
 from weft.serve.db.engine import now
+from weft.serve.db.give_back import LOOK_S, REST_S, STABLE_S, WORTH_S, Rebalance, SeatShares
+from weft.serve.db.jobs import create_job
+from weft.serve.db.leases import claim_jobs, release, renew
 from weft.serve.db.tables import JOBS
-from weft.serve.jobs.leases import renew
-from weft.serve.jobs.rebalance import LOOK_S, REST_S, SETTLE_S, WORTH_S, Rebalance
-from weft.serve.records.jobs import create_job
-from weft.serve.records.workers import put_worker
+from weft.serve.db.tenants import create_tenant, update_tenant
+from weft.serve.db.workers import put_worker
 
 
 @pytest.fixture
@@ -24,8 +26,8 @@ def tx(database):
         yield opened
 
 
-def add(tx, **columns):
-    id = create_job(tx, "acme", model="tiny", training_file="file-x", settings={})["id"]
+def add(tx, tenant="acme", **columns):
+    id = create_job(tx, tenant, model="tiny", training_file="file-x", settings={})["id"]
     lease = {"lease_until": now(tx) + 1e6} if "worker" in columns else {}
     tx.execute(sa.update(JOBS).where(JOBS.c.id == id).values(fence=1, **lease, **columns))
     return id
@@ -39,7 +41,7 @@ def settled(tx):
     """A rebalance that has seen unequal numbers for long enough, and the time."""
     rebalance, at = Rebalance(), now(tx)
     assert chosen(tx, rebalance, at) == []
-    return rebalance, at + SETTLE_S
+    return rebalance, at + STABLE_S
 
 
 def test_jobs_when_another_worker_stays_empty_then_those_with_the_most_to_do_move_once(tx):
@@ -58,7 +60,7 @@ def test_jobs_when_the_numbers_were_equal_in_between_then_the_waiting_begins_ane
     assert chosen(tx, rebalance, at) == []
     tx.execute(sa.delete(JOBS).where(JOBS.c.id.in_(others)))
     assert chosen(tx, rebalance, at + LOOK_S) == []
-    assert len(chosen(tx, rebalance, at + LOOK_S + SETTLE_S)) == 2
+    assert len(chosen(tx, rebalance, at + LOOK_S + STABLE_S)) == 2
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,80 @@ def test_jobs_when_others_wait_in_the_queue_then_stay(tx):
     rebalance, at = settled(tx)
     add(tx)
     assert chosen(tx, rebalance, at) == []
+
+
+@pytest.fixture
+def full(database):
+    """One worker, whose eight seats a tenant holds; each of its jobs has had a million tokens."""
+    with database.begin() as opened:
+        put_worker(opened, "w1", base_model="tiny", address=None, token=None, info={"max_jobs": 8}, lease_s=1e6)
+        ids = [
+            add(
+                opened,
+                worker="w1",
+                status="running",
+                estimated_finish=int(now(opened)) + 10_000,
+                trained_tokens=QUANTUM_TOKENS,
+            )
+            for _ in range(8)
+        ]
+        yield opened, ids
+
+
+def making_way(tx):
+    """The jobs that make way once the shares have been unequal for long enough."""
+    seats, at = SeatShares(), now(tx)
+    assert chosen(tx, seats, at) == [], "not at the first look"
+    return chosen(tx, seats, at + STABLE_S)
+
+
+@pytest.mark.parametrize(
+    ("weight", "num_waiting", "num_given"), [(1.0, 1, 1), (1.0, 9, 4), (3.0, 9, 6), (1 / 3, 9, 2), (1.0, 0, 0)]
+)
+def test_jobs_when_a_tenant_below_its_share_waits_then_as_many_make_way_as_its_weight_is_worth(
+    full, weight, num_waiting, num_given
+):
+    tx, ids = full
+    update_tenant(tx, "globex", weight=weight)
+    waiting = [add(tx, tenant="globex") for _ in range(num_waiting)]
+    given = making_way(tx)
+    assert given == ids[::-1][:num_given], "those that came last"
+    for id in given:
+        release(tx, "acme", id, fence=1)
+    taken = [job["id"] for job in claim_jobs(tx, "w1", "tiny", len(given), lease_s=1e6)]
+    assert taken == waiting[:num_given]
+    tx.execute(sa.update(JOBS).where(JOBS.c.id.in_(taken)).values(status="running", estimated_finish=2**40))
+    assert making_way(tx) == [], "no seat changes back"
+
+
+def test_jobs_when_their_own_tenant_or_a_lower_priority_waits_then_keep_their_seats(full):
+    tx, ids = full
+    add(tx)
+    tx.execute(sa.update(JOBS).where(JOBS.c.id.in_(ids)).values(priority=1))
+    add(tx, tenant="globex")
+    assert making_way(tx) == []
+    add(tx, tenant="globex", priority=1)
+    assert making_way(tx) == [ids[-1]]
+
+
+def test_jobs_when_seats_are_free_or_the_waiting_one_does_not_fit_then_keep_theirs(full):
+    tx, _ = full
+    add(tx, tenant="globex", min_job_bytes=100)
+    info = {"max_jobs": 8, "job_bytes": 99}
+    put_worker(tx, "w1", base_model="tiny", address=None, token=None, info=info, lease_s=1e6)
+    assert making_way(tx) == []
+    put_worker(tx, "w1", base_model="tiny", address=None, token=None, info={"max_jobs": 9}, lease_s=1e6)
+    assert making_way(tx) == []
+
+
+def test_jobs_when_there_are_more_tenants_than_seats_then_the_one_with_most_tokens_makes_way(full):
+    tx, ids = full
+    for number, id in enumerate(ids):
+        create_tenant(tx, f"t{number}")
+        tx.execute(
+            sa.update(JOBS).where(JOBS.c.id == id).values(tenant=f"t{number}", trained_tokens=number * QUANTUM_TOKENS)
+        )
+    add(tx, tenant="globex", trained_tokens=6 * QUANTUM_TOKENS)
+    assert making_way(tx) == [ids[-1]], "it has had a quantum more"
+    tx.execute(sa.update(JOBS).where(JOBS.c.id == ids[-1]).values(trained_tokens=7 * QUANTUM_TOKENS - 1))
+    assert making_way(tx) == []

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from weft.serve.jobs.sharing import WorkerLoad, fair_room, is_for_another, num_to_give_back
+from weft.serve.db.workers import WorkerLoad, fair_room, is_for_another, num_to_give_back
 
 
 def job(max_length=1024, min_job_bytes=None, started_at=None):

@@ -3,7 +3,7 @@
 import io
 import json
 
-from weft.serve.jobs.training_file import check_training_file
+from weft.serve.new_job import check_training_file
 from weft.serve.settings import ServiceLimits
 
 

@@ -14,11 +14,11 @@ import sqlalchemy as sa
 from service_process import PATIENCE_S, Service, Trained, Wish
 
 from weft.job_state import FINAL_STATES
-from weft.serve.blob_gc import delete_unnamed_blobs, named_blobs
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
+from weft.serve.db.files import delete_unnamed_blobs, named_blobs
 from weft.serve.db.tables import EVENTS, JOBS, MODELS
-from weft.serve.records.usage import usage_of
+from weft.serve.db.usage import usage_of
 
 TENANTS = ("ash", "birch")
 

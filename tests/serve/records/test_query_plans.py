@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from weft.serve.db import files, jobs, tenants
 from weft.serve.db.engine import Tx, migrate, open_database
+from weft.serve.db.tenants import create_tenant
 from weft.serve.errors import NotFound
-from weft.serve.records import events, files, jobs, keys, models
-from weft.serve.records.tenants import create_tenant
 
 POLLED: dict[str, Callable[[Tx], Any]] = {
     "a job": lambda tx: jobs.get_job(tx, "acme", "ftjob-1"),
     "the newest jobs": lambda tx: jobs.list_jobs(tx, "acme"),
     "jobs after one": lambda tx: jobs.list_jobs(tx, "acme", "ftjob-1"),
-    "new events of a job": lambda tx: events.events_since(tx, "acme", "ftjob-1", 7),
-    "the newest events of a job": lambda tx: events.list_events(tx, "acme", "ftjob-1"),
-    "checkpoints of a job": lambda tx: models.list_checkpoints(tx, "acme", "ftjob-1"),
+    "new events of a job": lambda tx: jobs.events_since(tx, "acme", "ftjob-1", 7),
+    "the newest events of a job": lambda tx: jobs.list_events(tx, "acme", "ftjob-1"),
+    "checkpoints of a job": lambda tx: files.list_checkpoints(tx, "acme", "ftjob-1"),
     "a file": lambda tx: files.get_file(tx, "acme", "file-1"),
-    "a key": lambda tx: keys.find_key(tx, "weft_" + "0" * 12 + "_" + "x" * 43),
+    "a key": lambda tx: tenants.find_key(tx, "weft_" + "0" * 12 + "_" + "x" * 43),
 }
 
 

@@ -6,11 +6,11 @@ import pytest
 import sqlalchemy as sa
 
 from weft.errors import ConfigError
+from weft.serve.db import files, tenants, usage, workers
 from weft.serve.db.engine import Database
+from weft.serve.db.jobs import create_job, list_jobs
 from weft.serve.db.tables import FILES, IDEMPOTENCY, KEYS, WORKERS
 from weft.serve.errors import Conflict, NotFound
-from weft.serve.records import audit, files, idempotency, keys, models, tenants, usage, workers
-from weft.serve.records.jobs import create_job, list_jobs
 
 
 def new_file(database: Database, tenant: str = "acme", **options: object) -> str:
@@ -23,33 +23,33 @@ def new_file(database: Database, tenant: str = "acme", **options: object) -> str
 
 def test_key_when_made_then_only_its_hash_is_kept(database: Database):
     with database.begin() as tx:
-        key = keys.create_key(tx, "acme", "laptop", ("files",))
+        key = tenants.create_key(tx, "acme", "laptop", ("files",))
         stored = dict(tx.execute(sa.select(KEYS)).mappings().one())
     id, secret = key.removeprefix("weft_").split("_", 1)
     assert (stored["id"], len(stored["hash"])) == (id, 64)
     assert secret not in str(stored)
     with database.read() as tx:
-        found = keys.find_key(tx, key)
+        found = tenants.find_key(tx, key)
         assert found is not None
         assert (found["tenant"], found["owner"]["id"], found["scopes"]) == ("acme", "acme", ["files"])
         for wrong in (key[:-1], key + "x", key.replace("weft_", "sk_"), "", key.upper(), f"weft_{id}_{'a' * 43}"):
-            assert keys.find_key(tx, wrong) is None
-        assert "hash" not in keys.list_keys(tx)[0]
+            assert tenants.find_key(tx, wrong) is None
+        assert "hash" not in tenants.list_keys(tx)[0]
 
 
 def test_key_when_revoked_or_its_tenant_disabled_then_opens_nothing(database: Database):
     with database.begin() as tx:
-        first, second = keys.create_key(tx, "acme"), keys.create_key(tx, "acme")
-        keys.revoke_key(tx, None, keys.key_id(first))
-        keys.revoke_key(tx, "acme", keys.key_id(first))
-        assert keys.find_key(tx, first) is None
-        assert keys.find_key(tx, second) is not None
+        first, second = tenants.create_key(tx, "acme"), tenants.create_key(tx, "acme")
+        tenants.revoke_key(tx, None, tenants.key_id(first))
+        tenants.revoke_key(tx, "acme", tenants.key_id(first))
+        assert tenants.find_key(tx, first) is None
+        assert tenants.find_key(tx, second) is not None
         tenants.update_tenant(tx, "acme", is_disabled=True)
-        assert keys.find_key(tx, second) is None
+        assert tenants.find_key(tx, second) is None
         with pytest.raises(NotFound):
-            keys.revoke_key(tx, "globex", keys.key_id(second))
+            tenants.revoke_key(tx, "globex", tenants.key_id(second))
         with pytest.raises(ConfigError, match="accepted are files"):
-            keys.create_key(tx, "acme", scopes=("root",))
+            tenants.create_key(tx, "acme", scopes=("root",))
 
 
 @pytest.mark.parametrize("id", ["", "A", "a:b", "-a", "a" * 64, "a/b", "ä"])
@@ -98,36 +98,33 @@ def test_usage_when_told_twice_then_counts_once(database: Database):
 
 def test_idempotency_when_old_then_the_key_is_free_again(database: Database):
     with database.begin() as tx:
-        assert idempotency.take_key(tx, "acme", "k", "h1", "a") is None
-        assert idempotency.take_key(tx, "acme", "k", "h1", "b") == "a"
-        assert idempotency.find_key_use(tx, "globex", "k", "h1") is None
+        assert tenants.take_key(tx, "acme", "k", "h1", "a") is None
+        assert tenants.take_key(tx, "acme", "k", "h1", "b") == "a"
+        assert tenants.find_key_use(tx, "globex", "k", "h1") is None
         with pytest.raises(Conflict):
-            idempotency.take_key(tx, "acme", "k", "h2", "b")
+            tenants.take_key(tx, "acme", "k", "h2", "b")
         tx.execute(sa.update(IDEMPOTENCY).values(created_at=5))
-        assert idempotency.take_key(tx, "acme", "k", "h2", "b") is None
+        assert tenants.take_key(tx, "acme", "k", "h2", "b") is None
 
 
-def test_checkpoint_when_told_again_then_is_replaced(database: Database):
+def test_checkpoint_when_looked_up_by_id_or_model_then_only_its_tenant_finds_it(database: Database):
     with database.begin() as tx:
-        first = models.add_checkpoint(tx, "acme", "j", 5, model="m:ckpt-step-5", metrics={"x": 1}, blob="b")
-        again = models.add_checkpoint(tx, "acme", "j", 5, model="m:ckpt-step-5", metrics={"x": 2})
-        assert (again["id"], again["blob"], again["metrics"]) == (first["id"], "b", {"x": 2})
-        assert len(models.list_checkpoints(tx, "acme", "j").items) == 1
+        first = files.add_checkpoint(tx, "acme", "j", 5, model="m:ckpt-step-5", metrics={"x": 1}, blob="b")
         for name in (first["id"], "m:ckpt-step-5"):
-            assert models.get_checkpoint(tx, "acme", name)["step"] == 5
+            assert files.get_checkpoint(tx, "acme", name)["step"] == 5
             with pytest.raises(NotFound):
-                models.get_checkpoint(tx, "globex", name)
+                files.get_checkpoint(tx, "globex", name)
 
 
 def test_model_when_deleted_then_its_bytes_no_longer_count(database: Database):
     new_file(database)
     with database.begin() as tx:
-        models.create_model(tx, "acme", "ft:x", job="j", base="tiny", blob="b", bytes=7)
+        files.create_model(tx, "acme", "ft:x", job="j", base="tiny", blob="b", bytes=7)
         assert files.stored_bytes(tx, "acme") == 17
-        models.delete_model(tx, "acme", "ft:x")
+        files.delete_model(tx, "acme", "ft:x")
         assert files.stored_bytes(tx, "acme") == 10
-        assert models.list_models(tx, "acme") == []
-    assert models.model_name("tiny", "acme", None, "ftjob-abcdefghijkl") == "ft:tiny:acme::abcdefgh"
+        assert files.list_models(tx, "acme") == []
+    assert files.model_name("tiny", "acme", None, "ftjob-abcdefghijkl") == "ft:tiny:acme::abcdefgh"
 
 
 def test_jobs_when_filtered_by_metadata_then_only_those(database: Database):
@@ -160,7 +157,7 @@ def test_worker_when_silent_then_is_not_alive(database: Database):
 
 def test_audit_when_noted_then_newest_first_and_own_only(database: Database):
     with database.begin() as tx:
-        audit.note(tx, "acme", "a", "1", data={"x": 1})
-        audit.note(tx, "acme", "b", "2")
-        audit.note(tx, "globex", "c", "3")
-        assert [row["action"] for row in audit.list_audit(tx, "acme")] == ["b", "a"]
+        tenants.add_audit(tx, "acme", "a", "1", data={"x": 1})
+        tenants.add_audit(tx, "acme", "b", "2")
+        tenants.add_audit(tx, "globex", "c", "3")
+        assert [row["action"] for row in tenants.list_audit(tx, "acme")] == ["b", "a"]

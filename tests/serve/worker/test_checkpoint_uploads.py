@@ -9,12 +9,12 @@ import sqlalchemy as sa
 from worker_bench import PATIENCE_S, Bench, wait_until
 
 from weft.errors import StorageError
+from weft.serve.db.files import stored_bytes
+from weft.serve.db.leases import claim_jobs
 from weft.serve.db.tables import JOBS
-from weft.serve.jobs.leases import claim_jobs
-from weft.serve.records.files import stored_bytes
+from weft.serve.worker.checkpoint_uploads import CheckpointUploads, record_saved
 from weft.serve.worker.claim import Claim
 from weft.serve.worker.directory import WorkDirectory
-from weft.serve.worker.uploads.checkpoints import CheckpointUploads, record_saved
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ def test_job_when_the_stored_checkpoint_is_damaged_or_gone_then_starts_again_and
 
 
 def test_job_when_the_store_refuses_checkpoints_then_trains_on_and_succeeds(bench, monkeypatch, caplog):
-    def refuse(paths, suffix=".zip"):
+    def refuse(paths):
         raise StorageError("the file store does not answer.")
 
     real = bench.blobs.put_files
-    monkeypatch.setattr(bench.blobs, "put_files", lambda paths, suffix=".zip": (
-        refuse(paths) if any(path.name == "state.json" for path in paths) else real(paths, suffix)
+    monkeypatch.setattr(bench.blobs, "put_files", lambda paths: (
+        refuse(paths) if any(path.name == "state.json" for path in paths) else real(paths)
     ))  # fmt: skip
     id = bench.submit(save_steps=1)
     with bench.worker():

@@ -8,10 +8,9 @@ from tiny_tokenizer import make_tokenizer
 
 from weft.data.load import load_dataset
 from weft.data.prepared.cache import PreparedCache, default_cache
+from weft.serve.db import files
 from weft.serve.db.engine import Database
-from weft.serve.jobs.states import ask
-from weft.serve.records import files
-from weft.serve.records.jobs import create_job
+from weft.serve.db.jobs import create_job, request_change
 from weft.serve.worker.directory import forget_deleted_files
 
 
@@ -43,7 +42,7 @@ def test_prepared_data_when_its_file_is_deleted_then_goes_once_no_job_reads_it(
     assert forget_deleted_files(database, cache) == 1
     assert kept_sources(cache) == {names["kept"], names["needed"], names["other"]}
     with database.begin() as tx:
-        ask(tx, "acme", job, "cancel")
+        request_change(tx, "acme", job, "cancel")
     assert forget_deleted_files(database, cache) == 1
     assert kept_sources(cache) == {names["kept"], names["other"]}
     # Nothing at hand is left either: what is asked for again is prepared again.

@@ -2,7 +2,7 @@
 
 import json
 
-from weft.serve.worker.uploads.checkpoints import results_table
+from weft.serve.worker.checkpoint_uploads import results_table
 
 
 def test_results_table_when_an_objective_measures_more_then_its_columns_follow():

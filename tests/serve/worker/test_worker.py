@@ -8,11 +8,10 @@ import time
 import pytest
 from worker_bench import PATIENCE_S, Bench
 
-from weft.plan.cost.rows import choose_capacity
+from weft.plan.cost.shape import choose_capacity
+from weft.serve.db.files import delete_file, get_file, list_checkpoints
+from weft.serve.db.workers import live_workers
 from weft.serve.errors import Busy
-from weft.serve.records.files import delete_file, get_file
-from weft.serve.records.models import list_checkpoints
-from weft.serve.records.workers import live_workers
 
 BAD_ROWS = b'{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n'
 

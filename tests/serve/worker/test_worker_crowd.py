@@ -14,9 +14,9 @@ import sqlalchemy as sa
 from worker_bench import PATIENCE_S, Bench
 from worker_processes import bench_at
 
+from weft.serve.db.files import stored_bytes
 from weft.serve.db.tables import FILES, METADATA, MODELS
-from weft.serve.records.files import stored_bytes
-from weft.serve.records.usage import usage_of
+from weft.serve.db.usage import usage_of
 
 SCRIPT = Path(__file__).parent / "worker_processes.py"
 TENANTS = ("ash", "birch", "cedar", "damson")

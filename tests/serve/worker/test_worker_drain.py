@@ -6,10 +6,10 @@ import pytest
 import sqlalchemy as sa
 from worker_bench import Bench, wait_until
 
+from weft.serve.db import give_back
+from weft.serve.db.leases import steer_workers
 from weft.serve.db.tables import JOBS
-from weft.serve.jobs import rebalance
-from weft.serve.jobs.drain import steer_workers
-from weft.serve.records.workers import all_workers
+from weft.serve.db.workers import all_workers
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_worker_when_sent_away_then_gives_its_jobs_back_and_ends(bench):
 
 def test_jobs_when_a_worker_comes_later_then_it_gets_its_part_and_no_bit_changes(bench, monkeypatch):
     """A new machine takes load from a full one; nothing comes back."""
-    monkeypatch.setattr(rebalance, "LOOK_S", 0.05)
-    monkeypatch.setattr(rebalance, "SETTLE_S", 0.2)
-    monkeypatch.setattr(rebalance, "WORTH_S", 0.0)
+    monkeypatch.setattr(give_back, "LOOK_S", 0.05)
+    monkeypatch.setattr(give_back, "STABLE_S", 0.2)
+    monkeypatch.setattr(give_back, "WORTH_S", 0.0)
     ids = [bench.submit("ash", seed=seed, max_steps=40, save_steps=1000) for seed in range(2)]
     with bench.worker(id="worker-first", data_dir=bench.place / "one"):
         for id in ids:
@@ -89,6 +89,22 @@ def test_jobs_when_a_worker_comes_later_then_it_gets_its_part_and_no_bit_changes
     moved = [id for id in ids if any("Another worker has more room" in text for text in messages(bench, id))]
     assert len(moved) == 1
     assert_as_alone(bench, *ids)
+
+
+def test_job_when_another_tenant_holds_all_seats_then_gets_one_and_no_bit_of_any_changes(bench, monkeypatch):
+    monkeypatch.setattr(give_back, "LOOK_S", 0.05)
+    monkeypatch.setattr(give_back, "STABLE_S", 0.2)
+    monkeypatch.setattr(give_back, "WORTH_S", 0.0)
+    long = [bench.submit("ash", seed=seed, max_steps=40, save_steps=1000) for seed in range(2)]
+    with bench.worker(max_jobs=2):
+        for id in long:
+            bench.wait_for_step(id, 2)
+        short = bench.submit("birch", seed=9, max_steps=4)
+        bench.wait(short)
+        assert [bench.job(id)["status"] for id in long] != ["succeeded"] * 2
+        bench.wait(*long)
+    assert sum("It is another tenant's turn" in text for id in long for text in messages(bench, id)) == 1
+    assert_as_alone(bench, short, *long)
 
 
 @pytest.mark.parametrize("small", [{"capacity": 40}, {"job_memory": 1}], ids=["too long", "too large"])

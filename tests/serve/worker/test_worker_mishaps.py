@@ -17,10 +17,10 @@ import weft.serve.worker.claims
 from weft.engine.execute.optimizers.adamw import AdamW
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import migrate
+from weft.serve.db.files import delete_file
+from weft.serve.db.leases import claim_jobs
 from weft.serve.db.tables import JOBS, WORKERS
-from weft.serve.jobs.leases import claim_jobs
-from weft.serve.records.files import delete_file
-from weft.serve.records.workers import put_worker
+from weft.serve.db.workers import put_worker
 from weft.serve.worker.directory import WorkDirectory
 
 pytestmark = [pytest.mark.faults]

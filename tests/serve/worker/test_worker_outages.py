@@ -16,7 +16,7 @@ from worker_bench import CAPACITY, PATIENCE_S, Bench
 
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import migrate, open_database
-from weft.serve.records.workers import live_workers
+from weft.serve.db.workers import live_workers
 
 pytestmark = pytest.mark.faults
 

@@ -10,16 +10,16 @@ from worker_bench import CAPACITY, PATIENCE_S, Bench, rows_of
 
 from weft.engine.train import execute_run, prepare_run
 from weft.serve.blobs import Blobs
-from weft.serve.jobs.spec import build_spec
+from weft.serve.db.files import delete_model, get_file, get_model
+from weft.serve.db.tenants import update_tenant
 from weft.serve.limited_process import FileLimits
-from weft.serve.records.models import delete_model
-from weft.serve.records.tenants import update_tenant
+from weft.serve.new_job import build_spec
 from weft.serve.worker import prepare as prepare_module
 from weft.serve.worker.claim import Claim
 from weft.serve.worker.prepare import SMALL_BYTES, JobPreparer
 from weft.spec import RunSpec
 from weft.store.run_dir import RunDirectory
-from weft.wall_clock import WallClock
+from weft.store.wall_clock import WallClock
 
 
 @pytest.fixture
@@ -63,6 +63,29 @@ def test_job_when_the_model_it_starts_from_is_gone_then_fails_with_a_sentence(be
     assert job["status"] == "failed"
     assert job["error"]["param"] == "model"
     assert "was deleted before the job could start from it" in job["error"]["message"]
+
+
+def test_job_when_its_stored_file_was_changed_then_fails_before_it_trains_and_names_no_path(bench):
+    first = bench.submit()
+    with bench.database.read() as tx:
+        path = bench.place / "blobs" / get_file(tx, "default", bench.job(first)["training_file"])["blob"]
+    path.write_bytes(path.read_bytes().replace(b"heddle", b"hurdle"))
+    with bench.worker():
+        (job,) = bench.wait(first)
+    assert (job["status"], job["error"]["code"], job["trained_tokens"]) == ("failed", "stored_data_damaged", 0)
+    assert str(bench.place) not in job["error"]["message"]
+
+
+def test_job_when_the_model_it_starts_from_is_damaged_then_fails_and_names_no_path(bench):
+    first = bench.submit()
+    with bench.worker():
+        (done,) = bench.wait(first)
+        with bench.database.read() as tx:
+            path = bench.place / "blobs" / get_model(tx, "default", done["fine_tuned_model"])["blob"]
+        path.write_bytes(path.read_bytes()[:-2000] + bytes(2000))
+        (job,) = bench.wait(bench.submit(adapter={}, init_adapter=done["fine_tuned_model"]))
+    assert (job["status"], job["error"]["code"]) == ("failed", "stored_data_damaged")
+    assert str(bench.place) not in job["error"]["message"]
 
 
 def test_job_when_its_files_are_behind_a_url_then_trains_all_the_same(bench):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import threading
@@ -12,20 +13,22 @@ from pathlib import Path
 import httpx
 import pytest
 from tiny_models import random_backbone
-from worker_bench import PATIENCE_S, Bench
+from worker_bench import PATIENCE_S, Bench, wait_until
 
-from weft.data.conversation import Rendered
-from weft.data.prompts import prompt_of_chat
-from weft.data.tokens.tokenise import tokenise_prompt
+from weft.data.chats import Rendered
+from weft.data.load import prompt_of_chat
+from weft.data.tokenise import tokenise_prompt
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
 from weft.engine.inference.generate import Decoding, Request, generate
 from weft.errors import WeftError
 from weft.serve.errors import Busy
-from weft.serve.worker.prompts import prompt_scheduler as scheduler_module
-from weft.serve.worker.prompts.prompt_scheduler import MAX_ADAPTERS, AnswerEnd, PromptRequest, PromptScheduler
-from weft.serve.worker.prompts.prompt_server import AdapterCache, _safe_length
+from weft.serve.worker import prompt_inputs, prompt_server
+from weft.serve.worker import prompt_scheduler as scheduler_module
+from weft.serve.worker.prompt_inputs import AdapterCache
+from weft.serve.worker.prompt_scheduler import MAX_ADAPTERS, AnswerEnd, PromptRequest, PromptScheduler
+from weft.serve.worker.prompt_server import _safe_length
 from weft.spec import AdapterSpec
-from weft.store.peft_files import read_adapter
+from weft.store.peft_files import read_adapter, write_adapter
 
 CHAT = [{"role": "user", "content": "heddle"}]
 
@@ -47,7 +50,7 @@ def trained(tmp_path_factory):
 
 
 def blob_of(bench, id):
-    from weft.serve.records.models import get_model
+    from weft.serve.db.files import get_model
 
     job = bench.job(id)
     with bench.database.read() as tx:
@@ -156,6 +159,104 @@ def test_prompt_when_it_cannot_be_answered_then_says_why(trained, question, stat
     reply = ask(worker, **question)
     assert reply.status_code == status, reply.text
     assert words in reply.json()["error"]["message"]
+
+
+def test_prompt_when_it_has_more_characters_than_the_positions_hold_then_is_refused_without_tokenising(
+    trained, monkeypatch
+):
+    *_, worker = trained
+    monkeypatch.setattr("weft.serve.worker.prompt_server.tokens_of", lambda *_: pytest.fail("tokenised"))
+    most = worker.scheduler.max_positions * worker._server._tokenizers.longest
+    for question in ({"prompt": "x" * (most + 1)}, {"messages": [{**CHAT[0], "content": "x" * (most // 2 + 1)}] * 2}):
+        reply = ask(worker, **question)
+        assert reply.status_code == 400, reply.text
+        assert "characters; the model has" in reply.json()["error"]["message"]
+        assert reply.json()["error"]["param"] == next(iter(question))
+
+
+@pytest.fixture
+def held_up(trained, monkeypatch):
+    """Long prompts are not tokenised until the event is set; the list has those that have begun."""
+    *_, worker = trained
+    tokens, may_go, begun = prompt_server.tokens_of, threading.Event(), []
+
+    def slow(body, *rest):
+        if len(body.prompt) > 100:
+            begun.append(body)
+            assert may_go.wait(PATIENCE_S)
+        return tokens(body, *rest)
+
+    monkeypatch.setattr(prompt_inputs, "LONG_CHARS", 100)
+    monkeypatch.setattr(prompt_server, "tokens_of", slow)
+    yield worker, may_go, begun
+    may_go.set()
+
+
+def test_prompt_when_another_is_being_tokenised_for_long_then_is_answered_meanwhile(held_up):
+    worker, may_go, begun = held_up
+    replies = []
+    long = threading.Thread(target=lambda: replies.append(ask(worker, prompt="warp " * 30, max_tokens=1)))
+    long.start()
+    wait_until(lambda: begun)
+    assert ask(worker, prompt="warp", max_tokens=1).status_code == 200
+    assert not replies
+    may_go.set()
+    long.join()
+    assert replies[0].status_code == 200
+
+
+def test_prompts_when_their_clients_have_gone_then_are_neither_tokenised_nor_answered(held_up):
+    worker, may_go, begun = held_up
+    body = json.dumps({"prompt": "warp " * 30, "max_tokens": 5}).encode()
+    clients = []
+    for _ in range(3):
+        client = http.client.HTTPConnection("127.0.0.1", int(worker.address.rpartition(":")[2]))
+        client.request(
+            "POST", "/generate", body, {"content-type": "application/json", "X-Weft-Token": worker._server.token}
+        )
+        clients.append(client)
+    tokenizers, before = worker._server._tokenizers, worker.scheduler.num_answered
+    wait_until(lambda: tokenizers._num_long == 3 and begun)
+    for client in clients:
+        client.close()
+    wait_until(lambda: tokenizers._num_long == 1)
+    may_go.set()
+    wait_until(lambda: tokenizers._num_long == 0)
+    assert len(begun) == 1
+    assert ask(worker, prompt="warp", max_tokens=1).status_code == 200
+    assert worker.scheduler.num_answered == before + 1
+
+
+def test_prompts_when_many_long_ones_wait_then_more_are_refused_and_short_ones_are_answered(held_up, monkeypatch):
+    worker, may_go, begun = held_up
+    monkeypatch.setattr(prompt_inputs, "MAX_LONG", 1)
+    long = threading.Thread(target=ask, args=(worker,), kwargs={"prompt": "warp " * 30, "max_tokens": 1})
+    long.start()
+    wait_until(lambda: begun)
+    refused = ask(worker, prompt="warp " * 30, max_tokens=1)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert ask(worker, prompt="warp", max_tokens=1).status_code == 200
+    may_go.set()
+    long.join()
+
+
+def test_adapter_cache_when_one_archive_takes_long_then_others_are_read_meanwhile(trained, tmp_path, monkeypatch):
+    bench, _, blobs, _ = trained
+    may_go, fetch = threading.Event(), bench.blobs.fetch
+
+    def slow(blob, path):
+        if blob == blobs[0]:
+            assert may_go.wait(PATIENCE_S)
+        fetch(blob, path)
+
+    monkeypatch.setattr(bench.blobs, "fetch", slow)
+    adapters = AdapterCache(bench.blobs, tmp_path / "adapters")
+    waiting = threading.Thread(target=adapters.get, args=(blobs[0],))
+    waiting.start()
+    assert adapters.get(blobs[1]).name == blobs[1]
+    may_go.set()
+    waiting.join()
+    assert set(adapters.names) == {blobs[0], blobs[1]}
 
 
 def test_prompts_when_jobs_train_then_both_go_on_and_the_adapter_is_the_same(trained):
@@ -282,6 +383,57 @@ def test_turn_when_a_pass_fails_then_its_prompts_hear_it_and_later_ones_are_answ
     assert len(written(second)[0]) == 2
 
 
+def test_turn_when_one_prompt_cannot_be_read_then_only_it_fails_and_the_others_are_written_as_if_alone(
+    backbone, monkeypatch
+):
+    tokens = [3 + i % 40 for i in range(21)]
+    expected = [generate(backbone, [Request(t)], Decoding(6))[0] for t in ([5, 9], tokens)]
+    advance = scheduler_module.advance
+
+    def poisoned(backbone, items, ends):
+        if any(item.request.tokens == [7, 7] and len(item.tokens) == 2 for item in items):
+            raise ValueError("poison")
+        return advance(backbone, items, ends)
+
+    monkeypatch.setattr(scheduler_module, "advance", poisoned)
+    scheduler = PromptScheduler(backbone, 12)
+    poison, short, long = (PromptRequest(t, None, Decoding(6)) for t in ([7, 7], [5, 9], tokens))
+    for request in (poison, short, long):
+        scheduler.submit(request)
+    while scheduler.take_turn(None):
+        pass
+    got = [poison.answer.get(timeout=PATIENCE_S) for _ in range(3)]
+    assert isinstance(got[2], ValueError)
+    assert [written(short)[0], written(long)[0]] == expected
+    assert scheduler.num_waiting == 0
+
+
+def test_turn_when_the_logits_of_one_prompt_are_not_finite_then_the_others_are_answered(backbone):
+    broken = stored(backbone, "nan", 1)
+    for tensors in broken.tensors.values():
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+    scheduler = PromptScheduler(backbone, 64)
+    poison = PromptRequest([5, 6], broken, Decoding(4, temperature=1.0))
+    good = [PromptRequest([5, 6 + i], None, Decoding(4, temperature=1.0)) for i in range(3)]
+    for request in (poison, *good):
+        scheduler.submit(request)
+    while scheduler.take_turn(None):
+        pass
+    assert isinstance(poison.answer.get(timeout=PATIENCE_S), RuntimeError)
+    assert [len(written(request)[0]) for request in good] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-9])
+def test_turn_when_top_p_is_tiny_then_the_likeliest_token_is_taken(backbone, top_p):
+    scheduler = PromptScheduler(backbone, 64)
+    request = PromptRequest([5, 6], None, Decoding(4, temperature=1.0, top_p=top_p))
+    scheduler.submit(request)
+    while scheduler.take_turn(None):
+        pass
+    assert written(request)[0] == generate(backbone, [Request([5, 6])], Decoding(4))[0]
+
+
 def test_turn_when_an_adapter_cannot_be_attached_then_only_its_own_prompt_hears_it(backbone, monkeypatch):
     """Whatever one prompt raises, the others are answered and the worker lives."""
     scheduler = PromptScheduler(backbone, 64)
@@ -328,6 +480,28 @@ def test_scheduler_when_too_many_wait_then_refuses_more(backbone):
         scheduler.submit(PromptRequest([5], None, Decoding(1)))
     with pytest.raises(Busy):
         scheduler.submit(PromptRequest([5], None, Decoding(1)))
+
+
+def test_prompt_when_the_adapter_is_damaged_then_500_without_a_path(trained):
+    bench, _, blobs, worker = trained
+    with bench.blobs.open(blobs[0]) as stream:
+        data = bytearray(stream.read())
+    for place in (len(data) // 2, len(data) - 10):
+        damaged = bytearray(data)
+        damaged[place] ^= 1
+        reply = ask(worker, model_blob=bench.blobs.put(bytes(damaged), ".zip"), prompt="x", max_tokens=1)
+        assert reply.status_code == 500
+        assert str(bench.place) not in reply.text and reply.json()["error"]["param"] is None
+
+
+def test_prompt_when_its_adapter_does_not_fit_the_backbone_then_400_without_a_path(trained, tmp_path):
+    bench, *_, worker = trained
+    spec = AdapterSpec(r=2, target_modules=("q_proj",))
+    adapter = random_backbone("llama").new_adapter(spec, 1)
+    write_adapter(tmp_path / "other", spec, adapter.tensors(), base_model="x", target_names=["q_proj"])
+    reply = ask(worker, model_blob=bench.blobs.put_dir(tmp_path / "other"), prompt="x", max_tokens=1)
+    assert reply.status_code == 400
+    assert str(bench.place) not in reply.text and reply.json()["error"]["param"] is None
 
 
 def test_adapter_cache_when_an_archive_is_damaged_then_says_so_and_leaves_nothing(trained, tmp_path):

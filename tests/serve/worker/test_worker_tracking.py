@@ -13,8 +13,7 @@ from worker_bench import PATIENCE_S, Bench
 
 from weft.engine.events import JobFailed, StepDone
 from weft.job_state import Reason, ReasonCode
-from weft.serve.worker.claim import Claim
-from weft.serve.worker.tracking import MAX_WAITING, Tracking
+from weft.serve.worker.claim import MAX_WAITING, Claim, Tracking
 
 
 class FakeWandb(types.ModuleType):
@@ -90,9 +89,9 @@ def test_tracker_when_it_does_not_answer_then_nobody_waits_and_memory_is_bounded
     tracking = Tracking(tmp_path, lambda name, text: None)
     job = claim_of()
     for number in range(MAX_WAITING + 500):
-        tracking.tell(job, step(number))
+        tracking.record(job, step(number))
     wandb.answers.set()
-    tracking.tell(job, JobFailed("ftjob-1.1", 1, Reason(ReasonCode.DIVERGED, "diverged")))
+    tracking.record(job, JobFailed("ftjob-1.1", 1, Reason(ReasonCode.DIVERGED, "diverged")))
     tracking.close(PATIENCE_S)
     (run,) = wandb.runs
     assert MAX_WAITING <= len(run.rows) <= MAX_WAITING + 500
@@ -102,8 +101,8 @@ def test_tracker_when_it_does_not_answer_then_nobody_waits_and_memory_is_bounded
 def test_runs_when_the_worker_lets_go_of_a_job_then_end_and_can_be_gone_on_with(wandb, tmp_path):
     tracking = Tracking(tmp_path, lambda name, text: None)
     for _ in range(2):
-        tracking.tell(job := claim_of(), step(1))
-        tracking.tell(job, None)
+        tracking.record(job := claim_of(), step(1))
+        tracking.record(job, None)
     tracking.close(30)
     assert [run.exit_code for run in wandb.runs] == [0, 0]
     assert {(run.options["id"], run.options["resume"]) for run in wandb.runs} == {("ftjob-1", "allow")}
@@ -114,6 +113,6 @@ def test_wandb_when_not_installed_here_then_a_warning_and_nothing_else(monkeypat
     said: list[tuple[str, str]] = []
     tracking = Tracking(tmp_path, lambda name, text: said.append((name, text)))
     for number in (1, 2):
-        tracking.tell(claim_of(), step(number))
+        tracking.record(claim_of(), step(number))
     tracking.close(30)
     assert said == [("ftjob-1.1", "wandb is not installed where this job trains; it gets no metrics")]

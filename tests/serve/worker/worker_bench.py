@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import threading
@@ -18,16 +19,13 @@ import sqlalchemy as sa
 from weft.engine.train import execute_run, prepare_run
 from weft.job_state import FINAL_STATES
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database, open_database
+from weft.serve.db.engine import Database, DbRow, open_database
+from weft.serve.db.files import create_file, get_model
+from weft.serve.db.jobs import create_job, request_change
 from weft.serve.db.tables import CHECKPOINTS, EVENTS, FILES, JOBS, METADATA, MODELS
-from weft.serve.jobs.spec import build_spec
-from weft.serve.jobs.states import ask
-from weft.serve.records.files import create_file
-from weft.serve.records.jobs import create_job
-from weft.serve.records.models import get_model
-from weft.serve.records.rows import DbRow
-from weft.serve.records.tenants import create_tenant, find_tenant
-from weft.serve.worker.options import WorkerOptions
+from weft.serve.db.tenants import create_tenant, find_tenant
+from weft.serve.new_job import build_spec
+from weft.serve.settings import WorkerOptions
 from weft.serve.worker.worker import Worker
 from weft.spec import RunSpec
 from weft.store.run_dir import RunDirectory
@@ -83,7 +81,7 @@ class Bench:
                     filename="train.jsonl",
                     purpose="fine-tune",
                     bytes=len(content),
-                    sha256="0" * 64,
+                    sha256=hashlib.sha256(content).hexdigest(),
                     blob=blob,
                 )
                 files.append(made["id"])
@@ -100,7 +98,7 @@ class Bench:
     def ask(self, id: str, wish: str) -> None:
         tenant = self.job(id)["tenant"]
         with self.database.begin() as tx:
-            ask(tx, tenant, id, wish)
+            request_change(tx, tenant, id, wish)
 
     def set(self, id: str, **columns: Any) -> None:
         with self.database.begin() as tx:

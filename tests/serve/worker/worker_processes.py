@@ -28,9 +28,8 @@ import sqlalchemy as sa
 import torch
 from worker_bench import PATIENCE_S, Bench
 
-import weft.serve.jobs.leases
+import weft.serve.db.leases
 import weft.serve.worker.prepare
-from weft import faults
 from weft.cli.service.worker import StopSignals
 from weft.engine.program_run import StartedMicrobatch
 from weft.job_state import FINAL_STATES
@@ -38,6 +37,7 @@ from weft.serve.blobs import Blobs
 from weft.serve.db.engine import open_database
 from weft.serve.db.tables import EVENTS, FILES, JOBS, MODELS
 from weft.serve.worker.worker import Worker
+from weft.store import faults
 
 LEASE_S = 1.0
 KILLS = 7
@@ -104,7 +104,7 @@ def leave(pid: int) -> str:
 
 def forgive() -> None:
     """How often a job may lose its worker is another play's matter, and those that have train on together."""
-    weft.serve.jobs.leases.MAX_ATTEMPTS = weft.serve.jobs.leases.SUSPECT_AFTER = 10**6
+    weft.serve.db.leases.MAX_ATTEMPTS = weft.serve.db.leases.SUSPECT_AFTER = 10**6
 
 
 def killed(place: Path) -> list[str]:

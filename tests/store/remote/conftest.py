@@ -5,8 +5,7 @@ import functools
 import pytest
 from toy_run import FragileStore, files, train
 
-from weft.store import atomic, run_dir
-from weft.store.remote import file_system, lease, mirror
+from weft.store import atomic, mirror, remote_files, run_dir
 
 VERSIONS = functools.cache(run_dir.library_versions)
 
@@ -15,11 +14,11 @@ VERSIONS = functools.cache(run_dir.library_versions)
 def _store(monkeypatch):
     """An empty store; nothing happens in the background, and nobody waits, not even for the local disk."""
     FragileStore.reset()
-    monkeypatch.setattr(file_system, "OBJECT_STORES", file_system.OBJECT_STORES | {"fragile"})
+    monkeypatch.setattr(remote_files, "OBJECT_STORES", remote_files.OBJECT_STORES | {"fragile"})
     monkeypatch.setattr(atomic, "sync", lambda path: None)
     monkeypatch.setattr(run_dir, "library_versions", VERSIONS)
     monkeypatch.setattr(mirror, "MIRROR_S", 1e6)
-    monkeypatch.setattr(lease, "BEAT_S", 1e6)
+    monkeypatch.setattr(remote_files, "BEAT_S", 1e6)
     monkeypatch.setattr(mirror.Mirror.drain, "__defaults__", ((0.0, 0.0), lambda seconds: None))
     yield
     FragileStore.reset()

@@ -4,9 +4,8 @@ import pytest
 from toy_run import URL, FragileStore
 
 from weft.errors import StorageError
-from weft.store.remote import lease as lease_module
-from weft.store.remote.file_system import RemoteDirectory
-from weft.store.remote.lease import LEASE_S, LOOK_S, Lease
+from weft.store import remote_files
+from weft.store.remote_files import LEASE_S, LOOK_S, Lease, RemoteDirectory
 
 
 def claimed(url=URL, local="one", told=None, on_sleep=lambda: None):
@@ -55,7 +54,7 @@ def test_claim_when_another_is_quicker_then_it_is_refused(monkeypatch):
     first.release()
     second, _ = claimed()
     terms = iter([[1], [2]])
-    monkeypatch.setattr(lease_module, "_terms", lambda remote: next(terms))
+    monkeypatch.setattr(remote_files, "_terms", lambda remote: next(terms))
     with pytest.raises(StorageError, match="is in use by process"):
         claimed()
     monkeypatch.undo()

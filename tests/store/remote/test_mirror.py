@@ -5,13 +5,10 @@ import json
 import pytest
 from toy_run import URL, FragileStore, check_complete, remote_files, train
 
-from weft.store.remote import mirror as mirror_module
-from weft.store.remote.file_system import RemoteDirectory
-from weft.store.remote.lease import Lease
-from weft.store.remote.local_copy import LocalCopy, whole_names
-from weft.store.remote.mirror import Mirror
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store import mirror as mirror_module
+from weft.store.mirror import LocalCopy, Mirror, whole_names
+from weft.store.remote_files import Lease, RemoteDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 def open_mirror(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from toy_run import URL, FragileStore
 
 from weft.errors import StorageError
-from weft.store.remote.file_system import RemoteDirectory
+from weft.store.remote_files import RemoteDirectory
 
 
 def test_create_when_the_store_cannot_refuse_to_overwrite_then_what_is_read_back_decides(monkeypatch):

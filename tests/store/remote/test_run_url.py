@@ -5,20 +5,19 @@ from toy_run import URL, FragileStore, KilledError, check_complete, files, remot
 
 from weft.errors import ConfigError, StorageError
 from weft.job_state import JobState
+from weft.store import remote_files as remote_module
+from weft.store import run_url as run_url_module
 from weft.store.checkpoint import latest_checkpoint
+from weft.store.mirror import Mirror
 from weft.store.owner import Owner
-from weft.store.remote import lease as lease_module
-from weft.store.remote import run_url as run_url_module
-from weft.store.remote.file_system import RemoteDirectory
-from weft.store.remote.mirror import Mirror
-from weft.store.remote.run_url import RunUrl
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.remote_files import RemoteDirectory
+from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_url import RunUrl
 
 
 def trained(cache, work, *, resume=False):
     """Does something in the directory of the run behind the URL."""
-    with RunUrl(URL).trained(cache, resume=resume, notify=print) as path:
+    with RunUrl(URL).open_for_training(cache, resume=resume, notify=print) as path:
         work(path)
 
 
@@ -58,7 +57,7 @@ def test_run_when_killed_at_any_change_of_the_store_then_resuming_ends_with_the_
 ):
     """On another machine with nothing but the URL, and on the same one with its copy."""
     for farewell in ("release", "withdraw"):
-        monkeypatch.setattr(lease_module.Lease, farewell, lambda lease: lease._stop.set())
+        monkeypatch.setattr(remote_module.Lease, farewell, lambda lease: lease._stop.set())
     num_begun = 0
     for n in range(1, 1000):
         FragileStore.reset()
@@ -75,7 +74,7 @@ def test_run_when_killed_at_any_change_of_the_store_then_resuming_ends_with_the_
         num_begun += "run.json" in found
         left = {path: bytes(file.getvalue()) for path, file in FragileStore.store.items()}
         # Elsewhere the lease has run out by now.
-        monkeypatch.setattr(lease_module, "LEASE_S", 0.0)
+        monkeypatch.setattr(remote_module, "LEASE_S", 0.0)
         toy_mirrored(tmp_path / "elsewhere" / f"{n}", monkeypatch, resume="run.json" in found)
         assert newest(remote_files()) == undisturbed, f"killed at change {n}, resumed elsewhere"
         FragileStore.reset()
@@ -193,7 +192,7 @@ def test_run_when_the_mirror_has_heard_of_a_new_owner_then_local_files_stand_sti
     def work(path):
         with RunDirectory.open(path, resume=False) as run:
             run.write_run(RunRecord())
-            mirrors[0].lost = lease_module.LeaseLostError("was taken over.", where=URL)
+            mirrors[0].lost = remote_module.LeaseLostError("was taken over.", where=URL)
             run.write_status("a", JobState.RUNNING)
 
     with pytest.raises(StorageError, match=rf"^{URL}: was taken over\."):
@@ -206,14 +205,14 @@ def test_run_when_the_url_holds_files_of_others_then_they_stay(tmp_path, monkeyp
     assert remote_files()["notes/mine.txt"] == b"mine"
 
 
-def test_looked_at_when_somebody_trains_then_all_but_tensors_is_there_to_read(tmp_path):
+def test_reading_when_another_process_trains_then_all_but_tensors_is_there_to_read(tmp_path):
     trained(tmp_path, toy())
-    with RunUrl(URL).looked_at() as folder:
+    with RunUrl(URL).open_for_reading() as folder:
         assert folder.name == "run1" and (folder / "a" / "status.json").exists()
         assert not list(folder.rglob("*.safetensors"))
 
     def fail():
-        with RunUrl(URL).looked_at() as folder:
+        with RunUrl(URL).open_for_reading() as folder:
             raise StorageError("is gone.", where=str(folder / "x"))
 
     with pytest.raises(StorageError, match=rf"^{URL}/x: is gone\."):

@@ -13,8 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from weft.job_state import JobState
 from weft.store.atomic import staged_directory, write_unsynced
 from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 NUM_STEPS = 4
 URL = "fragile://bucket/run1"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.sweeps.record.leaderboard import MAX_LOSSES, Totals, best_of, board_of, ranked, read_board, write_board
-from weft.sweeps.record.trials_file import Observation, Trial, TrialState
+from weft.sweeps.leaderboard import MAX_LOSSES, Totals, best_of, board_of, ranked, read_board, write_board
+from weft.sweeps.trials_file import Observation, Trial, TrialState
 
 
 def trial(number: int, value: float | None, state: TrialState = TrialState.DONE) -> Trial:

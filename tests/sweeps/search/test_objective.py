@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 import weft
-from weft.cli.demo.skills import SKILLS
+from weft.cli.skills import SKILLS
 from weft.data.load import load_dataset
-from weft.engine.inference.answers import Answer
+from weft.engine.inference.generate import Answer
 from weft.errors import ConfigError, DataError
 from weft.model.load import load_backbone
-from weft.objectives.metrics import MeanScores
+from weft.objectives.objective import MeanScores
 from weft.spec import BackboneSpec
 from weft.spec.sweep import ObjectiveSpec
-from weft.sweeps.record.trials_file import TrialState
-from weft.sweeps.search.objective import TrialObjective
+from weft.sweeps.objective import TrialObjective
+from weft.sweeps.trials_file import TrialState
 
 SCORE = "def length(rows):\n    assert set(rows[0]) == {'prompt', 'answer', 'reference'}\n    return len(rows)\n"
 
@@ -40,10 +40,10 @@ def objective(folder: Path = Path(), **settings: Any) -> TrialObjective:
 
 
 def test_prompts_when_made_of_samples_then_are_those_of_the_data(backbone, tmp_path):
-    from weft.data.prompts import load_prompts
+    from weft.data.load import load_prompts
 
     samples = eval_samples(backbone, tmp_path, SKILLS["shout"].rows(0, 5))
-    made = objective(metric="exact_match")._asked(samples, backbone.tokenizer)
+    made = objective(metric="exact_match")._prompts_of(samples, backbone.tokenizer)
     read = load_prompts("eval.jsonl", backbone.tokenizer, base_dir=tmp_path)
     assert [p.tokens.tolist() for p in made] == [p.tokens.tolist() for p in read]
     assert [p.reference for p in made] == [p.reference for p in read]
@@ -52,7 +52,7 @@ def test_prompts_when_made_of_samples_then_are_those_of_the_data(backbone, tmp_p
 def test_prompts_when_a_chat_has_several_answers_then_the_last_one_is_the_reference(backbone, tmp_path):
     words = [("user", "one"), ("assistant", "ONE"), ("user", "two"), ("assistant", "TWO")]
     rows = [{"messages": [{"role": role, "content": text} for role, text in words]}]
-    (prompt,) = objective(metric="exact_match")._asked(eval_samples(backbone, tmp_path, rows), backbone.tokenizer)
+    (prompt,) = objective(metric="exact_match")._prompts_of(eval_samples(backbone, tmp_path, rows), backbone.tokenizer)
     assert prompt.reference == "TWO" and "ONE" in prompt.text and "TWO" not in prompt.text
 
 
@@ -73,7 +73,7 @@ def test_answers_when_the_data_is_only_text_then_there_is_nothing_to_compare_wit
     ],
 )
 def test_score_when_answers_are_compared_then_counts_what_the_metric_means(backbone, tmp_path, settings, value):
-    made = objective(metric="exact_match")._asked(
+    made = objective(metric="exact_match")._prompts_of(
         eval_samples(backbone, tmp_path, SKILLS["shout"].rows(0, 1)), backbone.tokenizer
     )
 

@@ -13,9 +13,18 @@ import pytest
 from weft.errors import ConfigError, MissingExtraError
 from weft.spec.load_sweep import space_of, sweep_from_mapping
 from weft.spec.space import Space, params_of, read_space, value_key
-from weft.sweeps.record.trials_file import Observation, Trial, TrialState
-from weft.sweeps.search.optuna_study import NAME, OptunaSampler, OptunaStorage, import_optuna
-from weft.sweeps.search.samplers import Grid, RandomDraws, Sampler, make_sampler, sampler_name
+from weft.sweeps.samplers import (
+    NAME,
+    Grid,
+    OptunaSampler,
+    OptunaStorage,
+    RandomDraws,
+    Sampler,
+    import_optuna,
+    make_sampler,
+    sampler_name,
+)
+from weft.sweeps.trials_file import Observation, Trial, TrialState
 
 SPACE = read_space({"lr": {"min": 1e-4, "max": 1e-2, "log": True}, "r": [4, 8, 16]})
 COUNTABLE = read_space({"lr": [1, 2, 3], "r": [4, 8]})
@@ -34,20 +43,20 @@ def ask_and_tell(sampler: Sampler, number: int, value: Callable[[dict[str, Any]]
     points: list[dict[str, Any]] = []
     for i in range(number):
         known = {value_key(point) for point in points}
-        point = sampler.ask(i, lambda point, known=known: value_key(point) not in known)
+        point = sampler.propose(i, lambda point, known=known: value_key(point) not in known)
         assert point is not None
         points.append(point)
         if i >= at_a_time:
             done = i - at_a_time
-            sampler.tell(points[done], trial_of(done, points[done], value(points[done])))
+            sampler.report(points[done], trial_of(done, points[done], value(points[done])))
     return points
 
 
 def test_grid_when_asked_for_all_then_has_every_point_once_in_order():
     grid = Grid(COUNTABLE, None, 0)
-    points = [grid.ask(i, always) for i in range(6)]
+    points = [grid.propose(i, always) for i in range(6)]
     assert points == [COUNTABLE.point_at(i) for i in range(6)]
-    assert grid.ask(6, always) is None
+    assert grid.propose(6, always) is None
 
 
 @pytest.mark.parametrize("trials", [None, 4])
@@ -55,12 +64,12 @@ def test_grid_when_a_single_point_is_new_then_any_trial_finds_it(trials):
     """A sweep that goes on with another budget has tried its points in another order."""
     for index in range(6):
         wanted = COUNTABLE.point_at(index)
-        assert Grid(COUNTABLE, trials, 0).ask(3, lambda point, wanted=wanted: point == wanted) == wanted
+        assert Grid(COUNTABLE, trials, 0).propose(3, lambda point, wanted=wanted: point == wanted) == wanted
 
 
 def test_grid_when_the_budget_is_smaller_then_draws_a_part_that_depends_on_the_seed_alone():
     def part(seed: int) -> list:
-        return [value_key(Grid(COUNTABLE, 4, seed).ask(i, always)) for i in range(4)]
+        return [value_key(Grid(COUNTABLE, 4, seed).propose(i, always)) for i in range(4)]
 
     assert len(set(part(0))) == 4
     assert part(0) == part(0)
@@ -68,23 +77,23 @@ def test_grid_when_the_budget_is_smaller_then_draws_a_part_that_depends_on_the_s
 
 
 def test_grid_when_resumed_with_a_larger_budget_then_no_point_is_tried_twice_and_none_is_left_out():
-    first = [Grid(COUNTABLE, 4, 0).ask(i, always) for i in range(4)]
+    first = [Grid(COUNTABLE, 4, 0).propose(i, always) for i in range(4)]
     points = list(first)
     for number in range(4, 6):
         known = {value_key(point) for point in points}
-        points.append(Grid(COUNTABLE, 6, 0).ask(number, lambda point, known=known: value_key(point) not in known))
+        points.append(Grid(COUNTABLE, 6, 0).propose(number, lambda point, known=known: value_key(point) not in known))
     assert {value_key(point) for point in points} == {value_key(COUNTABLE.point_at(i)) for i in range(6)}
 
 
 def test_grid_when_it_is_astronomic_then_a_budget_still_draws_different_points_at_once():
     huge = read_space({name: list(range(1, 101)) for name in ("r", "max_steps", "seed", "warmup_steps")})
-    points = {value_key(Grid(huge, 50, 0).ask(i, always)) for i in range(50)}
+    points = {value_key(Grid(huge, 50, 0).propose(i, always)) for i in range(50)}
     assert huge.num_points == 10**8 and len(points) == 50
 
 
 def test_random_draws_when_repeated_then_are_the_same_and_follow_the_scale():
-    points = [RandomDraws(SPACE, 1).ask(i, always) for i in range(200)]
-    assert points == [RandomDraws(SPACE, 1).ask(i, always) for i in range(200)]
+    points = [RandomDraws(SPACE, 1).propose(i, always) for i in range(200)]
+    assert points == [RandomDraws(SPACE, 1).propose(i, always) for i in range(200)]
     assert all(SPACE.point_of(point) == point for point in points)
     below = sum(point["lr"] < 1e-3 for point in points)
     assert 70 < below < 130
@@ -93,7 +102,7 @@ def test_random_draws_when_repeated_then_are_the_same_and_follow_the_scale():
 
 def test_random_draws_when_the_space_is_used_up_then_end():
     assert len(ask_and_tell(RandomDraws(COUNTABLE, 0), 6, lambda point: 0.0)) == 6
-    assert RandomDraws(COUNTABLE, 0).ask(6, lambda point: False) is None
+    assert RandomDraws(COUNTABLE, 0).propose(6, lambda point: False) is None
 
 
 @pytest.mark.parametrize("name", ["tpe", "gp", "qmc", "nsgaii"])
@@ -115,10 +124,10 @@ def test_tpe_when_it_has_learnt_then_stays_near_the_best():
 def test_optuna_when_rebuilt_from_told_trials_then_goes_on_as_before():
     def told(sampler: OptunaSampler) -> Any:
         for i in range(12):
-            point = RandomDraws(SPACE, 3).ask(i, always)
+            point = RandomDraws(SPACE, 3).propose(i, always)
             state = TrialState.STOPPED if i % 3 else TrialState.DONE
-            sampler.tell(point, trial_of(i, point, point["lr"], state))
-        return sampler.ask(12, always)
+            sampler.report(point, trial_of(i, point, point["lr"], state))
+        return sampler.propose(12, always)
 
     assert told(OptunaSampler("tpe", SPACE, 5, is_max=True)) == told(OptunaSampler("tpe", SPACE, 5, is_max=True))
 

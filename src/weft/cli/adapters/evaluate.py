@@ -1,4 +1,7 @@
-"""`weft eval`: loss, perplexity, token accuracy and exact match of adapters beside the bare model, all in one batch."""
+"""`weft eval`: loss, perplexity, token accuracy and exact match of adapters beside the bare model, all in one batch.
+
+With --logits it writes what an adapter, or the bare model, predicts for data, in a file that jobs learn from.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,34 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.adapters.generate import Adapters, BaseModel, Device, Dtype, load_voices
-from weft.cli.adapters.logits import check_logits, speaker, write_logits
-from weft.cli.user_path import user_path
-from weft.errors import ConfigError, DataError, closest
-from weft.objectives.metrics import is_share
+from weft.cli.adapters.generate import Adapters, BaseModel, Device, Dtype, load_adapters
+from weft.cli.options import path_option
+from weft.errors import ConfigError, DataError, not_accepted
+from weft.objectives.distillation import MOST_TOKENS
+from weft.objectives.objective import is_share
 from weft.report.readable import output_console
 
 if TYPE_CHECKING:
-    from weft.data.chat.chat_template import Tokenizer
+    from weft.data.chat_template import Tokenizer
     from weft.data.dataset import Dataset
-    from weft.data.prompts import Prompt
+    from weft.data.load import Prompt
     from weft.engine.inference.attach import Attached, StoredAdapter
+    from weft.model.backbone import Backbone
 
 METRICS = ("loss", "perplexity", "token-accuracy", "exact-match")
 SCORED = METRICS[:-1]
-"""Those that need no answers to be written."""
+"""Metrics that need no generated answers."""
 SHARES = METRICS[2:]
-"""Those from 0 to 1."""
+"""Metrics from 0 to 1."""
 CAPACITY = 2048
-"""Tokens of one microbatch."""
 SPARE_TOKENS = 8
-"""How much longer than the longest reference an answer may get, so that one that goes on is not cut to a match."""
+"""Tokens by which an answer may exceed the longest reference: a longer answer must not be cut to a match."""
 
 
 def evaluate(
@@ -57,12 +60,10 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Only the first rows.", show_default=False)] = None,
     logits: Annotated[
         Path | None,
-        typer.Option(
-            parser=user_path,
-            metavar="FILE",
-            help="Also write the data with the adapter's most likely tokens, or the bare model's, to a .jsonl file for "
+        path_option(
+            "Also write the data with the adapter's most likely tokens, or the bare model's, to a .jsonl file for "
             "jobs that learn by distillation.",
-            show_default=False,
+            metavar="FILE",
         ),
     ] = None,
     top_k: Annotated[int, typer.Option(help="How many tokens --logits writes in the place of each.")] = 20,
@@ -77,14 +78,14 @@ def evaluate(
     _check_objective(objective)
     if logits is not None:
         check_logits(logits, adapter, top_k)
-    from weft.data.rows.find import find_source
+    from weft.data.sources import find_source
 
-    # Nobody should wait for the model to hear that it is not there.
+    # A missing file is reported before the model is loaded.
     find_source(data, Path())
     status = Console(stderr=True).status
     with status("loading the model"):
         compared = _compared(reference)
-        loaded = load_voices(adapter, base_model, device, dtype, with_base=True, with_heads=True)
+        loaded = load_adapters(adapter, base_model, device, dtype, with_base=True, with_heads=True)
         loaded = _only_heads(loaded) if loaded.heads else loaded
         datasets = _datasets(data, loaded, limit, objective)
         first = next(iter(datasets.values()))
@@ -92,9 +93,9 @@ def evaluate(
         if compared is not None and not first.reads_reference:
             raise ConfigError(f"objective {first.objective.name} compares with nothing.", where="--reference")
         if compared is not None and first.has_teacher:
-            raise ConfigError("the rows hold what their teacher has said; leave it out.", where="--reference")
+            raise ConfigError("the rows have the outputs of their teacher; leave it out.", where="--reference")
         if logits is not None:
-            speaker(loaded, datasets, top_k)
+            find_teacher(loaded, datasets, top_k)
         prompts: dict[str, list[Prompt]] = {}
         if _wants_answers(chosen, first):
             stated = chosen is not None
@@ -106,11 +107,13 @@ def evaluate(
         if any(prompts.values()):
             _add_exact_match(results, loaded, prompts)
         if logits is not None:
-            write_logits(logits, speaker(loaded, datasets, top_k), top_k, CAPACITY)
+            from weft.engine.execute.teacher_file import write_teacher_file
+
+            write_teacher_file(logits, *find_teacher(loaded, datasets, top_k), top_k, CAPACITY)
     fitting = [name for name in METRICS if name not in _foreign_metrics(first)]
     shown = [m for m in chosen or fitting if m != "exact-match" or any(prompts.values())]
     if chosen is None:
-        # What else the objective of the data measures.
+        # Further metrics of the objective.
         shown += [name for name in results[next(iter(results))] if name not in METRICS]
     if as_json:
         typer.echo(_as_json(data, first, loaded, results, shown), nl=False)
@@ -121,7 +124,6 @@ def evaluate(
 
 
 def _compared(reference: str | None) -> StoredAdapter | None:
-    """The adapter that is compared with, if it is one."""
     from weft.engine.inference.attach import BASE, read_stored
 
     return None if reference in (None, BASE) else read_stored(Path(reference).expanduser())
@@ -133,19 +135,14 @@ def _metrics(text: str | None) -> list[str] | None:
     chosen = [name.strip().replace("_", "-") for name in text.split(",") if name.strip()]
     for name in chosen:
         if name not in METRICS:
-            guess = closest(name, list(METRICS))
-            raise ConfigError(
-                f"got {name!r}; accepted are {', '.join(METRICS)}.",
-                where="--metric",
-                hint=f"Did you mean {guess}?" if guess else None,
-            )
+            raise not_accepted(name, METRICS, "--metric")
     if not chosen:
         raise ConfigError(f"names none; accepted are {', '.join(METRICS)}.", where="--metric")
     return list(dict.fromkeys(chosen))
 
 
 def _wants_answers(chosen: list[str] | None, dataset: Dataset) -> bool:
-    """Exact match is asked for by name, or nothing is and the data may have answers."""
+    """True if exact match was chosen; by default, if the data may have answers."""
     if chosen is not None:
         return "exact-match" in chosen
     return "exact-match" not in _foreign_metrics(dataset) and dataset.summary.format not in ("text", "tokens")
@@ -155,12 +152,7 @@ def _check_objective(name: str) -> None:
     from weft.spec.job import OBJECTIVES
 
     if name not in OBJECTIVES:
-        guess = closest(name, list(OBJECTIVES))
-        raise ConfigError(
-            f"got {name!r}; accepted are {', '.join(OBJECTIVES)}.",
-            where="--objective",
-            hint=f"Did you mean {guess}?" if guess else None,
-        )
+        raise not_accepted(name, OBJECTIVES, "--objective")
 
 
 def _refuse_foreign_metrics(chosen: list[str] | None, dataset: Dataset) -> None:
@@ -175,17 +167,17 @@ def _refuse_foreign_metrics(chosen: list[str] | None, dataset: Dataset) -> None:
 
 
 def _foreign_metrics(dataset: Dataset) -> tuple[str, ...]:
-    """What an objective lacks: pairs have no perplexity and no one reference, and a head predicts no token."""
+    """Metrics without a meaning for the objective: pairs have no perplexity, and a head predicts no token."""
     if dataset.head is not None:
         return METRICS[1:]
     if dataset.likelihood_objective is not None:
         return ("perplexity", "exact-match")
-    # The loss of a student is no cross entropy.
+    # The loss of distillation is not a cross entropy.
     return ("perplexity",) if dataset.distillation is not None else ()
 
 
 def _only_heads(loaded: Attached) -> Attached:
-    """Without the bare model, which has no head; ConfigError if there is an adapter without one."""
+    """Drops the bare model, which has no head; ConfigError if an adapter has none."""
     other = next((name for name in loaded.slots if name not in loaded.heads and loaded.slots[name] is not None), None)
     if other is not None:
         first = next(iter(loaded.heads))
@@ -195,7 +187,7 @@ def _only_heads(loaded: Attached) -> Attached:
 
 
 def _datasets(data: str, loaded: Attached, limit: int | None, objective: str) -> dict[str, Dataset]:
-    """By the names of adapters, the data as each reads it."""
+    """The data by adapter: each has its own tokenizer, template and labels."""
     leading = max(map(loaded.backbone.leading_rows, loaded.slots.values()))
     longest = loaded.backbone.max_positions - leading
     if not loaded.heads:
@@ -238,8 +230,8 @@ def _samples(
 def _prompts(
     data: str, tokenizer: Tokenizer, limit: int | None, chat_template: str | None, stated: bool
 ) -> list[Prompt]:
-    """Rows with an answer to compare with. None at all is an error only if exact match was asked for by name."""
-    from weft.data.prompts import load_prompts
+    """Prompts with an answer to compare with; if there is none and `stated`, a DataError."""
+    from weft.data.load import load_prompts
 
     prompts = load_prompts(data, tokenizer, chat_template=chat_template, base_dir=Path())[:limit]
     answered = [prompt for prompt in prompts if prompt.reference is not None]
@@ -261,12 +253,12 @@ def _add_scores(
     if compared is not None:
         reference = JobReference(ReferenceCache(loaded.backbone), next(iter(datasets.values())), compared)
         reference.take_slot()
-    asked = [
+    requests = [
         ScoreRequest(slot, replace(datasets[name], num_leading=loaded.backbone.leading_rows(slot)), reference)
         for name, slot in loaded.slots.items()
     ]
-    capacity = max(CAPACITY, *(request.data.longest_group for request in asked))
-    found = mean_scores(loaded.backbone, asked, capacity, loaded.backbone.path.row_tile(capacity))
+    capacity = max(CAPACITY, *(request.data.longest_group for request in requests))
+    found = mean_scores(loaded.backbone, requests, capacity, loaded.backbone.path.row_tile(capacity))
     for name, means in zip(loaded.slots, found, strict=True):
         perplexity = math.exp(means.loss) if means.loss < 700 else math.inf
         results[name] |= {"loss": means.loss, "perplexity": perplexity, "token-accuracy": means.accuracy}
@@ -274,14 +266,13 @@ def _add_scores(
 
 
 def _add_exact_match(results: dict[str, dict[str, float]], loaded: Attached, prompts: dict[str, list[Prompt]]) -> None:
-    from weft.engine.inference.answers import answers, exact_match
-    from weft.engine.inference.generate import Decoding
+    from weft.engine.inference.generate import Decoding, answers, exact_match
 
     encode = loaded.backbone.tokenizer.encode
-    references = {prompt.reference or "" for asked in prompts.values() for prompt in asked}
+    references = {prompt.reference or "" for each in prompts.values() for prompt in each}
     longest = max(len(encode(reference, add_special_tokens=False, verbose=False)) for reference in references)
-    asked = {name: (slot, prompts[name]) for name, slot in loaded.slots.items()}
-    for name, given in answers(loaded.backbone, asked, Decoding(longest + SPARE_TOKENS)).items():
+    requests = {name: (slot, prompts[name]) for name, slot in loaded.slots.items()}
+    for name, given in answers(loaded.backbone, requests, Decoding(longest + SPARE_TOKENS)).items():
         results[name]["exact-match"] = exact_match(given)
 
 
@@ -319,21 +310,60 @@ def _show(
 
 
 def _measured_by(dataset: Dataset, compared: StoredAdapter | None) -> list[str]:
-    """What the loss of an objective with settings of its own is, in words."""
-    judge = dataset.likelihood_objective or dataset.distillation
+    """The objective that measures the loss, if it is not the cross entropy of every token."""
+    objective = dataset.likelihood_objective or dataset.distillation
     if dataset.head is not None:
         labels = f": {', '.join(dataset.head.labels)}" if dataset.head.labels else ""
         return [f"measured by objective {dataset.head.name}{labels}"]
-    if judge is None:
+    if objective is None:
         return []
-    settings = ", ".join(f"{name} {value}" for name, value in vars(judge).items())
-    whom = "the bare model" if compared is None else compared.name
-    whom = "what the rows hold" if dataset.has_teacher else whom
-    against = f"compared with {whom if dataset.reads_reference else 'nothing'}"
-    return [f"measured by objective {judge.name} ({settings}), {against}"]
+    settings = ", ".join(f"{name} {value}" for name, value in vars(objective).items())
+    reference = "the bare model" if compared is None else compared.name
+    reference = "the outputs in the rows" if dataset.has_teacher else reference
+    against = f"compared with {reference if dataset.reads_reference else 'nothing'}"
+    return [f"measured by objective {objective.name} ({settings}), {against}"]
 
 
 def _number(metric: str, value: float) -> str:
     if metric in SHARES or is_share(metric):
         return f"{value:.1%}"
     return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.2e}"
+
+
+def check_logits(path: Path, adapters: list[str] | None, top_k: int) -> None:
+    """ConfigError if the file cannot be written or more than one adapter could be the teacher."""
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"got {path.name}; expected the name of a .jsonl file.", where="--logits")
+    if path.exists():
+        raise ConfigError(f"{path} is there already; name another file.", where="--logits")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no directory {path.parent}.", where="--logits")
+    if adapters is not None and len(adapters) > 1:
+        raise ConfigError(
+            f"got {len(adapters)} adapters; the teacher is one adapter, or the bare model.", where="--logits"
+        )
+    if not 1 <= top_k <= MOST_TOKENS:
+        raise ConfigError(f"must be from 1 to {MOST_TOKENS:,}, got {top_k}.", where="--top-k")
+
+
+class Teacher(NamedTuple):
+    """The adapter, or bare model, whose outputs are written, and its data."""
+
+    backbone: Backbone
+    slot: int | None
+    data: Dataset
+
+
+def find_teacher(loaded: Attached, datasets: dict[str, Dataset], top_k: int) -> Teacher:
+    """The only adapter, or the bare model; ConfigError if its outputs for the data cannot be distilled."""
+    name = list(loaded.slots)[-1]
+    slot, data = loaded.slots[name], datasets[name]
+    if data.likelihood_objective is not None or data.head is not None:
+        found = f"the data is measured by objective {data.objective.name}"
+        raise ConfigError(f"{found}; a teacher is for single answers and texts.", where="--logits")
+    if loaded.backbone.has_own_head(slot):
+        found = f"{name} has rows of the output head of its own, and a student has the backbone's"
+        raise ConfigError(f"{found}; name another.", where="--logits")
+    if top_k > loaded.backbone.vocabulary:
+        raise ConfigError(f"got {top_k}; the model has {loaded.backbone.vocabulary:,} tokens.", where="--top-k")
+    return Teacher(loaded.backbone, slot, data)

@@ -11,30 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.user_path import user_path
+from weft.cli.options import path_argument, path_option
 from weft.errors import AdapterFileError, ConfigError, StorageError, WeftError
 
 if TYPE_CHECKING:
     from weft.engine.inference.attach import StoredAdapter
 
-AdapterDir = Annotated[
-    Path, typer.Argument(parser=user_path, metavar="ADAPTER_DIR", help="An adapter or a job's directory.")
-]
+AdapterDir = Annotated[Path, path_argument("An adapter or a job's directory.", metavar="ADAPTER_DIR")]
 
 
 def export(
     adapter_dir: AdapterDir,
     server: Annotated[str, typer.Option("--for", help="peft, vllm or sglang.", show_default=False)],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            parser=user_path, metavar="PATH", help="Copy the adapter to this new directory.", show_default=False
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("Copy the adapter to this new directory.")] = None,
 ) -> None:
-    """Check that a server takes an adapter, copy it, and say how to serve it."""
+    """Check that a server takes an adapter, copy it, and show how to serve it."""
     from weft.engine.inference.attach import read_named
-    from weft.store.servers import SERVERS, check_servable
+    from weft.store.peft_config import SERVERS, check_servable
 
     if server not in SERVERS:
         raise ConfigError(f"got {server!r}; accepted are {', '.join(SERVERS)}.", where="--for")
@@ -58,9 +51,7 @@ def export(
 
 def merge(
     adapter_dir: AdapterDir,
-    out: Annotated[
-        Path, typer.Option(parser=user_path, metavar="PATH", help="The new model directory.", show_default=False)
-    ],
+    out: Annotated[Path, path_option("The new model directory.")],
     base_model: Annotated[
         str | None,
         typer.Option(help="The frozen model. Default: the one the adapter was trained on.", show_default=False),
@@ -120,9 +111,9 @@ def _copy(directory: Path, out: Path) -> None:
 def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     """What to type next."""
     from weft.methods.registry import cost_ranks
+    from weft.store.peft_config import VLLM_DEFAULT_RANK, VLLM_RANKS
     from weft.store.peft_files import TASKS, TEMPLATE_FILE
     from weft.store.row_files import resizing
-    from weft.store.servers import VLLM_DEFAULT_RANK, VLLM_RANKS
 
     base, adapter = shlex.quote(_base(stored)), shlex.quote(f"{stored.name}={directory}")
     # A server has one template for all it serves.

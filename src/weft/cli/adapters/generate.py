@@ -1,10 +1,12 @@
-"""`weft generate`: answers of several adapters to the same prompts, decoded in one batch on the shared backbone."""
+"""`weft generate` and `weft chat`: answers of several adapters, decoded in one batch on the shared backbone."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.user_path import user_path
-from weft.errors import ConfigError, StorageError
+from weft.cli.options import path_option
+from weft.errors import ConfigError, DataError, StorageError, WeftError
 from weft.report.readable import output_console
 
 if TYPE_CHECKING:
-    from weft.data.chat.chat_template import Tokenizer
-    from weft.data.prompts import Prompt
-    from weft.engine.inference.answers import Answer
+    from weft.data.chat_template import Tokenizer
+    from weft.data.load import Prompt
     from weft.engine.inference.attach import Attached
+    from weft.engine.inference.generate import Answer, Decoding
 
 COLDEST = 0.001
 """Lowest temperature that is not 0; below it, logits divided by it leave the range of float32."""
@@ -58,12 +60,7 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            parser=user_path, metavar="PATH", help="Write the answers to this JSONL file.", show_default=False
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("Write the answers to this JSONL file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSONL.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -74,21 +71,20 @@ def generate(
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         reason = "is a directory; name a file." if out.is_dir() else "its directory does not exist."
         raise StorageError(reason, where=f"--out {out}")
-    from weft.data.rows.find import find_source
-    from weft.engine.inference.answers import answers
-    from weft.engine.inference.generate import Decoding
+    from weft.data.sources import find_source
+    from weft.engine.inference.generate import Decoding, answers
     from weft.store.atomic import write_file
 
     if data is not None:
-        # Nobody should wait for the model to hear that it is not there.
+        # A missing file is reported before the model is loaded.
         find_source(data, Path())
     with Console(stderr=True).status("loading the model"):
-        loaded = load_voices(adapter, base_model, device, dtype)
+        loaded = load_adapters(adapter, base_model, device, dtype)
         prompts = loaded.as_each_reads(lambda reader, template: _prompts(prompt or [], data, reader, template))
-        asked = {name: (slot, prompts[name]) for name, slot in loaded.slots.items()}
+        requests = {name: (slot, prompts[name]) for name, slot in loaded.slots.items()}
     decoding = Decoding(max_new_tokens, temperature, top_p, seed)
     with Console(stderr=True).status(f"writing {sum(map(len, prompts.values())):,} answers"):
-        given = answers(loaded.backbone, asked, decoding)
+        given = answers(loaded.backbone, requests, decoding)
     lines = "".join(_json_lines(given))
     if out is not None:
         write_file(out, lines)
@@ -101,7 +97,7 @@ def generate(
 
 
 def check_decoding(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
-    """Refuses options no answer can be written with."""
+    """ConfigError for an option out of range."""
     if not 1 <= max_new_tokens <= MOST_NEW_TOKENS:
         bounds = f"at least 1 and at most {MOST_NEW_TOKENS:,}"
         raise ConfigError(f"must be {bounds}, got {max_new_tokens:,}.", where="--max-new-tokens")
@@ -113,7 +109,7 @@ def check_decoding(max_new_tokens: int, temperature: float, top_p: float, seed: 
         raise ConfigError(f"must be at least 0 and below {2**32}, got {seed}.", where="--seed")
 
 
-def load_voices(
+def load_adapters(
     adapters: list[str] | None,
     base_model: str | None,
     device: str,
@@ -122,7 +118,7 @@ def load_voices(
     with_base: bool = False,
     with_heads: bool = False,
 ) -> Attached:
-    """The model with the adapters of the command line; what users should know about them goes to stderr."""
+    """The model with the adapters of the command line; prints notes about them to stderr."""
     from weft.engine.inference.attach import load_with_adapters
 
     loaded = load_with_adapters(
@@ -148,7 +144,7 @@ def _check_prompts(typed: list[str], data: str | None) -> None:
 
 
 def _prompts(typed: list[str], data: str | None, tokenizer: Tokenizer, chat_template: str | None) -> list[Prompt]:
-    from weft.data.prompts import load_prompts, prompt_of
+    from weft.data.load import load_prompts, prompt_of
 
     if data is not None:
         return load_prompts(data, tokenizer, chat_template=chat_template, base_dir=Path())
@@ -157,7 +153,6 @@ def _prompts(typed: list[str], data: str | None, tokenizer: Tokenizer, chat_temp
 
 
 def _json_lines(given: dict[str, list[Answer]]) -> list[str]:
-    """One line per answer, prompt by prompt."""
     lines = []
     for row in zip(*given.values(), strict=True):
         for name, answer in zip(given, row, strict=True):
@@ -173,16 +168,173 @@ def _json_lines(given: dict[str, list[Answer]]) -> list[str]:
 
 
 def _show(given: dict[str, list[Answer]], loaded: Attached, console: Console) -> None:
-    """Each prompt, and under it what each adapter writes."""
     tokenizer: Any = loaded.tokenizer(next(iter(given)))
     for row in zip(*given.values(), strict=True):
-        asked = row[0].prompt
-        question = str(tokenizer.decode(asked.tokens, skip_special_tokens=True)).strip()
+        prompt = row[0].prompt
+        question = str(tokenizer.decode(prompt.tokens, skip_special_tokens=True)).strip()
         table = Table.grid(padding=(0, 0, 0, 2), pad_edge=True)
         for name, answer in zip(given, row, strict=True):
             table.add_row(Text(name, style="cyan"), Text(answer.text))
-        if asked.reference is not None:
-            table.add_row(Text("reference", style="dim"), Text(asked.reference, style="dim"))
+        if prompt.reference is not None:
+            table.add_row(Text("reference", style="dim"), Text(prompt.reference, style="dim"))
         console.print(Text(question, style="bold"))
         console.print(table)
         console.print()
+
+
+HELP = """\
+/adapter NAME  talk to another adapter in a new conversation
+/reset         forget the conversation
+/help          show this
+/quit          leave (also Ctrl-D)
+Ctrl-C stops an answer; at the prompt it leaves."""
+
+
+def chat(
+    adapter: Adapters = None,
+    base_model: BaseModel = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt.", show_default=False)] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Talk to an adapter; switch between several with /adapter NAME."""
+    check_decoding(max_new_tokens, temperature, top_p, seed)
+    with Console(stderr=True).status("loading the model"):
+        from weft.engine.inference.generate import Decoding
+
+        loaded = load_adapters(adapter, base_model, device, dtype)
+    interactive = sys.stdin.isatty()
+    talk = Talk(loaded, Decoding(max_new_tokens, temperature, top_p, seed), system, interactive=interactive)
+    if interactive:
+        with contextlib.suppress(ImportError):
+            # Gives input() its line editing and history.
+            import readline  # noqa: F401
+        typer.echo(f"{talk.introduction} /help shows what else you can do.")
+    while not talk.is_over:
+        try:
+            talk.read_line(input(f"{talk.adapter}> " if interactive else ""))
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            break
+    if interactive and not talk.is_over:
+        typer.echo()
+
+
+class Talk:
+    """A conversation with one of several adapters."""
+
+    def __init__(self, loaded: Attached, decoding: Decoding, system: str | None, *, interactive: bool) -> None:
+        """Errors and Ctrl-C end a conversation that is not interactive."""
+        self.loaded = loaded
+        self.decoding = decoding
+        self.adapter = next(iter(loaded.slots))
+        self.is_over = False
+        self._interactive = interactive
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._opening)
+
+    @property
+    def introduction(self) -> str:
+        names = ", ".join(self.loaded.slots)
+        several = f"Adapters: {names}. " if len(self.loaded.slots) > 1 else ""
+        return f"{several}You talk to {self.adapter} on {self.loaded.backbone.name}."
+
+    def read_line(self, line: str) -> None:
+        """Runs a typed command or answers a question."""
+        text = line.strip()
+        if text.startswith("/"):
+            self._run_command(*text.split(maxsplit=1))
+        elif text:
+            self._answer(text)
+
+    def _run_command(self, command: str, argument: str = "") -> None:
+        if command in ("/quit", "/exit"):
+            self.is_over = True
+        elif command == "/reset":
+            self._reset()
+            typer.echo("A new conversation starts.")
+        elif command == "/adapter" and argument in self.loaded.slots:
+            # The conversation starts again: another adapter's answers would mislead this one.
+            self.adapter = argument
+            self._reset()
+            typer.echo(f"You talk to {argument} in a new conversation.")
+        elif command == "/adapter":
+            wrong = f"there is no adapter {argument!r}; " if argument else ""
+            typer.echo(f"{wrong}there are {', '.join(self.loaded.slots)}.")
+        elif command == "/help":
+            typer.echo(HELP)
+        else:
+            typer.echo(f"unknown command {command}; /help lists them.")
+
+    def _reset(self) -> None:
+        self._messages = list(self._opening)
+
+    def _answer(self, text: str) -> None:
+        """Prints the answer as it is decoded; a turn that cannot be answered is forgotten."""
+        from weft.data.load import prompt_of_chat
+        from weft.engine.inference.generate import Request, generate
+
+        backbone = self.loaded.backbone
+        messages = [*self._messages, {"role": "user", "content": text}]
+        slot = self.loaded.slots[self.adapter]
+        tokenizer = backbone.tokenizer_of(slot)
+        stream = AnswerStream(tokenizer)
+        try:
+            template = self.loaded.chat_templates[self.adapter]
+            prompt = prompt_of_chat(messages, tokenizer, chat_template=template)
+            if len(prompt.tokens) >= backbone.max_positions:
+                raise DataError(
+                    f"the conversation has {len(prompt.tokens):,} tokens; the model has {backbone.max_positions:,} "
+                    "positions. /reset starts a new conversation."
+                )
+            # A seed per turn: the same turn of another adapter's conversation draws the same.
+            request = Request(prompt.tokens.tolist(), slot, seed=len(messages))
+            generate(backbone, [request], self.decoding, on_token=stream.take)
+        except WeftError as error:
+            if not self._interactive:
+                raise
+            typer.echo(f"error: {error}", err=True)
+            return
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+            stream.end()
+            typer.echo("(stopped)")
+        else:
+            stream.end()
+        self._messages = [*messages, {"role": "assistant", "content": stream.text}]
+
+
+class AnswerStream:
+    """Prints an answer token by token, holding back characters that are not complete yet."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._printed = 0
+
+    @property
+    def text(self) -> str:
+        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+
+    def take(self, _: int, token: int) -> None:
+        self._tokens.append(token)
+        # A character of several tokens decodes to U+FFFD until its last one.
+        self._print(self.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def end(self) -> None:
+        """Prints what was held back, and a line end."""
+        self._print(self.text)
+        typer.echo()
+
+    def _print(self, text: str) -> None:
+        typer.echo(text[self._printed :], nl=False)
+        sys.stdout.flush()
+        self._printed = max(self._printed, len(text))

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.user_path import user_path
-from weft.errors import ConfigError, WeftError
-from weft.wording import counted
+from weft.cli.options import path_argument, path_option
+from weft.errors import ConfigError, WeftError, counted
 
 if TYPE_CHECKING:
-    from weft.serve.migrate.openai_job import ExportedJob, MovedJob
+    from weft.serve.openai_import import ExportedJob, MovedJob
 
 imports = typer.Typer(
     no_args_is_help=True,
@@ -33,32 +32,27 @@ def from_elsewhere() -> None:
 def from_openai(
     export: Annotated[
         Path,
-        typer.Argument(
-            parser=user_path,
-            metavar="PATH",
-            help="What GET /v1/fine_tuning/jobs answered, or a folder with it; files lie beside it as FILE-ID.jsonl.",
+        path_argument(
+            "What GET /v1/fine_tuning/jobs answered, or a folder with it; files lie beside it as FILE-ID.jsonl."
         ),
     ],
     base_model: Annotated[str | None, typer.Option(help="The model here for every model there.")] = None,
     model: Annotated[
         list[str] | None, typer.Option(metavar="THERE=HERE", help="The model here for one model there; repeatable.")
     ] = None,
-    out: Annotated[
-        Path, typer.Option(parser=user_path, metavar="PATH", help="The folder to write jobs.yaml and data/ to.")
-    ] = Path("from-openai"),
+    out: Annotated[Path, path_option("The folder to write jobs.yaml and data/ to.")] = Path("from-openai"),
     to: Annotated[str | None, typer.Option(metavar="URL", help="Send the jobs to this service, .../v1.")] = None,
     key: Annotated[str, typer.Option(envvar="WEFT_API_KEY", help="A key of that service.")] = "",
 ) -> None:
     """Turn OpenAI's fine-tuning jobs into a jobs file with its data, or send them to a running service.
 
-    What cannot be carried over is said of each such job, and the others go on (exit code 1).
+    Jobs that cannot be carried over are named with the reason, and the others go on (exit code 1).
     """
-    from weft.serve.migrate.openai_job import move_job, read_export
-    from weft.serve.migrate.to_service import with_unique_names
+    from weft.serve.openai_import import move_job, read_export, with_unique_names
 
     models = _models(model or [])
     exported = read_export(export)
-    _tell_idle_models(models, exported)
+    _note_idle_models(models, exported)
     moved: list[MovedJob] = []
     problems: list[WeftError] = []
     for job in exported:
@@ -94,8 +88,7 @@ def _models(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _tell_idle_models(models: Mapping[str, str], exported: Sequence[ExportedJob]) -> None:
-    """Notes a model there that none of the jobs was trained on."""
+def _note_idle_models(models: Mapping[str, str], exported: Sequence[ExportedJob]) -> None:
     there = sorted({str(job.values.get("model")) for job in exported})
     for model in models:
         if model not in there:
@@ -103,14 +96,14 @@ def _tell_idle_models(models: Mapping[str, str], exported: Sequence[ExportedJob]
 
 
 def _write(jobs: Sequence[MovedJob], out: Path) -> None:
-    from weft.serve.migrate.to_service import write_jobs
+    from weft.serve.openai_import import write_jobs
 
     for file in write_jobs(jobs, out):
         typer.echo(f"wrote {file}; next: weft train {file}")
 
 
 def _send(jobs: Sequence[MovedJob], url: str, key: str) -> None:
-    from weft.serve.migrate.to_service import send_jobs, service_client
+    from weft.serve.openai_import import send_jobs, service_client
 
     if not key:
         raise ConfigError("--to needs a key of the service; give it in WEFT_API_KEY.", where="--key")

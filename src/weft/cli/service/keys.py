@@ -1,4 +1,4 @@
-"""`weft keys`: who may use the service, and how much."""
+"""`weft keys` and `weft workers`: who may use the service and how much, and its workers on all machines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.measure import Measurement
 from rich.table import Table
 
 from weft.cli.service.serve import DataDir, DbUrl, need_serve, open_home
-from weft.errors import ConfigError
-from weft.report.readable import output_console
+from weft.errors import ConfigError, size
+from weft.report.readable import PIPE_COLUMNS, output_console
 
 if TYPE_CHECKING:
     from weft.serve.db.engine import Database
@@ -36,27 +37,26 @@ def create(
 ) -> None:
     """Make a key; it is shown this once."""
     database = open_service(data_dir, db)
-    from weft.serve.records import audit
-    from weft.serve.records.keys import DEFAULT_SCOPES, create_key, key_id
-    from weft.serve.records.tenants import get_tenant
+    from weft.serve.db import tenants as records
+    from weft.serve.db.tenants import DEFAULT_SCOPES, create_key, get_tenant, key_id
 
     chosen = tuple(word.strip() for word in scopes.split(",") if word.strip()) or DEFAULT_SCOPES
     with database.begin() as tx:
         get_tenant(tx, tenant)
         key = create_key(tx, tenant, name, chosen)
-        audit.note(tx, tenant, "key.create", key_id(key), data={"name": name, "scopes": list(chosen)})
+        records.add_audit(tx, tenant, "key.create", key_id(key), data={"name": name, "scopes": list(chosen)})
     typer.echo(key)
 
 
 @keys.command("list")
-def list_(
+def list_keys_(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.", show_default=False)] = None,
     data_dir: DataDir = DATA_DIR,
     db: DbUrl = "",
 ) -> None:
     """Show the keys, without their secrets."""
     database = open_service(data_dir, db)
-    from weft.serve.records.keys import list_keys
+    from weft.serve.db.tenants import list_keys
 
     table = plain_table("id", "tenant", "name", "scopes", "made", "used", "state")
     with database.read() as tx:
@@ -73,12 +73,12 @@ def revoke(
 ) -> None:
     """Make a key open nothing from now on."""
     database = open_service(data_dir, db)
-    from weft.serve.records import audit
-    from weft.serve.records.keys import key_id, revoke_key
+    from weft.serve.db import tenants as records
+    from weft.serve.db.tenants import key_id, revoke_key
 
     with database.begin() as tx:
         row = revoke_key(tx, None, key_id(key))
-        audit.note(tx, row["tenant"], "key.revoke", row["id"])
+        records.add_audit(tx, row["tenant"], "key.revoke", row["id"])
     typer.echo(f"{row['id']} is revoked")
 
 
@@ -91,12 +91,11 @@ def create_tenant(
 ) -> None:
     """Make a tenant without limits."""
     database = open_service(data_dir, db)
-    from weft.serve.records import audit
-    from weft.serve.records import tenants as records
+    from weft.serve.db import tenants as records
 
     with database.begin() as tx:
         records.create_tenant(tx, tenant, name)
-        audit.note(tx, tenant, "tenant.create", tenant)
+        records.add_audit(tx, tenant, "tenant.create", tenant)
     typer.echo(f"{tenant} is there; make it a key: weft keys create --tenant {tenant}")
 
 
@@ -117,8 +116,8 @@ def limits(
 ) -> None:
     """Set limits, and show them."""
     database = open_service(data_dir, db)
-    from weft.serve.records import audit
-    from weft.serve.records.tenants import update_tenant
+    from weft.serve.db import tenants as records
+    from weft.serve.db.tenants import update_tenant
 
     texts = {
         "max_active_jobs": max_active_jobs,
@@ -132,7 +131,7 @@ def limits(
     with database.begin() as tx:
         row = update_tenant(tx, tenant, is_disabled=disable, **changes)
         if changes or disable is not None:
-            audit.note(tx, tenant, "tenant.limits", tenant, data={**changes, "disable": disable})
+            records.add_audit(tx, tenant, "tenant.limits", tenant, data={**changes, "disable": disable})
     for name in ("weight", "max_priority", *texts):
         typer.echo(f"{name:25}{NO_LIMIT if row[name] is None else format(row[name], ',')}")
     typer.echo(f"{'state':25}{'disabled' if row['is_disabled'] else 'enabled'}")
@@ -142,9 +141,9 @@ def limits(
 def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
     """Show the tenants and what they used."""
     database = open_service(data_dir, db)
-    from weft.serve.jobs.quota import token_usage
-    from weft.serve.records import files, jobs
-    from weft.serve.records import tenants as records
+    from weft.serve.db import files, jobs
+    from weft.serve.db import tenants as records
+    from weft.serve.db.usage import token_usage
 
     table = plain_table("id", "name", "active jobs", "trained tokens", "stored bytes", "state")
     with database.read() as tx:
@@ -160,7 +159,7 @@ def list_tenants(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
 
 
 def open_service(data_dir: Path, db: str) -> Database:
-    """Opens the database of a service that is there, and brings it up to date."""
+    """Opens the database of an existing service and brings it up to date."""
     need_serve()
     from weft.serve.db.engine import migrate
     from weft.serve.settings import Settings
@@ -181,7 +180,6 @@ def _number(text: str, name: str) -> int | None:
 
 
 def plain_table(*columns: str) -> Table:
-    """Makes a table without lines."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -190,3 +188,74 @@ def plain_table(*columns: str) -> Table:
 
 def _time(seconds: int | None) -> str:
     return "never" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
+
+
+workers = typer.Typer(help="Workers of the service, on all machines.", no_args_is_help=True, rich_markup_mode=None)
+Target = Annotated[str, typer.Argument(metavar="WORKER|MACHINE", help="A worker, or a machine with all its workers.")]
+
+
+@workers.command("list")
+def list_workers(data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
+    """Show the workers by machine: what they run on, how many jobs they hold, and how they are."""
+    database = open_service(data_dir, db)
+    from weft.serve.db.engine import now
+    from weft.serve.db.workers import all_workers, held_by_worker, worker_state
+
+    table = plain_table("machine", "worker", "model", "device", "memory", "jobs", "tokens/s", "seen", "state")
+    for column in table.columns:
+        # A name on two lines can be neither found nor copied.
+        column.no_wrap = True
+    with database.read() as tx:
+        held, at = held_by_worker(tx), now(tx)
+        for row in all_workers(tx):
+            info, num_held = row["info"], held.get(row["id"], 0)
+            memory = f"{_size(info.get('memory_bytes'))} of {_size(info.get('memory_total_bytes'))}"
+            speed = f"{info.get('tokens_per_s') or 0:,.0f}"
+            seen = f"{max(0, at - row['seen_at']):,.0f} s ago"
+            device = info.get("device_name") or info.get("device") or "?"
+            state = worker_state(row, num_held, at)
+            machine = row["machine"] or "?"
+            table.add_row(machine, row["id"], row["base_model"], device, memory, str(num_held), speed, seen, state)
+    console = output_console()
+    whole = Measurement.get(console, console.options.update(max_width=PIPE_COLUMNS), table)
+    console.width = max(console.width, whole.maximum)
+    console.print(table)
+
+
+@workers.command()
+def drain(target: Target, data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
+    """Have jobs saved at their next step and given to other workers; nothing new is claimed."""
+    _steer(target, "drain", data_dir, db)
+
+
+@workers.command()
+def undrain(target: Target, data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
+    """Let drained workers claim jobs again."""
+    _steer(target, "undrain", data_dir, db)
+
+
+@workers.command()
+def remove(target: Target, data_dir: DataDir = DATA_DIR, db: DbUrl = "") -> None:
+    """Have workers give their jobs to others and end for good; forget those that are lost."""
+    _steer(target, "remove", data_dir, db)
+
+
+def _steer(target: str, wish: str, data_dir: Path, db: str) -> None:
+    database = open_service(data_dir, db)
+    from weft.serve.db.engine import now
+    from weft.serve.db.leases import steer_workers
+    from weft.serve.db.workers import is_lost
+
+    with database.begin() as tx:
+        steered, at = steer_workers(tx, target, wish), now(tx)
+    for row in steered:
+        done = {"drain": "drains", "undrain": "takes jobs again", "remove": "gives its jobs back and ends"}[wish]
+        if is_lost(row, at):
+            done = "was lost and is forgotten" if wish == "remove" else "is lost"
+        typer.echo(f"{row['id']} on {row['machine'] or '?'} {done}")
+    if wish != "undrain":
+        typer.echo("weft workers list shows how far they are")
+
+
+def _size(num_bytes: int | None) -> str:
+    return "?" if num_bytes is None else size(num_bytes)

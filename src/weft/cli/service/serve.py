@@ -13,24 +13,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.replica_options import Cluster, GpuType
-from weft.cli.user_path import user_path
+from weft.cli.options import Cluster, GpuType, on_cluster_devices, path_option
 from weft.errors import ConfigError, MissingExtraError, install_command
-from weft.gpu_choice import VISIBLE, choose_gpus, number_or_auto, visible_gpus
+from weft.processes import VISIBLE, check_cpu_processes, choose_gpus, number_or_auto, visible_gpus
 from weft.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
-    from weft.serve.cluster_workers import ClusterWorkers
     from weft.serve.db.engine import Database
     from weft.serve.settings import Settings
-    from weft.serve.supervise import Supervisor
+    from weft.serve.supervise import ClusterWorkers, Supervisor
 
 WORKER_GRACE_S = 60.0
 CLEAN_UP_EVERY_S = 24 * 3600.0
 
 
 def read_secret(text: str) -> str:
-    """What an option says, or, for `@PATH`, what that file holds: a command line is everybody's to read."""
+    """The option's value; for `@PATH` the contents of that file, since every user of a machine sees command lines."""
     if not text.startswith("@"):
         return text
     try:
@@ -57,9 +55,7 @@ FileSeconds = Annotated[
     float, typer.Option(help="Most seconds that reading one job's files may take.", min=0.001, max=1e6)
 ]
 FileMemory = Annotated[float, typer.Option(help="Most GiB that reading one job's files may take.", min=0.001, max=1e6)]
-DataDir = Annotated[
-    Path, typer.Option(parser=user_path, metavar="PATH", help="Home of the database, the files and the workers.")
-]
+DataDir = Annotated[Path, path_option("Home of the database, the files and the workers.")]
 
 
 def serve(
@@ -72,7 +68,7 @@ def serve(
     ] = None,
     db: DbUrl = "",
     store: StoreUrl = "",
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Everybody is one tenant; on loopback only.")] = False,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="All clients are one tenant; on loopback only.")] = False,
     workers: Annotated[
         str, typer.Option(metavar="N", help="Worker processes for each backbone; auto: one on every GPU.")
     ] = "1",
@@ -81,7 +77,7 @@ def serve(
     ] = None,
     cluster: Cluster = None,
     gpu_type: GpuType = None,
-    api_processes: Annotated[int, typer.Option(help="Processes that answer requests.", min=1)] = 1,
+    api_processes: Annotated[int, typer.Option(help="Processes that answer requests.", min=1, max=256)] = 1,
     min_samples: Annotated[int, typer.Option(help="Fewest lines of a training file.", min=1)] = 1,
     file_seconds: FileSeconds = 600.0,
     file_memory: FileMemory = 4.0,
@@ -90,7 +86,7 @@ def serve(
     ] = False,
     api_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Serve fine-tuning to many tenants behind OpenAI's API."""
+    """Serve fine-tuning to many tenants with OpenAI's API."""
     need_serve()
     from weft.serve.db.engine import migrate
     from weft.serve.limited_process import FileLimits
@@ -109,11 +105,10 @@ def serve(
         file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
     )
     if cluster is not None and devices is not None:
-        found = "are the GPUs of this machine; on a cluster, use --workers and --gpu-type"
-        raise ConfigError(f"{found}.", where="--devices")
+        raise on_cluster_devices("--workers")
     if cluster is None and gpu_type is not None:
         raise ConfigError("is for a cluster; give --cluster, or use --devices.", where="--gpu-type")
-    places = [] if cluster is not None else worker_places(workers, devices, len(settings.base_models))
+    environments = [] if cluster is not None else worker_environments(workers, devices, len(settings.base_models))
     database = open_home(settings)
     if migrate_only:
         typer.echo(f"the database is at revision {migrate(database)}")
@@ -121,23 +116,24 @@ def serve(
     if api_fd is not None:
         _run_api(settings, database, socket.socket(fileno=api_fd))
         return
-    from weft.serve.api.server import listen
+    from weft.serve.api.app import listen
     from weft.serve.blobs import Blobs
+    from weft.serve.db.tenants import first_key
 
-    # Whatever can be refused is refused before the first key is made: it is shown only once.
+    # All checks come before the first key is made, since it is shown only once.
     Blobs(settings.store_url)
-    if places or cluster:
+    if environments or cluster:
         _check_models(settings.base_models)
     on_cluster = None if cluster is None else _on_cluster(cluster, gpu_type, workers, settings)
     with listen(host, port) as sock:
         migrate(database)
-        _greet(settings, sock, _first_key(settings, database))
-        clean = _run(settings, database, sock, places, on_cluster)
+        _greet(settings, sock, first_key(database, auth=settings.auth))
+        clean = _run(settings, database, sock, environments, on_cluster)
     raise typer.Exit(0 if clean else 1)
 
 
 def need_serve() -> None:
-    """The packages of the service are installed, or a clear sentence says how to install them."""
+    """MissingExtraError if a package of the service is not installed."""
     try:
         import alembic  # noqa: F401
         import fastapi  # noqa: F401
@@ -150,25 +146,25 @@ def need_serve() -> None:
         raise MissingExtraError(f"the service needs {error.name}.", hint=hint) from None
 
 
-def worker_places(workers: str, devices: str | None, num_models: int) -> list[dict[str, str]]:
-    """What the environment of each worker says, backbone by backbone: its own GPU, in turn where there are more."""
+def worker_environments(workers: str, devices: str | None, num_models: int) -> list[dict[str, str]]:
+    """Environment variables of each worker, backbone by backbone: GPUs are given out in turn."""
     gpus = choose_gpus(devices, visible_gpus())
     number = number_or_auto(workers, "--workers", 0)
     if number is None:
         number = max(1, len(gpus))
-    return [{VISIBLE: gpus[place % len(gpus)]} if gpus else {} for place in range(number * num_models)]
+    check_cpu_processes(number * num_models, "--workers")
+    return [{VISIBLE: gpus[i % len(gpus)]} if gpus else {} for i in range(number * num_models)]
 
 
 def _on_cluster(cluster: str, gpu_type: str | None, workers: str, settings: Settings) -> ClusterWorkers:
-    """Where workers are on a cluster."""
     number = number_or_auto(workers, "--workers", 1)
-    from weft.serve.cluster_workers import find_workers
+    from weft.serve.supervise import find_workers
 
     return find_workers(cluster, number, len(settings.base_models), db_url=settings.db_url, gpu_type=gpu_type)
 
 
 def parse_models(texts: list[str]) -> dict[str, str]:
-    """`name=path` pairs; a path alone is called by its last component, anything else by itself."""
+    """Models by name, from `name=path`; the name of a directory alone is its last component."""
     models: dict[str, str] = {}
     for text in texts:
         name, equals, path = text.partition("=")
@@ -183,7 +179,7 @@ def parse_models(texts: list[str]) -> dict[str, str]:
 
 
 def _check_models(models: Mapping[str, str]) -> None:
-    """Refuses models that are clearly no name of one and not there, rather than start workers that end at once."""
+    """ConfigError for a model that is neither a Hub name nor a directory, before workers are started for it."""
     for name, path in models.items():
         is_hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
         if path not in EMBEDDED and not is_hub_name and not Path(path).expanduser().exists():
@@ -192,26 +188,12 @@ def _check_models(models: Mapping[str, str]) -> None:
 
 
 def open_home(settings: Settings) -> Database:
-    """The database of a service; its directory is made if it is not there."""
     from weft.serve.db.engine import open_database
     from weft.store.atomic import storage_errors
 
     with storage_errors(settings.data_dir):
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     return open_database(settings.db_url)
-
-
-def _first_key(settings: Settings, database: Database) -> str | None:
-    """Makes the tenant `default` if there is no tenant, and a key for it if there is no key."""
-    from weft.serve.records.keys import SCOPES, create_key, list_keys
-    from weft.serve.records.tenants import DEFAULT_TENANT, create_tenant, find_tenant, list_tenants
-
-    with database.begin() as tx:
-        if find_tenant(tx, DEFAULT_TENANT) is None and (not list_tenants(tx) or not settings.auth):
-            create_tenant(tx, DEFAULT_TENANT)
-        if settings.auth and not list_keys(tx) and find_tenant(tx, DEFAULT_TENANT) is not None:
-            return create_key(tx, DEFAULT_TENANT, "first", SCOPES)
-    return None
 
 
 def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
@@ -225,27 +207,27 @@ def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
         typer.echo(f"key       {key}")
         typer.echo("          shown this once; `weft keys create` makes more")
     elif not settings.auth:
-        typer.echo("key       none needed: whoever reaches this address may do everything")
+        typer.echo("key       none needed: all who reach this address may do everything")
 
 
 def _run(
     settings: Settings,
     database: Database,
     sock: socket.socket,
-    places: Sequence[Mapping[str, str]],
+    environments: Sequence[Mapping[str, str]],
     on_cluster: ClusterWorkers | None,
 ) -> bool:
-    """Serves with a worker in each place, or on a cluster, until asked to stop; True if everything ended well."""
+    """Serves with a worker per environment, or on a cluster, until a signal; True if all processes ended well."""
     from weft.serve.api.observe import log_json
     from weft.serve.supervise import Child, Supervisor
 
     log_json()
-    num_workers = (len(places) if on_cluster is None else on_cluster.number) // len(settings.base_models)
+    num_workers = (len(environments) if on_cluster is None else on_cluster.number) // len(settings.base_models)
     names = [(name, path, i) for name, path in settings.base_models.items() for i in range(num_workers)]
     workers = {f"worker-{name}-{i}": _worker_arguments(settings, name, path) for name, path, i in names}
     children = []
     if on_cluster is None:
-        children = [Child(*worker, variables=at) for worker, at in zip(workers.items(), places, strict=True)]
+        children = [Child(*worker, variables=at) for worker, at in zip(workers.items(), environments, strict=True)]
     if settings.api_processes > 1:
         sock.set_inheritable(True)
         arguments = _api_arguments(settings, sock.fileno(), num_workers)
@@ -261,28 +243,27 @@ def _run(
         else:
             _run_api(settings, database, sock, supervisor)
     finally:
-        supervisor.ask_to_stop()
+        supervisor.request_stop()
         clean = on_cluster is None or on_cluster.stop(WORKER_GRACE_S)
         clean &= supervisor.stop(WORKER_GRACE_S)
     return clean
 
 
 def _run_api(settings: Settings, database: Database, sock: socket.socket, supervisor: Supervisor | None = None) -> None:
-    """Answers requests until asked to stop. Workers on the same machine stand back, this process does not."""
-    from weft.serve.api.app import make_app
-    from weft.serve.api.server import run_app
+    """Answers requests until a signal. Unlike the workers of this machine, the process keeps its priority."""
+    from weft.serve.api.app import make_app, run_app
     from weft.serve.blobs import Blobs
 
     app = make_app(settings, database, Blobs(settings.store_url))
-    run_app(app, sock, supervisor.ask_to_stop if supervisor else lambda: None)
+    run_app(app, sock, supervisor.request_stop if supervisor else lambda: None)
     database.close()
 
 
 def _clean_up_daily(settings: Settings, database: Database) -> None:
     from weft.errors import WeftError
-    from weft.serve.blob_gc import delete_unnamed_blobs
     from weft.serve.blobs import Blobs
-    from weft.serve.records.workers import forget_lost_workers
+    from weft.serve.db.files import delete_unnamed_blobs
+    from weft.serve.db.workers import forget_lost_workers
 
     while True:
         with contextlib.suppress(WeftError), database.begin() as tx:
@@ -293,23 +274,25 @@ def _clean_up_daily(settings: Settings, database: Database) -> None:
 
 
 def _wait_for_signal() -> None:
-    asked = threading.Event()
+    received = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
-    while not asked.wait(0.5):
+        signal.signal(number, lambda *_: received.set())
+    while not received.wait(0.5):
         pass
 
 
 def _worker_arguments(settings: Settings, name: str, path: str) -> list[str]:
-    home = ["--data-dir", str(settings.data_dir), "--db", settings.db_url, "--store", settings.store_url]
     reading = settings.file_limits
     limits = ["--file-seconds", str(reading.seconds), "--file-memory", str(reading.memory_bytes / 2**30)]
-    return ["worker", *home, "--base-model", f"{name}={path}", *limits]
+    return ["worker", *_home_arguments(settings), "--base-model", f"{name}={path}", *limits]
+
+
+def _home_arguments(settings: Settings) -> list[str]:
+    return ["--data-dir", str(settings.data_dir), "--db", settings.db_url, "--store", settings.store_url]
 
 
 def _api_arguments(settings: Settings, fd: int, num_workers: int) -> list[str]:
-    home = ["--data-dir", str(settings.data_dir), "--db", settings.db_url, "--store", settings.store_url]
     models = [part for name, path in settings.base_models.items() for part in ("--base-model", f"{name}={path}")]
     rest = ["--host", settings.host, "--api-processes", str(settings.api_processes), "--api-fd", str(fd)]
     limits = ["--min-samples", str(settings.limits.min_samples), *([] if settings.auth else ["--no-auth"])]
-    return ["serve", *home, *models, *rest, *limits, "--workers", str(num_workers)]
+    return ["serve", *_home_arguments(settings), *models, *rest, *limits, "--workers", str(num_workers)]

@@ -11,25 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.options import path_option
 from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, StoreUrl
-from weft.cli.user_path import user_path
 from weft.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
     from weft.serve.worker.worker import Worker
 
 AT_ONCE = 75
-"""Exit code of a worker that was told twice to stop: its jobs go on elsewhere when their leases run out."""
-
-
+"""Exit code of a worker after a second signal: its jobs go on elsewhere when their leases run out."""
 REPEAT_S = 2.0
-"""Signals that come so soon after the first are the same request: a supervisor, its end and a terminal all send one."""
+"""Signals within this time after the first count as the same: supervisor, its end and terminal each send one."""
 
 
 class StopSignals:
     """SIGTERM and Ctrl-C: the first lets the worker finish its step and give its jobs back, the second ends it.
 
-    A worker that is not there yet, since its model is still being loaded, has nothing to give back and ends at once.
+    A worker whose model is still being loaded has nothing to give back and ends at once.
     """
 
     def __init__(self) -> None:
@@ -37,21 +35,20 @@ class StopSignals:
         self.is_set = False
         self._at = 0.0
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
+            signal.signal(number, self._on_signal)
 
     @property
     def worker(self) -> Worker | None:
-        """Who is to stop, once it is there."""
         return self._worker
 
     @worker.setter
     def worker(self, worker: Worker) -> None:
         self._worker = worker
         if self.is_set:
-            # It should have ended before; but an exit that is raised inside a destructor is lost.
+            # The signal came before, but an exit that is raised inside a destructor is lost.
             worker.stop()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_set and time.monotonic() - self._at > REPEAT_S:
             os._exit(AT_ONCE)
         if not self.is_set:
@@ -62,9 +59,7 @@ class StopSignals:
 
 
 def worker(
-    data_dir: Annotated[
-        Path, typer.Option(parser=user_path, metavar="PATH", help="Where the worker keeps what it is working on.")
-    ] = Path("weft-data"),
+    data_dir: Annotated[Path, path_option("Where the worker keeps what it is working on.")] = Path("weft-data"),
     db: DbUrl = "",
     store: StoreUrl = "",
     base_model: Annotated[
@@ -103,10 +98,9 @@ def worker(
     from weft.serve.blobs import Blobs
     from weft.serve.db.engine import migrate, open_database
     from weft.serve.limited_process import FileLimits
-    from weft.serve.settings import Settings
+    from weft.serve.settings import Settings, WorkerOptions
     from weft.serve.supervise import DISMISSED
-    from weft.serve.worker.options import WorkerOptions
-    from weft.settings.fields import convert
+    from weft.settings import convert
     from weft.spec import BackboneSpec
     from weft.spec.run import Capacity
 
@@ -124,7 +118,7 @@ def worker(
         file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
         host=host,
     )
-    # What is prepared of tenants' files stays where everything else of theirs is.
+    # Data prepared from tenants' files stays in the service's directory.
     os.environ.setdefault(CACHE_VARIABLE, str(options.data_dir / "prepared"))
     log_json()
     database = open_database(settings.db_url)

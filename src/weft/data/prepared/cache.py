@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.data.dataset import Dataset
-from weft.data.prepared.digests import RECORD, FileDigests
-from weft.data.prepared.entry import USED, read_entry, read_page, write_entry
+from weft.data.prepared.arrays import USED, read_entry, read_page, write_entry
+from weft.data.prepared.key import RECORD, FileDigests
 from weft.errors import ConfigError
 
 CACHE_VARIABLE, LIMIT_VARIABLE = "WEFT_CACHE", "WEFT_CACHE_GB"
@@ -83,7 +83,6 @@ class PreparedCache:
                 self._held.popitem(last=False)
 
     def entries(self) -> list[EntryInfo]:
-        """All entries, the last used first."""
         entries = [_info(folder) for folder in self._folders() if not folder.name.startswith(TEMP_PREFIX)]
         return sorted(entries, key=lambda entry: -entry.used)
 
@@ -97,7 +96,6 @@ class PreparedCache:
         return len(gone)
 
     def clear(self) -> int:
-        """Removes all entries and abandoned folders; returns the number of entries."""
         num_entries = self.forget(lambda _: True)
         self._remove_leftovers()
         (self.root / RECORD).unlink(missing_ok=True)

@@ -10,49 +10,45 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.data.chat.chat_template import ChatTemplate, Tokenizer
-from weft.data.chat.renderer import Renderer
-from weft.data.conversation import Conversation, Form, Passage, Tokens, Words
+from weft.data.chat_template import ChatTemplate, Tokenizer
+from weft.data.chats import THOUGHTS, Conversation, Form, Passage, Tokens, Words
 from weft.data.formats import convert_rows, refuse_media
-from weft.data.prepared.sieve import LengthFilter, RowCounts
-from weft.data.rows.columns import ColumnMap
-from weft.data.rows.row import Row
-from weft.data.sample import Sample
-from weft.data.samples import Samples
-from weft.data.tokens.tokenise import sample_of_passage, sample_of_tokens, sample_of_words, tokenise
-from weft.errors import ConfigError, DataError
-from weft.objectives.distillation import Distillation
-from weft.objectives.heads.classes import Classification
-from weft.objectives.heads.head_objective import HeadObjective
+from weft.data.json_rows import ColumnMap
+from weft.data.render import Renderer
+from weft.data.row import Row
+from weft.data.samples import Sample, Samples, TokenArrays
+from weft.data.tokenise import sample_of_passage, sample_of_tokens, sample_of_words, tokenise
+from weft.errors import ConfigError, DataError, counted
+from weft.objectives.distillation import IDS, Distillation
+from weft.objectives.heads import Classification, HeadObjective
 from weft.objectives.objective import Objective, Part
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
-from weft.objectives.teacher_columns import IDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """Settings for reading, rendering, masking and cutting rows; the fields are those of a job."""
 
-    objective: str
-    data_format: str
-    data_columns: Mapping[str, str | int]
+    objective: str = "auto"
+    data_format: str = "auto"
+    data_columns: Mapping[str, str | int] = field(default_factory=dict)
     max_length: int
-    long_samples: str
-    train_on_inputs: bool
-    mask_history: bool
-    chat_template: str | None
+    long_samples: str = "truncate"
+    train_on_inputs: bool = False
+    mask_history: bool = False
+    chat_template: str | None = None
     """Template used instead of the tokenizer's."""
     group_texts: bool = False
     """True if texts are joined and cut in blocks of max_length."""
     labels: tuple[str, ...] = ()
     """Names of classes, for objectives with classes."""
-    clock: datetime.datetime | None
+    clock: datetime.datetime | None = None
     """Time for chat templates that read it; None for the current time."""
 
 
@@ -92,7 +88,7 @@ class Converter:
     settings: DataSettings
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves cached objects behind when a converter is sent to another process."""
+        """Drops cached objects when a converter is sent to another process."""
         return Converter, (self.tokenizer, self.settings)
 
     @functools.cached_property
@@ -133,6 +129,9 @@ class Converter:
             sieve.take_row(of_row.groups, row.where, is_split_by_objective=of_row.is_split_by_objective)
         if self.renderer.ignores_tools:
             sieve.account.num_without_tools = sum(1 for form in forms if isinstance(form, Conversation) and form.tools)
+        in_columns = sum(any(row.values.get(name) for name in THOUGHTS) for row in rows)
+        in_turns = sum(map(self.renderer.ignores_thoughts, forms))
+        sieve.account.num_without_thoughts = max(in_columns, in_turns)
         return ConvertedChunk(
             samples=Samples.of(sieve.kept),
             rows=np.array(sieve.rows, dtype=np.int64),
@@ -172,7 +171,6 @@ def _convert(
 
 
 def _check_grouped(data_format: str, objective: Objective) -> None:
-    """ConfigError if rows are not texts that could be joined."""
     if data_format != "text" or objective is not SUPERVISED:
         what = f"in the {data_format} format" if data_format != "text" else f"for objective {objective.name}"
         raise ConfigError(f"joins plain texts, and the rows are {what}.", where="group_texts")
@@ -213,7 +211,7 @@ def _check_teachers(rows: Sequence[Row], groups: Sequence[RowGroups]) -> None:
         for sample in itertools.chain(*of_row.groups):
             number = 0 if sample.teacher is None else sample.teacher.ids.shape[1]
             if known not in (None, number):
-                problem = f"holds {number} tokens of its teacher for each token"
+                problem = f"holds {counted(number, 'token')} of its teacher for each token"
                 raise DataError(
                     f"{problem}, and the rows before it {known}; give all the same number.", where=row.where
                 )
@@ -242,9 +240,124 @@ def _counted(sample: Sample, part: Part, objective: Objective, where: str) -> Sa
     sample = sample.weighted(part.weight)
     if part.teacher is not None:
         if len(part.teacher.ids) != sample.num_supervised:
-            problem = f"{IDS} has {len(part.teacher.ids)} items"
-            raise DataError(f"{problem}, but {sample.num_supervised} tokens are supervised.", where=where)
+            problem = f"{IDS} has {counted(len(part.teacher.ids), 'item')}"
+            raise DataError(f"{problem}; expected {sample.num_supervised}, one for each supervised token.", where=where)
         sample = sample.with_teacher(*part.teacher)
     if part.label is None:
         return sample
     return sample.labelled_end(part.label) if isinstance(objective, HeadObjective) else sample.labelled(part.label)
+
+
+@dataclass
+class RowCounts:
+    """Counts of rows by outcome; counts of parts of a file add up to those of the file."""
+
+    num_rows: int = 0
+    num_split: int = 0
+    """Rows of several groups."""
+    num_split_by_objective: int = 0
+    """Rows with several groups because of the objective, not of the chat template."""
+    num_groups: int = 0
+    num_truncated: int = 0
+    num_dropped_long: int = 0
+    num_untrained: int = 0
+    num_cut_off: int = 0
+    """Rows with something to learn, but only past max_length."""
+    num_without_tools: int = 0
+    """Rows with tools that the chat template does not render."""
+    num_without_thoughts: int = 0
+    """Rows with thoughts that are not rendered."""
+
+    def add(self, other: RowCounts) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    def nothing_left(self, max_length: int, where: str) -> DataError:
+        """The error for data without any sample left: it lists the counts."""
+        fates = [
+            (self.num_untrained, "have no trained turn or text"),
+            (self.num_cut_off, f"have their answers past max_length {max_length:,}"),
+            (self.num_dropped_long, f"are longer than max_length {max_length:,} and were dropped"),
+        ]
+        reasons = ", ".join(f"{count:,} {fate}" for count, fate in fates if count)
+        what = f"{self.num_groups:,} {'rows' if self.num_groups == self.num_rows else 'samples'}"
+        return DataError(f"there are no supervised tokens to train on: of {what}, {reasons}.", where=where)
+
+
+@dataclass
+class LengthFilter:
+    """Filters the groups of one row after the other."""
+
+    max_length: int
+    long_samples: str
+    keeps_end: bool = False
+    """True if the label of the last token moves to the last token left of a sample that is cut."""
+    account: RowCounts = field(default_factory=RowCounts)
+    kept: list[Sample] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Row of every group that was kept."""
+
+    def take_row(self, groups: Sequence[Sequence[Sample]], where: str, *, is_split_by_objective: bool = False) -> None:
+        """Keeps, cuts or drops the groups of one row; with long_samples `error` a long one is a DataError."""
+        account = self.account
+        for group in groups:
+            before = len(self.kept)
+            self._take(group, where)
+            account.num_groups += 1
+            if len(self.kept) > before:
+                self.rows.append(account.num_rows)
+        account.num_rows += 1
+        account.num_split += len(groups) > 1
+        account.num_split_by_objective += is_split_by_objective
+
+    def _take(self, group: Sequence[Sample], where: str) -> None:
+        longest = max(sample.length for sample in group)
+        if not all(sample.num_supervised for sample in group):
+            self.account.num_untrained += 1
+        elif longest <= self.max_length:
+            self.kept += group
+        elif self.long_samples == "error":
+            raise DataError(
+                f"has {counted(longest, 'token')}, but max_length is {self.max_length:,}.",
+                where=where,
+                hint="Raise max_length, or set long_samples to truncate or drop.",
+            )
+        elif self.long_samples == "drop":
+            self.account.num_dropped_long += 1
+        else:
+            self._cut([sample.cut(self.max_length, keeps_end=self.keeps_end) for sample in group])
+
+    def _cut(self, group: Sequence[Sample]) -> None:
+        if all(sample.num_supervised for sample in group):
+            self.account.num_truncated += 1
+            self.kept += group
+        else:
+            self.account.num_cut_off += 1
+
+
+class BlockCutter:
+    """Takes the tokens of texts in order and returns whole blocks; the rest waits for the next texts."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._rest = np.empty(0, np.int32)
+
+    def add(self, tokens: npt.NDArray[np.int32]) -> Samples:
+        joined = np.concatenate([self._rest, tokens])
+        whole = len(joined) // self._length * self._length
+        self._rest = joined[whole:]
+        return _blocks(joined[:whole], self._length)
+
+    def finish(self) -> Samples:
+        """The last block, which is shorter; none where too little is left to learn from."""
+        rest, self._rest = self._rest, np.empty(0, np.int32)
+        return _blocks(rest if len(rest) > 1 else rest[:0], max(len(rest), 1))
+
+
+def _blocks(tokens: npt.NDArray[np.int32], length: int) -> Samples:
+    """Consecutive samples of one length; every token but the first of each is supervised."""
+    number = len(tokens) // length
+    supervised = np.ones(len(tokens), np.bool_)
+    supervised[::length] = False
+    starts = np.arange(number, dtype=np.int64) * length
+    return Samples(TokenArrays(tokens, supervised), starts, np.full(number, length), np.full(number, length - 1))

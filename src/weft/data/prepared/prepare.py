@@ -5,29 +5,30 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft.data.chat.chat_template import Tokenizer
+from weft.data.chat_template import Tokenizer
+from weft.data.chats import THOUGHTS
 from weft.data.dataset import Dataset, DataSummary, measures
+from weft.data.json_rows import ColumnMap
 from weft.data.prepared.arrays import SampleColumns
 from weft.data.prepared.cache import default_cache
-from weft.data.prepared.convert import ConvertedChunk, Converter, DataSettings, is_before
-from weft.data.prepared.digests import FileDigests
-from weft.data.prepared.key import prepared_key
-from weft.data.prepared.progress import PreparingBar
-from weft.data.prepared.sieve import BlockCutter, RowCounts
-from weft.data.prepared.workers import Workers
-from weft.data.rows.chunks import Chunk, chunks_of
-from weft.data.rows.columns import ColumnMap
-from weft.data.rows.find import find_source
-from weft.data.rows.sources import Source
+from weft.data.prepared.convert import BlockCutter, ConvertedChunk, Converter, DataSettings, RowCounts, is_before
+from weft.data.prepared.key import FileDigests, prepared_key
+from weft.data.prepared.workers import Chunk, Workers, chunks_of
 from weft.data.samples import Samples
-from weft.errors import DataError
+from weft.data.sources import Source, find_source
+from weft.errors import DataError, counted
 from weft.objectives.objective import Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED
 from weft.spec.job import SourceSpec
@@ -37,7 +38,7 @@ PARALLEL_BYTES = 16 * 2**20
 SHOWN_CLASSES = 12
 """Of more classes than these, only the first and the last are named."""
 SPLIT_NOTE = (
-    "{:,} chats are {:,} samples, because their chat template shows earlier answers otherwise once later turns follow "
+    "{} became {:,} samples, because their chat template shows earlier answers otherwise once later turns follow "
     "(mask_history trains the last answer only)"
 )
 
@@ -133,7 +134,6 @@ class _Preparing:
         self._bar.advance(num_bytes, self._account.num_rows)
 
     def _keep(self, blocks: Samples) -> None:
-        """Adds blocks that were cut from joined texts."""
         self._columns.append(blocks, np.arange(len(blocks)) + self._num_kept)
         self._num_kept += len(blocks)
 
@@ -154,6 +154,7 @@ class _Preparing:
             length_limit=settings.max_length,
             notes=(
                 *_notes(chosen, self._claimed, account),
+                *self._opening(),
                 *_classes(samples, settings.labels),
                 *self._joined(),
             ),
@@ -162,10 +163,18 @@ class _Preparing:
         )
         return Dataset(samples, summary, chosen, tuple(self._source_groups), rows if account.num_split else None)
 
+    def _opening(self) -> Iterator[str]:
+        renderer = self._converter.renderer
+        is_rendered = set(self._formats) - {"text", "tokens", "passage", "words"}
+        if is_rendered and renderer.has_template and not renderer.train_on_inputs:
+            opening = renderer.template.prompt_opening
+            if opening:
+                yield f"answers are trained after {opening!r}, which the chat template opens every answer with"
+
     def _joined(self) -> Iterator[str]:
         if self._cutter is not None:
             length = self._converter.settings.max_length
-            yield f"{self._account.num_rows:,} texts joined and cut in blocks of {length:,} tokens"
+            yield f"{counted(self._account.num_rows, 'text')} joined and cut in blocks of {length:,} tokens"
 
 
 def num_processes(sources: Sequence[Source], converter: Converter) -> int:
@@ -193,10 +202,13 @@ def _notes(chosen: Objective, claimed: Objective, account: RowCounts) -> Iterato
     elif chosen is not SUPERVISED:
         yield f"objective {chosen.name}, by the columns"
     if account.num_without_tools:
-        yield f"the chat template has no place for tools: {account.num_without_tools:,} rows go without theirs"
+        yield f"the chat template has no place for the tools of {counted(account.num_without_tools, 'row')}"
+    if account.num_without_thoughts:
+        names, number = ", ".join(THOUGHTS), counted(account.num_without_thoughts, "row")
+        yield f"the thoughts of {number} ({names}) are left out: they need messages, and a template that reads them"
     if account.num_split > account.num_split_by_objective:
         num_samples = account.num_groups - account.num_rows + account.num_split
-        yield SPLIT_NOTE.format(account.num_split, num_samples)
+        yield SPLIT_NOTE.format(counted(account.num_split, "chat"), num_samples)
 
 
 def _classes(samples: Samples, names: Sequence[str]) -> Iterator[str]:
@@ -240,6 +252,107 @@ def _key(sources: Sequence[Source], tokenizer: Tokenizer, settings: DataSettings
 
 
 def _stamps(sources: Sequence[Source]) -> list[tuple[int, int, int]]:
-    """File attributes that change with a file."""
     result = [os.stat(file.path) for source in sources for file in source.files]
     return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in result]
+
+
+QUIET_S = 2.0
+"""Data prepared within this time needs no bar."""
+BETWEEN_LINES_S = 10.0
+
+
+class Standing(NamedTuple):
+    """Progress so far."""
+
+    title: str
+    num_bytes: int
+    total_bytes: int | None
+    """Total size; None if unknown."""
+    num_rows: int
+
+
+Show = Callable[[Standing | None], None]
+"""Displays progress; None: it is over."""
+_shows: list[Show] = []
+
+
+@contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    """Progress inside it is displayed by `show` instead of standard error."""
+    _shows.append(show)
+    try:
+        yield
+    finally:
+        _shows.remove(show)
+
+
+def shower() -> Show | None:
+    """The display in use; None for standard error."""
+    return _shows[-1] if _shows else None
+
+
+class Bar:
+    """The bar of a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rows]:,} rows")
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+
+    def draw(self, at: Standing) -> None:
+        """Moves on; data of another title starts a new bar."""
+        tasks = self.progress.tasks
+        if not tasks or tasks[0].description != at.title:
+            for task in tasks:
+                self.progress.remove_task(task.id)
+            self.progress.add_task(at.title, total=at.total_bytes, rows=at.num_rows)
+        self.progress.update(self.progress.task_ids[0], completed=at.num_bytes, rows=at.num_rows)
+
+
+class PreparingBar:
+    """Shows on standard error how much of the sources is prepared."""
+
+    def __init__(self, sources: Sequence[Source], clock: Callable[[], float] = time.monotonic) -> None:
+        self._title = f"preparing {', '.join(source.name for source in sources)}"
+        is_known = not any(source.is_on_hub or source.max_rows is not None for source in sources)
+        self._total = sum(file.num_text_bytes for source in sources for file in source.files) if is_known else None
+        self._clock, self._begun = clock, clock()
+        self._done = self._num_rows = 0
+        self._console = Console(stderr=True)
+        self._bar: Bar | None = None
+        self._last_line: float | None = None
+        # A worker process is silent: its standard error is another program's log.
+        self._is_silent = multiprocessing.parent_process() is not None
+
+    def __enter__(self) -> PreparingBar:
+        return self
+
+    def advance(self, num_bytes: int, num_rows: int) -> None:
+        """Adds bytes prepared; `num_rows` is the total."""
+        self._done += num_bytes
+        self._num_rows = num_rows
+        now = self._clock()
+        if self._is_silent or now - self._begun <= QUIET_S:
+            return
+        at = Standing(self._title, self._done, self._total, num_rows)
+        if (show := shower()) is not None:
+            show(at)
+        elif self._console.is_terminal:
+            if self._bar is None:
+                self._bar = Bar(self._console)
+                self._bar.progress.start()
+            self._bar.draw(at)
+        elif self._last_line is None or now - self._last_line >= BETWEEN_LINES_S:
+            self._last_line = now
+            share = f" ({min(self._done / self._total, 1):.0%})" if self._total and self._done else ""
+            self._print(f"{counted(num_rows, 'row')}{share}")
+
+    def _print(self, what: str) -> None:
+        self._console.print(f"{self._title}: {what}", markup=False, highlight=False, soft_wrap=True)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if (show := shower()) is not None and not self._is_silent:
+            show(None)
+        if self._bar is not None:
+            self._bar.progress.stop()
+        if self._last_line is not None and kind is None:
+            self._print(f"{counted(self._num_rows, 'row')} done in {self._clock() - self._begun:.0f} s")

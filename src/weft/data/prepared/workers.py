@@ -7,16 +7,21 @@ waits, and memory holds a few chunks for each process.
 from __future__ import annotations
 
 import gc
+import itertools
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
+from weft.data.json_rows import read_lines, rows_of_lines
 from weft.data.prepared.convert import ConvertedChunk, Converter
-from weft.data.rows.chunks import Chunk
-from weft.data.tokens.without_torch import do_without_torch
+from weft.data.row import Row
+from weft.data.sources import DataFile, Source
 from weft.errors import WeftError
 from weft.processes import ChildProgram
 
@@ -130,3 +135,96 @@ def _converted(
         return converter.convert(chunk.rows(), objective=objective, first_format=first_format)
     except (WeftError, MemoryError) as error:
         return error
+
+
+ROWS_PER_CHUNK = 1024
+
+
+class Chunk(Protocol):
+    """Consecutive rows."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def rows(self) -> list[Row]:
+        """The rows; one that cannot be read is a DataError."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowChunk:
+    """Rows that are parsed already."""
+
+    read: list[Row]
+    num_bytes: int = 0
+
+    def rows(self) -> list[Row]:
+        return self.read
+
+
+@dataclass(frozen=True)
+class LineChunk:
+    """Lines of a jsonl file."""
+
+    lines: list[bytes]
+    name: str
+    first_number: int
+    """Line number of the first one."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.lines))
+
+    @property
+    def num_rows(self) -> int:
+        """Lines that are not blank."""
+        return sum(1 for line in self.lines if line.strip())
+
+    def first_rows(self, number: int) -> LineChunk:
+        ends = itertools.accumulate(bool(line.strip()) for line in self.lines)
+        return replace(self, lines=[line for line, end in zip(self.lines, ends, strict=True) if end <= number])
+
+    def rows(self) -> list[Row]:
+        return list(rows_of_lines(self.lines, self.name, self.first_number))
+
+
+def chunks_of(source: Source) -> Iterator[Chunk]:
+    """All chunks of a source, file by file."""
+    if source.is_lines:
+        yield from line_chunks(source)
+        return
+    rows = source.rows()
+    while read := list(itertools.islice(rows, ROWS_PER_CHUNK)):
+        yield RowChunk(read)
+
+
+def line_chunks(source: Source) -> Iterator[LineChunk]:
+    """All chunks of a source of line files, up to its `max_rows`."""
+    left = source.max_rows
+    for file in source.files:
+        for chunk in _file_chunks(file):
+            if left is None:
+                yield chunk
+                continue
+            some = chunk.first_rows(left)
+            left -= some.num_rows
+            yield some
+            if not left:
+                return
+
+
+def _file_chunks(file: DataFile) -> Iterator[LineChunk]:
+    number = 1
+    with file.read_errors():
+        lines = read_lines(file.path)
+        while some := list(itertools.islice(lines, ROWS_PER_CHUNK)):
+            yield LineChunk(some, file.name, number)
+            number += len(some)
+
+
+def do_without_torch() -> None:
+    """Makes torch count as not installed in this process; for programs that are started for data alone."""
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("torch", None)
+    # transformers would advise to install it.
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"

@@ -1,9 +1,9 @@
 """Starts an adapter by EVA: A becomes the directions in which its modules' inputs vary most on the job's own data.
 
-The job's first samples, in its own order, run through the bare backbone, forward only and with nobody beside them. So
-what is found is a function of the job and the backbone: neighbours, other capacities and when the job gets its place
-change no bit. It takes the reference path, whose modules can be listened to, also on a fused backbone. Where the model
-is divided, each part hears its own modules (`stages/stage_start.py`).
+The job's first samples, in its own order, run alone through the bare backbone, forward only. So the start is a function
+of the job and the backbone: neighbours, other capacities and the time of its seat change no bit. It always runs on the
+reference path, whose modules can be observed. Where the model is divided, each part observes its own modules
+(`stages/shares.py`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.data.global_batch import GlobalBatches
-from weft.data.sample import Sample
+from weft.data.dataset import GlobalBatches
+from weft.data.samples import Sample
 from weft.kernels.dropout import mix, module_key
 from weft.methods.lora.config import EvaSpec
-from weft.methods.lora.principal_inputs import PrincipalInputs
+from weft.methods.lora.principal import PrincipalInputs
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 
 PASS_TOKENS = 4096
 """Most tokens of one pass, unless a sample is longer."""
 MOST_PASSES = 16
-"""Then it is enough, converged or not: of text that is 65,536 tokens."""
+"""Most passes, converged or not: of text that is 65,536 tokens."""
 
 
 def start_from_inputs(backbone: Backbone, adapter: Adapter, batches: GlobalBatches, seed: int) -> None:
-    """Gives A its start; rows for which the data has no direction, and B, stay as they are."""
+    """Sets A to its directions; rows without a direction, and B, stay as they are."""
     assert adapter.spec.eva is not None
     ranks = {path: adapter.spec.rank_for(path) for path in adapter.modules}
     set_initial_directions(
@@ -41,7 +41,6 @@ def start_from_inputs(backbone: Backbone, adapter: Adapter, batches: GlobalBatch
 
 
 def set_initial_directions(adapter: Adapter, found: Mapping[str, torch.Tensor]) -> None:
-    """Puts directions, by path, into A."""
     tensors = adapter.tensors()
     for path, directions_RD in found.items():
         tensors[path][0][: len(directions_RD)] = directions_RD
@@ -49,7 +48,7 @@ def set_initial_directions(adapter: Adapter, found: Mapping[str, torch.Tensor]) 
 
 
 def passes(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Samples in their order, cut into passes, of which there are not too many."""
+    """Samples in order, split into at most `MOST_PASSES` passes."""
     own: list[Sample] = []
     done = 0
     for sample in samples:
@@ -66,7 +65,7 @@ def passes(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 def principal_inputs(
     backbone: Backbone, passes: Iterable[list[Sample]], ranks: Mapping[str, int], eva: EvaSpec, seed: int
 ) -> dict[str, torch.Tensor]:
-    """The leading directions (R, D) of the inputs of some linears, by path; R is at most what `ranks` says."""
+    """Leading directions (R, D) of the inputs of linears, by path; R is at most the path's rank in `ranks`."""
     inputs = LinearInputs(backbone, ranks, eva, seed)
     for samples in passes:
         inputs.run(samples)
@@ -76,7 +75,7 @@ def principal_inputs(
 
 
 class LinearInputs:
-    """What has entered some linears of a backbone, or of a part of one, pass by pass."""
+    """Inputs of linears of a backbone, or of a part of one, pass by pass."""
 
     def __init__(self, backbone: Backbone, ranks: Mapping[str, int], eva: EvaSpec, seed: int) -> None:
         self._backbone, self._eva = backbone, eva
@@ -85,30 +84,28 @@ class LinearInputs:
 
     @torch.no_grad()
     def run(self, samples: list[Sample], entering_TD: torch.Tensor | None = None) -> torch.Tensor:
-        """Runs a pass forward, which leaves as what is returned; it enters a later part of a model as the one before
-        has left it."""
-        batch = pack_samples([PlacedSample(sample) for sample in samples], self._row_tile, self._backbone.device)
+        """Runs a pass forward and returns the hidden states; `entering_TD`: those of the part of the model before."""
+        batch = pack_samples([SlotSample(sample) for sample in samples], self._row_tile, self._backbone.device)
         self._listener.rows_N = _rows(batch, samples, self._eva)
         with ExitStack() as hooks:
             for path in self._paths:
-                heard = partial(self._listener.hear, path)
-                hooks.callback(self._backbone.linears[path].register_forward_pre_hook(heard).remove)
+                hook = partial(self._listener.observe, path)
+                hooks.callback(self._backbone.linears[path].register_forward_pre_hook(hook).remove)
             left_TD = self._backbone.reference.hidden(batch, self._row_tile, entering_TD=entering_TD)
         self._listener.take_in()
         return left_TD
 
     @property
     def are_enough(self) -> bool:
-        """Whether more would change nothing that matters."""
-        return self._listener.has_heard_enough
+        """True if further passes would change nothing that matters."""
+        return self._listener.has_converged
 
     def directions(self) -> dict[str, torch.Tensor]:
-        """The leading ones of each linear, by path."""
         return self._listener.directions()
 
 
 def _rows(batch: PackedBatch, samples: list[Sample], eva: EvaSpec) -> torch.Tensor:
-    """The rows that are looked at: those of tokens that count, or all that hold one."""
+    """Rows that are used: of supervised tokens, or of all."""
     if not eva.use_label_mask:
         return torch.arange(batch.num_tokens, device=batch.device)
     own = zip(batch.segments, samples, strict=True)
@@ -117,18 +114,18 @@ def _rows(batch: PackedBatch, samples: list[Sample], eva: EvaSpec) -> torch.Tens
 
 
 class _Listener:
-    """Hears the inputs of linears; those that share an input share what is known of it."""
+    """Observes the inputs of linears; linears that share an input share its statistics."""
 
     def __init__(self, ranks: Mapping[str, int], eva: EvaSpec, seed: int) -> None:
         self._ranks, self._eva, self._seed = ranks, eva, seed
         self._known: dict[tuple[str, ...], PrincipalInputs] = {}
         self._input: torch.Tensor | None = None
         self._sharers: list[str] = []
-        """Those that this input has come to so far."""
+        """Linears that this input has entered so far."""
         self.rows_N = torch.zeros(0, dtype=torch.int64)
 
-    def hear(self, path: str, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Is called with what enters a linear."""
+    def observe(self, path: str, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook of a linear."""
         (x,) = inputs
         if x is not self._input:
             self.take_in()
@@ -136,7 +133,7 @@ class _Listener:
         self._sharers.append(path)
 
     def take_in(self) -> None:
-        """Learns from the last input, once all that share it have had it."""
+        """Learns from the last input, once it has entered all its linears."""
         x, sharers = self._input, tuple(self._sharers)
         self._input, self._sharers = None, []
         if x is None:
@@ -149,11 +146,10 @@ class _Listener:
             known.add(x.reshape(-1, x.shape[-1])[self.rows_N].float())
 
     @property
-    def has_heard_enough(self) -> bool:
-        """Whether more would change nothing that matters."""
+    def has_converged(self) -> bool:
         return all(known.cosine >= self._eva.tau for known in self._known.values())
 
     def directions(self) -> dict[str, torch.Tensor]:
-        """Those of each linear, on the CPU."""
+        """Directions of each linear, on the CPU."""
         found = [(path, known) for sharers, known in self._known.items() for path in sharers]
         return {path: known.directions_RD[: self._ranks[path]].cpu() for path, known in found}

@@ -2,39 +2,80 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
 from weft.data.dataset import Dataset
-from weft.engine.execute.protocol import EvaluationOutcome
-from weft.engine.execute.references import Asked, JobReference, ReferenceCache, hear_references
+from weft.engine.execute.protocol import EvaluatedPart, EvaluationOutcome, NewJob
+from weft.engine.execute.references import JobReference, ReferenceCache, RequestedRows, run_references
 from weft.kernels.device_event import DeviceEvent
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
-from weft.model.scores import PendingScores
-from weft.objectives.metrics import MeanScores, MetricTotals
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
+from weft.model.path import PendingScores
+from weft.objectives.objective import MeanScores, MetricTotals
 
 
 class ScoreRequest(NamedTuple):
-    """What is evaluated on what."""
+    """A slot to evaluate and its data."""
 
     slot: int | None
-    """None: the bare backbone."""
+    """Slot; None: the bare backbone."""
     data: Dataset
     reference: JobReference | None = None
-    """What the data's objective compares with, where it does; None: the bare backbone."""
+    """Reference of the data's objective, where it has one; None: the bare backbone."""
+    after: EvaluatedPart = EvaluatedPart()
+    """The part of the data that was evaluated before."""
+
+
+@contextmanager
+def evaluated(
+    job: NewJob, reference: JobReference | None, slot: AbstractContextManager[int | None]
+) -> Iterator[ScoreRequest]:
+    """A job's evaluation on a slot, while its reference has one too."""
+    assert job.eval_data is not None, "only jobs with evaluation data are evaluated"
+    passing = None if reference is None or reference.takes_part else reference
+    if passing is not None:
+        passing.take_slot()
+    try:
+        with slot as index:
+            yield ScoreRequest(index, job.eval_data, reference)
+    finally:
+        if passing is not None:
+            passing.free_slot()
+
+
+class EvaluationBatch(NamedTuple):
+    """Groups of samples that share a path and fit a microbatch."""
+
+    owners: list[int]
+    """The request of each sample, by index."""
+    samples: list[SlotSample]
+    num_groups: Counter[int]
+    """Groups of each request."""
+
+
+RunningBatch = tuple[EvaluationBatch, PendingScores]
 
 
 class EvaluationInFlight:
-    """Evaluations that have been started behind all that the device had to do; nobody has waited for them."""
+    """Evaluations that are started after all earlier work of the device."""
 
-    def __init__(self, backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int) -> None:
-        self._num_requests = len(requests)
+    def __init__(
+        self,
+        backbone: Backbone,
+        requests: Sequence[ScoreRequest],
+        capacity: int,
+        row_tile: int,
+        max_microbatches: int | None = None,
+    ) -> None:
+        self._requests = requests
         self._begun = DeviceEvent(backbone.device)
-        self._running: list[tuple[list[int], PendingScores]] = []
-        """Each microbatch with the request of each of its samples."""
+        self._running: list[RunningBatch] = []
         known = ReferenceCache(backbone)
         requests = [
             request._replace(reference=JobReference(known, request.data))
@@ -42,70 +83,72 @@ class EvaluationInFlight:
             else request
             for request in requests
         ]
-        for owners, placed in evaluation_microbatches(backbone, requests, capacity, row_tile):
-            batch = pack_samples(placed, row_tile, backbone.device)
-            hear_references(backbone, evaluation_rows(requests, owners, batch), row_tile, capacity)
-            self._running.append((owners, backbone.look(batch, row_tile)))
+        microbatches = evaluation_microbatches(backbone, requests, capacity, row_tile)
+        for microbatch in itertools.islice(microbatches, max_microbatches):
+            batch = pack_samples(microbatch.samples, row_tile, backbone.device)
+            run_references(backbone, evaluation_rows(requests, microbatch.owners, batch), row_tile, capacity)
+            self._running.append((microbatch, backbone.look(batch, row_tile)))
         self._ended = DeviceEvent(backbone.device)
 
     def outcome(self) -> EvaluationOutcome:
-        """Waits for them. The means are summed sample by sample in the given order; NaN if nothing is supervised."""
-        means = mean_of(self._running, self._num_requests)
-        return EvaluationOutcome(means, self._ended.seconds_since(self._begun), self._ended.wait())
+        """Waits for them."""
+        parts = evaluated_parts(self._running, self._requests)
+        return EvaluationOutcome(parts, self._ended.seconds_since(self._begun), self._ended.wait())
 
 
-def evaluation_rows(requests: Sequence[ScoreRequest], owners: Sequence[int], batch: PackedBatch) -> list[Asked]:
-    """What a microbatch has to know of references; given: the request of each sample."""
+def evaluation_rows(requests: Sequence[ScoreRequest], owners: Sequence[int], batch: PackedBatch) -> list[RequestedRows]:
+    """Reference rows that a microbatch needs; `owners`: the request of each sample."""
     return [
-        Asked(reference, slot, rows)
-        for (slot, _, reference), rows in zip((requests[o] for o in owners), batch.references, strict=True)
+        RequestedRows(reference, slot, rows)
+        for (slot, _, reference, _), rows in zip((requests[o] for o in owners), batch.references, strict=True)
         if reference is not None and rows is not None
     ]
 
 
-def mean_of(running: Sequence[tuple[list[int], PendingScores]], num_requests: int) -> list[MeanScores]:
-    """Per request its means, summed sample by sample; given: microbatches with the request of each sample."""
-    tallies = [MetricTotals() for _ in range(num_requests)]
-    for owners, pending in running:
-        for owner, score in zip(owners, pending.scores(), strict=True):
-            tallies[owner].add(score)
-    return [tally.means() for tally in tallies]
+def evaluated_parts(running: Sequence[RunningBatch], requests: Sequence[ScoreRequest]) -> list[EvaluatedPart]:
+    """The parts of all requests after these microbatches; scores are added up sample by sample."""
+    totals = [MetricTotals(request.after.sums) for request in requests]
+    num_groups = Counter({index: request.after.num_groups for index, request in enumerate(requests)})
+    for microbatch, pending in running:
+        num_groups.update(microbatch.num_groups)
+        for owner, score in zip(microbatch.owners, pending.scores(), strict=True):
+            totals[owner].add(score)
+    return [EvaluatedPart(num_groups[index], total.sums) for index, total in enumerate(totals)]
 
 
 def mean_scores(backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int) -> list[MeanScores]:
-    """Per request its means."""
-    return list(EvaluationInFlight(backbone, requests, capacity, row_tile).outcome().means)
+    """Means over all samples of each request; NaN if nothing is supervised."""
+    return [part.means for part in EvaluationInFlight(backbone, requests, capacity, row_tile).outcome().parts]
 
 
 def evaluation_microbatches(
     backbone: Backbone, requests: Sequence[ScoreRequest], capacity: int, row_tile: int
-) -> Iterator[tuple[list[int], list[PlacedSample]]]:
-    """Groups of samples that share a path and fit a microbatch, in the order of the requests; and whose each is."""
-    sizes = [request.data.num_groups for request in requests]
-    owners_of = np.repeat(np.arange(len(requests)), sizes)
-    groups = np.concatenate([np.arange(size) for size in sizes])
+) -> Iterator[EvaluationBatch]:
+    """Microbatches of all groups that are left, in request order."""
+    left = [range(request.after.num_groups, request.data.num_groups) for request in requests]
+    owners_of = np.repeat(np.arange(len(requests)), [len(own) for own in left])
+    groups = np.concatenate([np.asarray(own) for own in left])
     start = 0
     while start < len(groups):
-        end, tokens, placed, owners = start, 0, [], []
+        end, tokens, samples, owners = start, 0, [], []
         path = backbone.path_of(requests[owners_of[start]].slot)
         while end < len(groups):
             request = requests[owners_of[end]]
             tokens += sum(request.data.member_lengths(int(groups[end])))
             if end > start and (tokens > capacity or backbone.path_of(request.slot) is not path):
                 break
-            of_group = _placed(request, int(groups[end]), row_tile)
-            placed += of_group
+            of_group = _group_samples(request, int(groups[end]), row_tile)
+            samples += of_group
             owners += [int(owners_of[end])] * len(of_group)
             end += 1
-        yield owners, placed
+        yield EvaluationBatch(owners, samples, Counter(owners_of[start:end].tolist()))
         start = end
 
 
-def _placed(request: ScoreRequest, group: int, row_tile: int) -> list[PlacedSample]:
-    """One group of a request."""
-    slot, data, reference = request
+def _group_samples(request: ScoreRequest, group: int, row_tile: int) -> list[SlotSample]:
+    slot, data, reference, _ = request
     return [
-        PlacedSample(
+        SlotSample(
             member.sample,
             slot,
             objective=data.likelihood_objective,

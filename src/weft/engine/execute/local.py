@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,18 +13,18 @@ import torch
 import weft
 from weft.adapters.frozen import describe, quantisation
 from weft.adapters.targets import leaf_names
-from weft.data.chat.chat_template import Tokenizer
+from weft.data.chat_template import Tokenizer
 from weft.engine.execute.eva import start_from_inputs
-from weft.engine.execute.evaluate import EvaluationInFlight, ScoreRequest
-from weft.engine.execute.file_writer import FileWriter, writing
+from weft.engine.execute.evaluate import EvaluationInFlight, ScoreRequest, evaluated
 from weft.engine.execute.memory import measure, release_memory, usable_bytes, weight_bytes
 from weft.engine.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
-from weft.engine.execute.optimizers.rate_pattern import refuse_idle_rates
+from weft.engine.execute.optimizers.optimizer import refuse_idle_rates
 from weft.engine.execute.protocol import (
     AdapterWork,
     AddedJob,
     AnswersWork,
     CheckpointWork,
+    EvaluatedPart,
     EvaluationWork,
     Executor,
     MemoryTrial,
@@ -41,22 +41,31 @@ from weft.engine.execute.protocol import (
     Work,
 )
 from weft.engine.execute.references import JobReference, ReferenceCache
-from weft.engine.execute.weights import JobWeights
-from weft.engine.inference.answers import answers
+from weft.engine.execute.weights import FileWriter, JobWeights, writing
 from weft.engine.inference.attach import adapter_on
+from weft.engine.inference.generate import answers
 from weft.errors import ConfigError
-from weft.kernels.device import CPU, allocated_bytes, device_name, is_cpu, is_gpu, peak_bytes, reset_peak
+from weft.kernels.device import (
+    CPU,
+    allocated_bytes,
+    device_name,
+    is_cpu,
+    is_device_fault,
+    is_gpu,
+    memory_errors,
+    peak_bytes,
+    reset_peak,
+)
 from weft.kernels.dropout import MASKS
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
-from weft.model.out_of_memory import is_device_fault, memory_errors
 from weft.model.packed import PackedBatch
 from weft.model.resolve import ResolvedModel
 from weft.spec import AdapterSpec, BackboneSpec
 
 
 class LocalExecutor:
-    """Runs the engine's work on a backbone as soon as it is started."""
+    """Runs work on a backbone in this process, as soon as it is started."""
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
@@ -64,55 +73,45 @@ class LocalExecutor:
         self.tokenizer: Tokenizer = backbone.tokenizer
         self.jobs: dict[str, ExecutedJob] = {}
         self._unseen: set[str] = set()
-        """Jobs whose adapters have yet to look at their data."""
+        """Jobs whose adapters still need a start from their data."""
         self._known = ReferenceCache(backbone)
         self._ready: tuple[MicrobatchWork, PackedBatch] | None = None
         self._started: dict[int, Callable[[], Any]] = {}
         self._files = FileWriter(is_beside=backbone.works_on)
         self._writing: dict[int, Future[None]] = {}
         self._in_flight: dict[int, MicrobatchInFlight] = {}
-        """The last two microbatches, for the steps behind them."""
+        """The last two microbatches, for the steps after them."""
         self._num_started = 0
 
     def beside(self) -> LocalExecutor:
-        """Another executor on the same backbone, with jobs of its own."""
         return LocalExecutor(self.backbone)
 
     def check_adapter(self, adapter: AdapterSpec) -> None:
-        """ConfigError if an adapter does not fit the backbone; makes none."""
         self.backbone.check_adapter(adapter)
 
     def row_tile(self, capacity: int) -> int:
-        """Rows that every frozen product is computed in."""
         return self.backbone.path.row_tile(capacity)
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
-        """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
         return self.backbone.activation_bytes(capacity, adapters)
 
     def memory(self) -> ReplicaMemory | None:
-        """What the GPU holds; None on a CPU."""
         device = self.backbone.device
         return ReplicaMemory(usable_bytes(device), allocated_bytes(device)) if is_gpu(device) else None
 
     def peak_bytes(self) -> int:
-        """Most that tensors took on the GPU since `reset_peak`."""
         return peak_bytes(self.backbone.device)
 
     def reset_peak(self) -> None:
-        """Starts a new account of the peak."""
         reset_peak(self.backbone.device)
 
     def release_memory(self) -> None:
-        """Gives back what failed work held."""
         release_memory(self.backbone)
 
     def compiling_s(self) -> float:
-        """Seconds in which work on the backbone has waited for kernels and captures, so far."""
         return self.backbone.compiling_s
 
     def add(self, job: NewJob) -> AddedJob:
-        """Makes a job's state on the CPU."""
         spec, head = job.spec, job.batches.data.head
         adapter = self.backbone.new_adapter(spec.adapter, spec.seed, CPU, head, spec.gradient_sum)
         refuse_idle_rates(job.spec.learning_rate_pattern, list(adapter.modules))
@@ -121,7 +120,7 @@ class LocalExecutor:
             adapter.load(job.start, job.start_name)
         elif adapter.spec.eva is not None:
             self._unseen.add(job.spec.name)
-        # Only to see that it fits; it is made again when it takes its slot.
+        # Only a check; it is made again when it takes its slot.
         compared = None if job.reference is None else adapter_on(self.backbone, job.reference)
         self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter), self._reference(job))
         num_compared = 0 if compared is None else compared.num_parameters
@@ -133,7 +132,7 @@ class LocalExecutor:
         return JobReference(self._known, data, job.reference) if data.reads_reference else None
 
     def check_rows(self, job: NewJob) -> None:
-        """ConfigError if a job has other rows of tokens than the adapter it goes on from."""
+        """ConfigError if a job has other rows of tokens than the adapter it starts from."""
         assert job.start_spec is not None
         mine, theirs = (self.backbone.embeddings.named(spec) for spec in (job.spec.adapter, job.start_spec))
         if mine.own_rows != theirs.own_rows:
@@ -144,14 +143,12 @@ class LocalExecutor:
             )
 
     def drop(self, job: str) -> None:
-        """Forgets a job."""
         del self.jobs[job]
         self._unseen.discard(job)
 
     def seat(self, job: str) -> None:
-        """Takes a job's weights and moments to the backbone's device, and a slot for it."""
         weights, reference = self.jobs[job].weights, self.jobs[job].reference
-        has_place = False
+        has_seat = False
         try:
             with device_errors_as_replica_errors():
                 if job in self._unseen:
@@ -163,16 +160,15 @@ class LocalExecutor:
                 if reference is not None:
                     reference.take_slot()
                 weights.slot = self.backbone.attach(weights.adapter)
-            has_place = True
+            has_seat = True
         finally:
             self._ready = None
-            if not has_place:
+            if not has_seat:
                 weights.move_to(CPU)
                 if reference is not None:
                     reference.free_slot()
 
     def unseat(self, job: str) -> None:
-        """Frees a job's slot; its state waits on the CPU."""
         self._ready = None
         weights, reference = self.jobs[job].weights, self.jobs[job].reference
         if weights.slot is not None:
@@ -183,36 +179,30 @@ class LocalExecutor:
                 reference.free_slot()
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Gives a job the state that `StateWork` once brought."""
         self._unseen.discard(job)
         self.jobs[job].weights.restore(tensors)
 
     def rewind(self, job: str) -> None:
-        """Forgets the gradients of a job's current global batch."""
         self.jobs[job].weights.adapter.zero_grad()
 
     def keep_best(self, job: str) -> None:
-        """Keeps a copy of a job's weights as the best so far."""
         with device_errors_as_replica_errors():
             self.jobs[job].weights.keep_best()
 
     def use_best(self, job: str) -> None:
-        """Puts the copy that was kept into the adapter, if there is one."""
         self.jobs[job].weights.use_best()
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
-        """The adapter's tensors of a job by module path, on the CPU."""
         return self.jobs[job].weights.adapter.tensors()
 
     def target_names(self, job: str) -> list[str]:
-        """The adapted modules in the words of PEFT's target_modules."""
         adapter = self.jobs[job].weights.adapter
         chosen = list(adapter.modules)
         return leaf_names(chosen, self.backbone.shapes_for(adapter.method)) or chosen
 
     @contextmanager
     def slot_of(self, job: str) -> Iterator[int]:
-        """A job's slot, or one for the moment: who has ended or waits has none. It holds what is evaluated."""
+        """A job's slot, or a temporary one if it has no seat, with the weights that are evaluated."""
         weights = self.jobs[job].weights
         if weights.slot is not None:
             with weights.average_shown():
@@ -227,28 +217,16 @@ class LocalExecutor:
             self.backbone.detach(slot)
             weights.move_to(CPU)
 
-    @contextmanager
-    def _evaluated(self, job: str) -> Iterator[ScoreRequest]:
-        """A job's evaluation, while it and what it compares with have slots."""
-        data, reference = self.jobs[job].given.eval_data, self.jobs[job].reference
-        assert data is not None, "only jobs with evaluation data are asked for"
-        is_passing = reference is not None and self.jobs[job].weights.slot is None
-        if reference is not None and is_passing:
-            reference.take_slot()
-        try:
-            with self.slot_of(job) as slot:
-                yield ScoreRequest(slot, data, reference)
-        finally:
-            if reference is not None and is_passing:
-                reference.free_slot()
+    def _evaluated(self, job: str) -> AbstractContextManager[ScoreRequest]:
+        known = self.jobs[job]
+        return evaluated(known.given, known.reference, self.slot_of(job))
 
     def prepare(self, work: MicrobatchWork) -> None:
-        """Packs a microbatch; it is used if the very same is started before a job comes or goes."""
+        """Packs a microbatch; it is used if the same one is started before a job comes or goes."""
         with device_errors_as_replica_errors():
             self._ready = (work, pack_microbatch(self.backbone, self.jobs, work))
 
     def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
-        """Starts work on the device; on a CPU most of it is done when this returns."""
         self._num_started += 1
         number = self._num_started
         with device_errors_as_replica_errors():
@@ -261,7 +239,6 @@ class LocalExecutor:
         return Ticket(number)
 
     def wait(self, ticket: Ticket[OutcomeT]) -> OutcomeT:
-        """Waits for what was started, once."""
         if ticket.number in self._writing:
             written: Any = self._writing.pop(ticket.number).result()
             return written  # type: ignore[no-any-return]
@@ -270,45 +247,48 @@ class LocalExecutor:
         return outcome
 
     def is_written(self, ticket: Ticket[None]) -> bool:
-        """Whether files that were asked for are there, or could not be written."""
         return self._writing[ticket.number].done()
 
     def try_out(self, work: MicrobatchWork) -> MemoryTrial:
-        """Runs a microbatch with stand-ins: the same data, and adapters of the same shapes on slots of their own."""
-        twins = {name: self._twin(name) for name in work.microbatch.job_tokens}
+        """Runs a microbatch on the same data, with adapters of the same shapes on slots of their own."""
+        stand_ins = {name: self._stand_in(name) for name in work.microbatch.job_tokens}
 
         def run() -> None:
-            MicrobatchInFlight(self.backbone, twins, work, pack_microbatch(self.backbone, twins, work)).outcome()
+            batch = pack_microbatch(self.backbone, stand_ins, work)
+            MicrobatchInFlight(self.backbone, stand_ins, work, batch).outcome()
 
         try:
             with device_errors_as_replica_errors():
                 return measure(self.backbone, run)
         finally:
-            for twin in twins.values():
-                assert twin.weights.slot is not None
-                self.backbone.detach(twin.weights.slot)
-                if twin.reference is not None:
-                    twin.reference.free_slot()
+            for stand_in in stand_ins.values():
+                assert stand_in.weights.slot is not None
+                self.backbone.detach(stand_in.weights.slot)
+                if stand_in.reference is not None:
+                    stand_in.reference.free_slot()
 
     def close(self) -> None:
         """Has nothing else to end: all of it is in this process."""
 
     def _begin(self, work: Work[Any], number: int) -> Callable[[], Any]:
-        """Starts work; what is returned waits for it."""
+        """Starts work; returns a function that waits for it."""
         match work:
             case MicrobatchWork():
                 in_flight = MicrobatchInFlight(self.backbone, self.jobs, work, self._packed(work))
                 self._in_flight = {**dict([*self._in_flight.items()][-1:]), number: in_flight}
-                # What came before the last two and was never waited for was given up when memory ran out.
+                # Older work that was never waited for was abandoned when memory ran out.
                 self._started = {n: wait for n, wait in self._started.items() if n >= min(self._in_flight)}
                 return in_flight.outcome
             case StepsWork(steps, behind):
                 begin = take_steps if behind is None else self._in_flight[behind.number].take_steps
                 return begin(self.jobs, steps)
-            case EvaluationWork(names, capacity, row_tile):
+            case EvaluationWork(names, capacity, row_tile, after, max_microbatches):
                 with ExitStack() as slots:
-                    requests = [slots.enter_context(self._evaluated(name)) for name in names]
-                    return EvaluationInFlight(self.backbone, requests, capacity, row_tile).outcome
+                    requests = [
+                        slots.enter_context(self._evaluated(name))._replace(after=after.get(name, EvaluatedPart()))
+                        for name in names
+                    ]
+                    return EvaluationInFlight(self.backbone, requests, capacity, row_tile, max_microbatches).outcome
             case AnswersWork(prompts, decoding, is_bare):
                 with ExitStack() as slots:
                     to_answer = {
@@ -326,7 +306,7 @@ class LocalExecutor:
         ready, self._ready = self._ready, None
         return ready[1] if ready is not None and ready[0] == work else pack_microbatch(self.backbone, self.jobs, work)
 
-    def _twin(self, name: str) -> ExecutedJob:
+    def _stand_in(self, name: str) -> ExecutedJob:
         given = self.jobs[name].given
         spec, head = given.spec, given.batches.data.head
         adapter = self.backbone.new_adapter(spec.adapter, spec.seed, objective=head, gradient_sum=spec.gradient_sum)
@@ -338,7 +318,7 @@ class LocalExecutor:
 
 
 def executor_on(replica: Executor | Backbone | BackboneSpec | ResolvedModel | str) -> Executor:
-    """An executor as it is, or one in this process on a backbone, which is loaded if it is only described."""
+    """The executor itself, or one in this process on a backbone, which is loaded if only described."""
     if isinstance(replica, str):
         replica = BackboneSpec(replica)
     if isinstance(replica, BackboneSpec | ResolvedModel):
@@ -347,7 +327,7 @@ def executor_on(replica: Executor | Backbone | BackboneSpec | ResolvedModel | st
 
 
 def replica_facts(backbone: Backbone) -> ReplicaFacts:
-    """What does not change about a backbone in this process."""
+    """Facts of a backbone in this process."""
     return ReplicaFacts(
         base_model=backbone.name,
         config=backbone.model.config.to_dict(),
@@ -369,7 +349,7 @@ def replica_facts(backbone: Backbone) -> ReplicaFacts:
 
 
 def environment(backbone: Backbone) -> dict[str, Any]:
-    """What besides the job decides the bits of its result."""
+    """Everything besides the job that decides the bits of its result."""
     return {
         "weft": weft.__version__,
         "torch": torch.__version__,
@@ -379,13 +359,14 @@ def environment(backbone: Backbone) -> dict[str, Any]:
         "base_model": backbone.name,
         "quantize": quantisation(linear.frozen for linear in backbone.linears.values()),
         "masks": MASKS,
+        **backbone.digests,
         **({} if backbone.devices is None else {"tensor": backbone.devices.count}),
     }
 
 
 @contextmanager
 def device_errors_as_replica_errors() -> Iterator[None]:
-    """Whoever runs out of memory inside or meets a failed device, the engine hears it in its own words."""
+    """Raises missing memory as ReplicaMemoryError and a failed device as ReplicaFaultError."""
     try:
         with memory_errors():
             yield

@@ -18,6 +18,7 @@ from weft.kernels.device import (
     free_and_total_bytes,
     is_gpu,
     limit_memory,
+    memory_errors,
     memory_share,
     peak_bytes,
     reserved_bytes,
@@ -29,45 +30,44 @@ from weft.model.ahead import compile_ahead
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.model.model_part import ModelPart
-from weft.model.out_of_memory import memory_errors
 from weft.model.resolve import ResolvedModel, resolve
-from weft.model.shards.peers import Peers
+from weft.model.shards import Peers
 from weft.plan.admit import MARGIN, Budget
-from weft.plan.cost.rows import capacities
+from weft.plan.cost.shape import capacities
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity, memory_fraction
 
 USUAL_STATE_BYTES = 8
-"""AdamW's two moments, per trainable parameter."""
+"""Bytes of AdamW's two moments, per trainable parameter."""
 USUAL_RANK = 16
-"""Of an adapter of all linears; what a service makes room for."""
+"""Rank of an adapter of all linears that a service makes room for."""
 USUAL_TOKENS = 1024
-"""Of such a job's global batch: eight short chats."""
+"""Tokens of such a job's global batch: eight short chats."""
 COMPILING = "kernels for this GPU are being compiled; the first microbatch waits for them, later runs find them there."
 
 
 def weight_bytes(backbone: Backbone) -> int:
-    """Per trainable parameter of a job that has a seat: the weight, its gradient, and the copy that kernels read."""
+    """Bytes per trainable parameter of a seated job: weight, gradient, and the copy that kernels read."""
     return 4 * 2 + backbone.path.copy_bytes
 
 
 def usable_bytes(device: torch.device) -> int:
-    """What this process may take of a GPU, those bytes included that it has taken already."""
+    """Bytes of a GPU that this process may take, with those it has taken."""
     free, total = free_and_total_bytes(device)
     return min(free + reserved_bytes(device), int(total * memory_share(device)))
 
 
 def release_memory(backbone: Backbone) -> None:
-    """Gives back what a failed computation held."""
+    """Frees what a failed computation held."""
     backbone.path.forget()
     gc.collect()
     empty_cache(backbone.device)
 
 
 def measure(backbone: Backbone, run: Callable[[], None]) -> MemoryTrial:
-    """Seconds and bytes of what is run, once it is warm."""
+    """Seconds and bytes of a function, once it is warm."""
     run()
-    # A captured graph would hide its memory: it allocates when it is captured and not when it is replayed.
+    # A captured graph hides its memory: it allocates at capture, not at replay.
     release_memory(backbone)
     held_bytes = _held_bytes(backbone.device, run) if is_gpu(backbone.device) else _saved_bytes(run)
     start = time.perf_counter()
@@ -90,7 +90,7 @@ def _saved_bytes(run: Callable[[], None]) -> int:
 
 
 def _held_bytes(device: torch.device, run: Callable[[], None]) -> int:
-    """Bytes a GPU holds at most while it runs, above what it held before."""
+    """Peak bytes of a GPU while it runs, above what it held before."""
     reset_peak(device)
     before = allocated_bytes(device)
     run()
@@ -98,13 +98,13 @@ def _held_bytes(device: torch.device, run: Callable[[], None]) -> int:
     return peak_bytes(device) - before
 
 
-def start_capacity(backbone: Backbone, asked: Capacity) -> int:
-    """The tokens of a microbatch for jobs that nobody knows yet: as `CapacityLimit.fit` would choose for usual ones.
+def start_capacity(backbone: Backbone, wanted: Capacity) -> int:
+    """Tokens per microbatch for unknown jobs: as `CapacityLimit.fit` would choose for usual ones.
 
-    It depends on the backbone and the size of the GPU alone, and not on who comes first or what else runs there now.
+    It depends only on the backbone and the size of the GPU, not on the first jobs or on what else runs there.
     """
     device = backbone.device
-    *larger, least = capacities(asked, device.type)
+    *larger, least = capacities(wanted, device.type)
     if not larger:
         return least
     at_most = int(total_bytes(device) * memory_share(device))
@@ -125,37 +125,33 @@ class ExpectedJobs:
 
     adapters: tuple[AdapterSpec, ...]
     most: int
-    """How many may train at a time."""
+    """Most jobs that train at a time."""
     have_any_order: bool = False
     """True if some have order-independent sums."""
 
     @classmethod
     def of(cls, jobs: Sequence[JobSpec], most: int | None) -> ExpectedJobs:
-        """These, of which at most so many train at a time; None: all."""
         return cls(
             tuple(job.adapter for job in jobs), most or len(jobs), any(job.gradient_sum == "any_order" for job in jobs)
         )
 
     def compile_ahead(self, resolved: ResolvedModel, tensor: int = 1) -> compile_ahead.CompileAhead | None:
-        """Begins to compile the kernels they need, where that has not been done before.
-
-        `tensor`: devices that share every layer.
-        """
+        """Starts to compile the kernels they need, unless they are cached; `tensor`: devices that share every layer."""
         return compile_ahead.start(
             resolved, self.adapters, self.most, have_any_order=self.have_any_order, tensor=tensor
         )
 
 
 USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank in (16, 64)), 32)
-"""What a service expects before it knows any: both usual classes of ranks, with dropout and without."""
+"""Jobs that a service expects: both usual classes of ranks, with dropout and without."""
 
 
 def load_within(
     described: BackboneSpec | ResolvedModel, limit: float | str | None, expected: ExpectedJobs
 ) -> tuple[Backbone, tuple[str, ...]]:
-    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and what a user should know.
+    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and notes for the user.
 
-    The kernels that the expected jobs need are compiled meanwhile, where that has not been done before.
+    Kernels that the expected jobs need are compiled meanwhile, unless they are cached.
     """
     resolved = resolve(described)
     device = resolved.device
@@ -175,7 +171,7 @@ def load_part_within_memory(
     peers: Peers | None = None,
     devices: Devices | None = None,
 ) -> Backbone:
-    """A backbone, a part of it, or of every layer, within a memory limit; ModelError where it does not fit."""
+    """A backbone, or a part of one, within a memory limit; ModelError where it does not fit."""
     device = resolved.device
     if limit is not None and is_gpu(device):
         limit_memory(device, memory_fraction(limit, total_bytes(device)))

@@ -1,8 +1,8 @@
 """Measures a device: microbatches of a few shapes through a real backbone, their time and memory, and the fits.
 
-Every case is run as training runs it: forward and backward for all jobs, then their optimizers. Memory is read off a
-step whose optimizers already have their moments, with graphs captured anew, so that nothing is counted that another
-case left behind and nothing is missed that training will hold.
+Every case runs as in training: forward and backward for all jobs, then their optimizers. Memory is read off a step
+whose optimizers already have their moments, with graphs captured again, so that it includes nothing from another case
+and all that training will hold.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weft.adapters.frozen import quantisation
-from weft.data.sample import Sample
-from weft.engine.execute.optimizers.registry import optimizer_of
-from weft.engine.execute.optimizers.step_together import step_together
-from weft.engine.execute.tensor_bytes import TensorBytes, stored_bytes
-from weft.errors import ConfigError
+from weft.data.samples import Sample
+from weft.engine.execute.optimizers import optimizer_of
+from weft.engine.execute.optimizers.optimizer import step_together
+from weft.errors import ConfigError, counted
 from weft.kernels.device import (
     device_name,
     empty_cache,
+    is_cpu,
     is_gpu,
     peak_bytes,
     peak_reserved_bytes,
@@ -32,11 +36,10 @@ from weft.kernels.device import (
     synchronise,
 )
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.plan.cost.fit import MicrobatchLoad
 from weft.plan.cost.profile import Measurement, Profile, Setup, fit_profile
 from weft.spec import AdapterSpec, JobSpec
-from weft.wording import counted
 
 SEED = 20260201
 SMALLEST_CAPACITY = 128
@@ -52,7 +55,6 @@ class ProfileCase:
 
     @property
     def text(self) -> str:
-        """In a few words."""
         tokens = sum(sum(own) for _, own in self.jobs)
         longest = max(max(own) for _, own in self.jobs)
         ranks = "/".join(str(rank) for rank in sorted({rank for rank, _ in self.jobs}))
@@ -85,13 +87,13 @@ _HELD_OUT = (
 
 
 def check_capacity(capacity: int) -> None:
-    """Refuses a capacity too small to tell its parts from each other."""
+    """ConfigError for a capacity too small to fit the cost model."""
     if capacity < SMALLEST_CAPACITY:
         raise ConfigError(f"got {capacity}; at least {SMALLEST_CAPACITY} tokens.", where="--capacity")
 
 
 def profile_cases(capacity: int, longest: int, widest: int) -> tuple[ProfileCase, ...]:
-    """What is measured up to a capacity, with samples up to `longest` tokens and ranks up to `widest`.
+    """Cases up to a capacity, with samples up to `longest` tokens and ranks up to `widest`.
 
     Narrow ranks come first: the fused step is launched for the widest rank its backbone has seen.
     """
@@ -114,7 +116,7 @@ def measure_profile(
     capacity: int,
     recompute: str = "none",
     repeats: int = 3,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Profile:
     """Measures every case on a backbone without adapters, and fits."""
     row_tile = backbone.path.row_tile(capacity)
@@ -123,7 +125,7 @@ def measure_profile(
     for case in profile_cases(capacity, backbone.max_positions, widest):
         found = measure_case(backbone, case, row_tile, repeats)
         measurements.append(found)
-        say(
+        report(
             f"{case.text}: {(found.forward_s + found.backward_s) * 1e3:,.1f} ms, optimizers {found.step_s * 1e3:,.1f} "
             f"ms, peak {found.peak_bytes / 1e9:,.3f} GB"
         )
@@ -158,13 +160,13 @@ def measure_case(backbone: Backbone, case: ProfileCase, row_tile: int, repeats: 
         for slot in slots:
             backbone.detach(slot)
     load = MicrobatchLoad.of(case.jobs, sum(adapter.num_parameters for adapter in adapters), row_tile)
-    # A forward without gradients can be no slower than both passes; a noisy clock may still say so.
+    # A forward pass alone cannot be slower than both; a noisy clock may still show that.
     backward = max(both - forward, 0.1 * both)
     return Measurement(load, forward, backward, stepping, peak, reserved, case.held_out)
 
 
 class _Account:
-    """Most memory of tensors, frozen weights included: the allocator's own account on a GPU, ours on a CPU."""
+    """Peak memory of tensors, with frozen weights: from the allocator on a GPU, counted here on a CPU."""
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
@@ -182,7 +184,7 @@ class _Account:
             self._counter.__exit__(*reason)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Begins anew with what is alive now; captured graphs are given back first."""
+        """Starts a new count; captured graphs are freed first."""
         _release(self._backbone)
         if self._counter is not None:
             self._counter.reset_peak()
@@ -210,17 +212,17 @@ def _release(backbone: Backbone) -> None:
 
 def _pack(backbone: Backbone, case: ProfileCase, slots: Sequence[int], row_tile: int) -> PackedBatch:
     rng = np.random.default_rng(SEED)
-    placed = []
+    samples = []
     for slot, (_, lengths) in zip(slots, case.jobs, strict=True):
         weight = 1.0 / sum(length - 1 for length in lengths)
         for length in lengths:
             tokens = rng.integers(0, backbone.vocabulary, length, dtype=np.int32)
-            placed.append(PlacedSample(Sample(tokens, np.ones(length, dtype=np.bool_)), slot, weight))
-    return pack_samples(placed, row_tile, backbone.device)
+            samples.append(SlotSample(Sample(tokens, np.ones(length, dtype=np.bool_)), slot, weight))
+    return pack_samples(samples, row_tile, backbone.device)
 
 
 def _median_s(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Seconds on the host's clock, from an idle device to an idle device: what it takes alone."""
+    """Seconds on the host's clock from idle device to idle device."""
     taken = []
     for _ in range(repeats):
         synchronise(device)
@@ -250,3 +252,41 @@ def _setup(backbone: Backbone, row_tile: int, recompute: str) -> Setup:
         recompute,
         backbone.path.name,
     )
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of storages made while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self._counted: dict[int, int] = {}
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._counted or not is_cpu(storage.device):
+            return
+        self._counted[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._counted.pop(key)
+
+
+def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors' storage, shared storage once."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type != "meta"}
+    return sum(found.values())

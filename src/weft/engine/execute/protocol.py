@@ -1,11 +1,11 @@
-"""What the engine asks of an executor, in plain data.
+"""The interface between the engine and an executor, in plain data.
 
-An executor is one replica of the backbone with the jobs on it. The engine plans, counts, records and decides; whatever
-touches a tensor of the replica happens behind this protocol. Only numbers, names and tensors on the CPU cross it, and
-segments name their samples by job, step and index, so that the other side may be another process.
+An executor is one replica of the backbone with the jobs on it. The engine plans, counts, records and decides; the
+executor alone touches tensors of the replica. Only numbers, names and tensors on the CPU cross the interface, and
+segments name their samples by job, step and index, so an executor may be another process.
 
-Work is started and waited for separately: a device that works on gets the steps behind a microbatch, and the microbatch
-behind those, before the first is waited for.
+Work is started and waited for separately: an asynchronous device gets the steps after a microbatch, and the microbatch
+after those, before the first is waited for.
 """
 
 from __future__ import annotations
@@ -13,33 +13,30 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from weft.data.chat.chat_template import Tokenizer
-from weft.data.dataset import Dataset
-from weft.data.global_batch import GlobalBatches
-from weft.data.prompts import Prompt
-from weft.objectives.metrics import MeanScores, Score
+from weft.data.chat_template import Tokenizer
+from weft.data.dataset import Dataset, GlobalBatches
+from weft.data.load import Prompt
+from weft.errors import ConfigError
+from weft.objectives.objective import MeanScores, MetricTotals, Score
 from weft.plan.layout import Layout, ReplicaLayout, copies
-from weft.plan.pipeline.append import Lists
-from weft.plan.program import Program
-from weft.plan.simulate.timeline import Span
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec, JobSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from weft.engine.inference.answers import Answer
     from weft.engine.inference.attach import StoredAdapter
-    from weft.engine.inference.generate import Decoding
+    from weft.engine.inference.generate import Answer, Decoding
+    from weft.engine.program_run import ProgramRun
     from weft.kernels.adamw import Updated
 
 OutcomeT = TypeVar("OutcomeT")
 
 
 class ReplicaMemoryError(Exception):
-    """The replica had no memory for what it was asked; gradients of the jobs concerned may be half written."""
+    """The replica had no memory for some work; gradients of its jobs may be half written."""
 
 
 class ReplicaFaultError(Exception):
@@ -48,44 +45,42 @@ class ReplicaFaultError(Exception):
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """What does not change about a replica."""
+    """Facts of a replica that do not change."""
 
     base_model: str
     config: Mapping[str, Any]
-    """The model's configuration as its files give it."""
+    """Model configuration from its files."""
     modules: tuple[str, ...]
     """Paths of the linears that adapters can adapt."""
     device: str
-    """Such as `cpu` or `cuda:0`."""
+    """Device such as `cpu` or `cuda:0`."""
     device_kind: str
-    """`cpu` or `cuda`."""
     dtype: str
-    """Of the frozen weights before they are quantised."""
+    """Dtype of the frozen weights before quantisation."""
     storage: str
-    """How the frozen weights are stored, in words."""
+    """Storage of the frozen weights, in words."""
     kernels: str
-    """Which way through the model is taken and why, in words."""
+    """Path through the model and why, in words."""
     path: str
-    """Which way through the model it takes: `reference` or `fused`."""
+    """Path through the model: `reference` or `fused`."""
     works_on: bool
-    """Whether the device works on while the host goes on, so that more can be started before results are in."""
+    """True if the device works asynchronously, so that more can be started before results are in."""
     vocabulary: int
     max_positions: int
     backbone_bytes: int
     weight_bytes: int
-    """Bytes per trainable parameter of a job that has a seat: weight, gradient, and the copy that kernels read."""
+    """Bytes per trainable parameter of a seated job: weight, gradient, and the copy that kernels read."""
     environment: Mapping[str, Any]
-    """What besides a job decides the bits of its result."""
+    """Everything besides a job that decides the bits of its result."""
     replica_sizes: tuple[int, ...] = (1,)
     """Stages of each replica."""
     tensor: int = 1
     """Devices that share every layer."""
     shards: tuple[int, ...] = ()
-    """How many replicas, one behind the other, share each copy of the frozen weights; empty: none do."""
+    """Numbers of consecutive replicas that share one copy of the frozen weights; empty: none do."""
 
     @property
     def layout(self) -> Layout:
-        """How it lies over devices."""
         sizes = self.replica_sizes
         return Layout(
             tuple(ReplicaLayout(self.tensor, len(own), sizes[own.start]) for own in copies(len(sizes), self.shards))
@@ -93,69 +88,69 @@ class ReplicaFacts:
 
     @property
     def takes_programs(self) -> bool:
-        """Whether it takes whole programs for several devices, `StagedWork`, and no single microbatches."""
+        """True if it takes whole programs for several devices, `StagedWork`, and no single microbatches."""
         return self.replica_sizes != (1,) or self.tensor > 1
 
 
 @dataclass(frozen=True)
 class ReplicaMemory:
-    """What a replica's device holds now."""
+    """Memory of a replica's device now."""
 
     usable_bytes: int
-    """That this process may take, those taken already included."""
+    """Bytes that this process may take, with those already taken."""
     allocated_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
 
 
 @dataclass(frozen=True)
 class AddedJob:
-    """What an executor says about a job that was added to it."""
+    """Facts of a job that was added to an executor."""
 
     num_parameters: int
-    """That are trained."""
+    """Trained parameters."""
     lane: str
-    """The job shares microbatches only with those of the same lane."""
+    """Lane; jobs share microbatches within one lane only."""
     num_reference_parameters: int = 0
-    """Of the adapter that it compares with."""
+    """Parameters of the adapter that it compares with."""
     kernel_bytes: int = 0
-    """What kernels hold of it besides a copy of its parameters."""
+    """Bytes that kernels hold besides a copy of its parameters."""
 
 
 @dataclass(frozen=True)
 class NewJob:
-    """A job with all that an executor has to know about it."""
+    """All that an executor needs of a job."""
 
     spec: JobSpec
     batches: GlobalBatches
     eval_data: Dataset | None
     start: Mapping[str, tuple[torch.Tensor, ...]] | None = None
-    """The adapter it starts from, by module path; a fresh one if None."""
+    """Initial adapter by module path; None: a new one."""
     start_name: str = ""
-    """Where that comes from, for an error."""
+    """Source of the initial adapter, for errors."""
     start_spec: AdapterSpec | None = None
-    """What that is."""
+    """Settings of the initial adapter."""
     reference: StoredAdapter | None = None
-    """The frozen adapter that its objective compares with; the bare backbone if None."""
+    """Frozen adapter that its objective compares with; None: the bare backbone."""
 
 
 @dataclass(frozen=True)
 class Work(Generic[OutcomeT]):
-    """Something that a replica can be asked to start."""
+    """Work that a replica can start."""
 
 
 @dataclass(frozen=True)
 class MicrobatchOutcome:
-    """What became of a microbatch."""
+    """Scores and measures of a microbatch that has run."""
 
     scores: Sequence[Score]
-    """Of its segments, in order."""
+    """Scores of its segments, in order."""
     num_rows: int
-    """Rows computed, padding included."""
+    """Rows computed, with padding."""
     seconds: float
     ended_s: float
-    """When that was first known, by `time.perf_counter`."""
+    """End as first noticed, by `time.perf_counter`."""
     num_reference_rows: int = 0
-    """Of the rows, those that went through references, forward only."""
+    """Of these, rows of reference passes."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +163,7 @@ class MicrobatchWork(Work[MicrobatchOutcome]):
 
 @dataclass(frozen=True)
 class Ticket(Generic[OutcomeT]):
-    """Work that has been started."""
+    """Receipt of started work."""
 
     number: int
 
@@ -180,95 +175,64 @@ class StepOrder:
     job: str
     learning_rate: float
     is_finite: bool
-    """Whether the losses are that have been counted; one that is not leaves the step out."""
+    """True if every counted loss is finite; otherwise the step is skipped."""
 
 
 @dataclass(frozen=True)
 class StepsWork(Work[Sequence["Updated"]]):
-    """The optimizer steps of some jobs; each job steps as if it were alone."""
+    """Optimizer steps of some jobs; each job steps as if alone."""
 
     steps: tuple[StepOrder, ...]
     behind: Ticket[MicrobatchOutcome] | None = None
-    """A microbatch that nobody has waited for: whether its losses are finite, the steps learn on the device."""
+    """A microbatch still on the device; the steps read there whether its losses are finite."""
 
 
 @dataclass(frozen=True)
-class StagedOutcome:
-    """What became of a program of several stages."""
+class EvaluatedPart:
+    """The groups of a job's evaluation data that have been evaluated: always the first ones."""
 
-    microbatches: Sequence[MicrobatchOutcome]
-    """In the program's order; one without segments has no scores."""
-    steps: Mapping[tuple[str, int], Updated]
-    """By job and step."""
-    spans: Sequence[Span]
-    """What ran when on which stage, by `time.perf_counter`."""
+    num_groups: int = 0
+    sums: Score = field(default_factory=dict)
+    """Scores of their samples, added up in order."""
 
-
-@dataclass(frozen=True)
-class StagedWork(Work[StagedOutcome]):
-    """A program of several stages from its beginning to its end; only a replica that has as many runs it.
-
-    One that goes on has ended once the rest of it has been started, with the next one or by itself.
-    """
-
-    program: Program
-    row_tile: int
-    rates: Mapping[tuple[str, int], float]
-    """The learning rate of each step, by job and step."""
-    lists: Lists | None = None
-    """Where programs go on: what every stage runs now, the rest of the program before and the beginning of this one."""
-    first: int = 0
-    """In the lists, the number of its first microbatch."""
-    kept: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """Jobs and steps behind which a copy of the job's state is kept for a checkpoint, each with the first step of which
-    such a copy may still be wanted."""
-    hears: bool = False
-    """Whether a job of it compares with a reference: devices in step then ask each other who has one to hear."""
-
-
-@dataclass(frozen=True)
-class MoveWork(Work[None]):
-    """Brings the jobs of a program that goes on to where it runs them; nothing of those that move is under way."""
-
-    program: Program
-
-
-@dataclass(frozen=True)
-class FinishWork(Work[None]):
-    """The rest of the last program that goes on, where nothing follows it."""
-
-    lists: Lists
+    @property
+    def means(self) -> MeanScores:
+        return MetricTotals(self.sums).means()
 
 
 @dataclass(frozen=True)
 class EvaluationOutcome:
-    """What became of an evaluation."""
+    """What became of an evaluation, or of a slice of it."""
 
-    means: Sequence[MeanScores]
-    """Of its jobs, in order."""
+    parts: Sequence[EvaluatedPart]
+    """Parts evaluated so far, by job, in order."""
     seconds: float
     ended_s: float
-    """When that was first known, by `time.perf_counter`."""
+    """End as first noticed, by `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
 class EvaluationWork(Work[EvaluationOutcome]):
-    """The evaluation of some jobs in the same microbatches; a job without a seat gets one for as long as it takes."""
+    """Evaluation of some jobs in the same microbatches; a job without a seat gets one meanwhile."""
 
     jobs: tuple[str, ...]
     capacity: int
     row_tile: int
+    after: Mapping[str, EvaluatedPart] = field(default_factory=dict)
+    """Parts evaluated before, by job; sums continue from theirs, so that slices have the bits of one evaluation."""
+    max_microbatches: int | None = None
+    """Microbatches of this slice, on each replica; None: all that are left."""
 
 
 @dataclass(frozen=True)
 class AnswersWork(Work[dict[str, list["Answer"]]]):
-    """What jobs answer to prompts as they are now, all decoded together."""
+    """Answers of jobs to prompts with their current weights, all decoded together."""
 
     prompts: Mapping[str, Sequence[Prompt]]
-    """By job."""
+    """Prompts by job."""
     decoding: Decoding
     is_bare: bool = False
-    """Whether the bare backbone answers in the jobs' stead."""
+    """True: the bare backbone answers instead of the jobs."""
 
 
 @dataclass(frozen=True)
@@ -280,51 +244,47 @@ class StateWork(Work[dict[str, "torch.Tensor"]]):
 
 @dataclass(frozen=True)
 class CheckpointWork(Work[None]):
-    """A checkpoint of a job at its last step boundary, written beside training; StorageError if it could not be.
+    """A checkpoint of a job at its last step boundary, written in the background; StorageError on failure.
 
-    The files of one job are written in the order in which they were asked for.
+    Files of one job are written in the order of their start.
     """
 
     job: str
     directory: Path
-    """Of the job's checkpoints."""
+    """Directory of the job's checkpoints."""
     step: int
     state: Mapping[str, Any]
     environment: Mapping[str, Any]
     keep: int
-    """How many of its checkpoints are kept."""
+    """Number of its checkpoints to keep."""
 
 
 @dataclass(frozen=True)
 class AdapterWork(Work[None]):
-    """A job's adapter as a PEFT directory, written beside training; StorageError if it could not be."""
+    """A job's adapter as a PEFT directory, written in the background; StorageError on failure."""
 
     job: str
     directory: Path
     best: bool
-    """Whether the best weights are wanted, where early stopping kept any."""
+    """True: the best weights, where early stopping kept any."""
     step: int | None = None
-    """Of a checkpoint beside which it is written."""
+    """Step of the checkpoint that it belongs to."""
 
 
 @dataclass(frozen=True)
 class MemoryTrial:
-    """The time and memory of a microbatch that was only tried out."""
+    """Time and memory of a microbatch that was only tried."""
 
     seconds: float
     held_bytes: int
 
 
-class Executor(Protocol):
-    """One replica and the jobs on it."""
+class Replica(Protocol):
+    """One copy of the backbone: its facts, what fits it, and its memory."""
 
     facts: ReplicaFacts
     tokenizer: Tokenizer
-    """Of the base model; data is read with it on the engine's side."""
-
-    def beside(self) -> Executor:
-        """Another executor on the same replica, with jobs of its own."""
-        ...
+    """Tokenizer of the base model."""
 
     def check_adapter(self, adapter: AdapterSpec) -> None:
         """ConfigError if an adapter does not fit the backbone."""
@@ -335,28 +295,24 @@ class Executor(Protocol):
         ...
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
-        """What a microbatch may hold between forward and backward, whichever of these adapters takes part."""
+        """Most bytes that a microbatch holds between forward and backward, with any of these adapters."""
         ...
 
     def memory(self) -> ReplicaMemory | None:
-        """What the device holds; None where jobs' memory has no limit of its own."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """Most that tensors took since `reset_peak`; 0 where nobody counts."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Starts a new account of the peak."""
+        """Memory of the device; None where jobs' memory has no limit of its own."""
         ...
 
     def release_memory(self) -> None:
-        """Gives back what failed work held."""
+        """Frees what failed work held."""
         ...
 
-    def compiling_s(self) -> float:
-        """Seconds in which work that was started here has waited for kernels and captures, so far."""
+    def close(self) -> None:
+        """Ends the replica's other processes."""
         ...
+
+
+class Seats(Protocol):
+    """The jobs of a replica and their tensors."""
 
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state, without a seat; ConfigError or AdapterFileError if it does not fit the backbone."""
@@ -367,7 +323,7 @@ class Executor(Protocol):
         ...
 
     def seat(self, job: str) -> None:
-        """Takes a job's state beside the backbone; ReplicaMemoryError leaves it where it was."""
+        """Moves a job's state to the backbone's device; ReplicaMemoryError leaves it where it was."""
         ...
 
     def unseat(self, job: str) -> None:
@@ -375,11 +331,11 @@ class Executor(Protocol):
         ...
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Gives a job the state that `StateWork` once brought."""
+        """Gives a job the state that an earlier `StateWork` returned."""
         ...
 
     def rewind(self, job: str) -> None:
-        """Forgets the gradients of a job's current global batch."""
+        """Drops the gradients of a job's current global batch."""
         ...
 
     def keep_best(self, job: str) -> None:
@@ -387,37 +343,81 @@ class Executor(Protocol):
         ...
 
     def use_best(self, job: str) -> None:
-        """Puts the copy that was kept into the adapter, if there is one."""
+        """Puts the kept copy into the adapter, if there is one."""
         ...
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
-        """The adapter's tensors of a job by module path, on the CPU; LoRA's are (A, B)."""
+        """The tensors of a job's adapter by module path, on the CPU; LoRA's are (A, B)."""
         ...
 
     def target_names(self, job: str) -> list[str]:
-        """The adapted modules in the words of PEFT's target_modules."""
+        """The adapted modules as PEFT's target_modules names them."""
         ...
 
-    def prepare(self, work: MicrobatchWork) -> None:
-        """Makes ready what is likely to be started next; changes no job."""
-        ...
+
+class Worker(Protocol):
+    """Work on a replica: started, and waited for later."""
 
     def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
-        """Starts work behind all that was started before; ReplicaMemoryError says that it could not be."""
+        """Starts work after all earlier work; ReplicaMemoryError if there is no memory for it."""
         ...
 
     def wait(self, ticket: Ticket[OutcomeT]) -> OutcomeT:
-        """Waits for what was started, once, and says what came of it."""
+        """Waits for started work and returns its outcome; once per ticket."""
         ...
 
     def is_written(self, ticket: Ticket[None]) -> bool:
-        """Whether waiting for files would take no time."""
+        """True if files are written, so that `wait` returns at once."""
+        ...
+
+    def compiling_s(self) -> float:
+        """Seconds in which started work has waited for kernels and captures so far."""
+        ...
+
+
+class Executor(Replica, Seats, Worker, Protocol):
+    """One replica and the jobs on it; either a `MicrobatchExecutor` or a `ProgramExecutor`."""
+
+
+@runtime_checkable
+class MicrobatchExecutor(Executor, Protocol):
+    """An executor on one device, which takes single microbatches (`MicrobatchWork`, `StepsWork`)."""
+
+    def prepare(self, work: MicrobatchWork) -> None:
+        """Prepares a microbatch that is likely to start next; changes no job."""
         ...
 
     def try_out(self, work: MicrobatchWork) -> MemoryTrial:
-        """Runs a microbatch with stand-ins for its jobs, which stay as they are."""
+        """Runs a microbatch on copies of its jobs, which stay as they are."""
         ...
 
-    def close(self) -> None:
-        """Ends what else belongs to the replica, such as other processes."""
+    def beside(self) -> Executor:
+        """Another executor on the same replica, with jobs of its own."""
         ...
+
+
+@runtime_checkable
+class PeakMemory(Protocol):
+    """An executor that counts the peak of its device's memory."""
+
+    def peak_bytes(self) -> int:
+        """Most bytes of tensors since `reset_peak`; 0 where they are not counted."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Starts a new count of the peak."""
+        ...
+
+
+@runtime_checkable
+class ProgramExecutor(Executor, Protocol):
+    """An executor over several devices, which takes whole programs."""
+
+    run_kind: type[ProgramRun]
+    """Class that starts its programs and counts what they did."""
+
+
+def executor_beside(executor: Executor) -> Executor:
+    if not isinstance(executor, MicrobatchExecutor):
+        raise ConfigError("jobs beside others need a whole replica; train without stages.", where="--layout")
+    return executor.beside()

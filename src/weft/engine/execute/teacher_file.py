@@ -1,7 +1,7 @@
-"""Writes data with what a teacher says of it, for jobs on any backbone with the same tokens to learn from.
+"""Writes data with a teacher's predictions, for jobs on any backbone with the same tokens.
 
 A row has `input_ids` and `labels`, as trainers know them, and for each supervised token the teacher's most likely ones:
-`teacher_ids` with their log-probabilities in `teacher_logprobs`, the first first.
+`teacher_ids` with their log-probabilities in `teacher_logprobs`, in descending order.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 
 from weft.data.dataset import Dataset
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.model.backbone import Backbone
-from weft.model.distill import top_tokens
-from weft.model.packed import PlacedSample, pack_samples
-from weft.objectives.teacher_columns import IDS, LOGPROBS
+from weft.model.loss import top_tokens
+from weft.model.packed import SlotSample, pack_samples
+from weft.objectives.distillation import IDS, LOGPROBS
 from weft.store.atomic import storage_errors
 
 UNTRAINED = -100
-"""The label of a token that does not count."""
+"""Label of a token without loss."""
 DIGITS = 5
-"""Of a log-probability, behind the point."""
+"""Decimal places of a log-probability."""
 
 
 def write_teacher_file(
     path: Path, backbone: Backbone, slot: int | None, data: Dataset, top_k: int, capacity: int
 ) -> None:
-    """Writes a .jsonl file with a row for each sample; it is there whole or not at all."""
+    """Writes a .jsonl file with a row for each sample, completely or not at all."""
     temporary = path.with_name(f".{path.name}.part")
     with storage_errors(path):
         try:
@@ -46,14 +46,14 @@ def write_teacher_file(
 def teacher_rows(
     backbone: Backbone, slot: int | None, data: Dataset, top_k: int, capacity: int
 ) -> Iterator[dict[str, Any]]:
-    """The rows of all samples, in order; those of a microbatch at a time."""
+    """Rows of all samples, in order; computed a microbatch at a time."""
     path, leading = backbone.path_of(slot), backbone.leading_rows(slot)
     row_tile = path.row_tile(capacity)
     for samples in _microbatches(data, capacity, leading):
-        placed = [PlacedSample(sample.led_by(leading), slot) for sample in samples]
-        batch = pack_samples(placed, row_tile, backbone.device)
-        said = top_tokens(backbone.head, path.read(batch, row_tile), top_k)
-        ids_of, logprobs_of = (values.cpu().split(list(batch.counts)) for values in said)
+        packed_samples = [SlotSample(sample.led_by(leading), slot) for sample in samples]
+        batch = pack_samples(packed_samples, row_tile, backbone.device)
+        top = top_tokens(backbone.head, path.read(batch, row_tile), top_k)
+        ids_of, logprobs_of = (values.cpu().split(list(batch.counts)) for values in top)
         for sample, ids, logprobs in zip(samples, ids_of, logprobs_of, strict=True):
             yield {
                 "input_ids": sample.tokens.tolist(),
@@ -64,7 +64,7 @@ def teacher_rows(
 
 
 def _microbatches(data: Dataset, capacity: int, leading: int) -> Iterator[list[Sample]]:
-    """As many samples at a time as fit, one at least."""
+    """As many samples at a time as fit, at least one."""
     held: list[Sample] = []
     tokens = 0
     for sample in data.samples:

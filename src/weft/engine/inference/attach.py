@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import TypeVar
 
 from weft.adapters.adapter import Adapter
-from weft.adapters.head import HEAD, HeadShape
 from weft.adapters.method import LinearShape, ModuleTensors
+from weft.adapters.parts import HEAD, HeadShape
 from weft.adapters.targets import is_target
-from weft.data.chat.chat_template import Tokenizer
-from weft.data.chat.renderer import check_template
+from weft.data.chat_template import Tokenizer
+from weft.data.render import check_template
 from weft.errors import AdapterFileError, ConfigError, ModelError
 from weft.methods.registry import method_of
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
-from weft.objectives.heads.head_objective import HeadObjective
+from weft.objectives.heads import HeadObjective
 from weft.spec import AdapterSpec, BackboneSpec
 from weft.store.peft_files import CONFIG_FILE, PARTS, TEMPLATE_FILE, read_adapter, read_chat_template, read_head
 from weft.store.row_files import ROWS
 
 T = TypeVar("T")
 BASE = "base"
-"""What the bare backbone is called among adapters."""
+"""Name of the bare backbone among adapters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +36,11 @@ class StoredAdapter:
     spec: AdapterSpec
     tensors: dict[str, ModuleTensors]
     base_model: str | None
-    """What it was trained on, as its config says."""
+    """Base model from its config."""
     chat_template: str | None = None
-    """What it was trained with instead of the base model's."""
+    """Chat template it was trained with instead of the base model's."""
     head: HeadObjective | None = None
-    """What its head was trained for, if it has one."""
+    """Objective of its head, if it has one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,20 +49,18 @@ class Attached:
 
     backbone: Backbone
     slots: dict[str, int | None]
-    """Slot by name, in the order asked for; None is the bare backbone."""
+    """Slot by name, in the given order; None is the bare backbone."""
     chat_templates: dict[str, str | None] = field(default_factory=dict)
-    """By the same names, the template to use instead of the tokenizer's."""
+    """Template by name, instead of the tokenizer's."""
     notes: tuple[str, ...] = ()
-    """What a user should know."""
     heads: dict[str, HeadObjective] = field(default_factory=dict)
-    """By name, what the heads of those that have one were trained for."""
+    """Objective by name, for adapters with a head."""
 
     def tokenizer(self, name: str) -> Tokenizer:
-        """What a name reads and writes with."""
         return self.backbone.tokenizer_of(self.slots[name])
 
     def as_each_reads(self, read: Callable[[Tokenizer, str | None], T]) -> dict[str, T]:
-        """By name, what `read` makes of its tokenizer and chat template: each reads data as it was trained to."""
+        """By name, the result of `read` for its tokenizer and chat template: each reads data as it was trained to."""
         found: dict[str, T] = {}
         made: dict[tuple[int, str | None], T] = {}
         for name, template in self.chat_templates.items():
@@ -75,7 +73,7 @@ class Attached:
 
 
 def adapter_dir(path: Path) -> Path:
-    """The adapter directory itself; a job's directory stands for the `adapter` in it."""
+    """The adapter directory; a job's directory stands for the `adapter` in it."""
     if (path / CONFIG_FILE).exists():
         return path
     if (path / "adapter" / CONFIG_FILE).exists():
@@ -90,7 +88,7 @@ def adapter_dir(path: Path) -> Path:
 
 
 def read_named(text: str) -> StoredAdapter:
-    """The adapter a user named as `DIR` or `NAME=DIR`; without a name it is called like its job or directory."""
+    """The adapter that a user named as `DIR` or `NAME=DIR`; default name: of its job or directory."""
     name, equals, rest = text.partition("=")
     if Path(text).exists() or not equals:
         name, rest = "", text
@@ -98,7 +96,7 @@ def read_named(text: str) -> StoredAdapter:
 
 
 def read_stored(path: Path, name: str = "") -> StoredAdapter:
-    """The adapter in a directory, or in that of a job; without a name it is called like its job or directory."""
+    """The adapter in its directory, or in a job's; default name: of its job or directory."""
     path = adapter_dir(path)
     spec, tensors, config = read_adapter(path)
     whole = path.resolve()
@@ -110,14 +108,14 @@ def read_stored(path: Path, name: str = "") -> StoredAdapter:
 
 
 def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_model: str) -> None:
-    """AdapterFileError says why an adapter does not fit a model where its method has these places (path to shape)."""
+    """AdapterFileError if an adapter does not fit a model whose modules for its method have these shapes, by path."""
     where, method = str(stored.path), method_of(stored.spec)
     for path, tensors in stored.tensors.items():
         if path in PARTS:
             continue
         if path not in shapes:
-            place = method.attachment.value
-            raise AdapterFileError(f"{path} is not a {place} of base_model {base_model}.", where=where)
+            kind = method.attachment.value
+            raise AdapterFileError(f"{path} is not a {kind} of base_model {base_model}.", where=where)
         given = method.files.linear_shape(tensors)
         if any(size not in (None, real) for size, real in zip(given, shapes[path], strict=True)):
             found = " x ".join("any" if size is None else str(size) for size in given)
@@ -134,9 +132,9 @@ def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_mod
 
 
 def own_part(backbone: Backbone, stored: StoredAdapter) -> StoredAdapter | None:
-    """What of an adapter sits in the part of a model that a backbone is, and what fits nowhere; None if nothing does.
+    """The tensors of an adapter that belong to this part of a model or fit nowhere; None if there are none.
 
-    Of a whole model it is the adapter itself.
+    For a whole model that is the adapter itself.
     """
     if backbone.part is None:
         return stored
@@ -151,13 +149,13 @@ def own_part(backbone: Backbone, stored: StoredAdapter) -> StoredAdapter | None:
 
 
 def attach_adapter(backbone: Backbone, stored: StoredAdapter, *, with_head: bool = False) -> int:
-    """Puts an adapter that answers, and does not train, on a free slot and returns the slot; AdapterFileError says why
-    it does not fit the backbone. One with a head does not answer: only `with_head` it is attached."""
+    """Puts an adapter for inference on a free slot and returns the slot; AdapterFileError if it does not fit the
+    backbone, or has a head without `with_head`."""
     return backbone.attach(adapter_on(backbone, stored, with_head=with_head))
 
 
 def adapter_on(backbone: Backbone, stored: StoredAdapter, *, with_head: bool = False) -> Adapter:
-    """An adapter as `attach_adapter` puts it on a slot, on none yet."""
+    """An adapter as `attach_adapter` puts it on a slot, without one."""
     _refuse_head(stored, with_head=with_head)
     shapes = backbone.shapes_for(method_of(stored.spec))
     check_fit(stored, shapes, backbone.name)
@@ -192,9 +190,9 @@ def load_with_adapters(
 ) -> Attached:
     """The backbone with every given adapter attached; adapters are read before the model, which takes longer.
 
-    Each is written `DIR`, `NAME=DIR` or `base` for the bare backbone, which `with_base` puts in front. Without
-    adapters there is only the bare backbone; without a `base_model` it is the one the adapters were trained on. Those
-    with a head are refused, unless `with_heads`.
+    Each is written `DIR`, `NAME=DIR` or `base` for the bare backbone, which `with_base` puts in front. Without adapters
+    there is only the bare backbone; without a `base_model` it is the one the adapters were trained on. Adapters with a
+    head are refused, unless `with_heads`.
     """
     stored: dict[str, StoredAdapter | None] = {BASE: None} if with_base or not given else {}
     for text in given:
@@ -225,7 +223,7 @@ def load_with_adapters(
 
 
 def common_base(adapters: Sequence[StoredAdapter]) -> str:
-    """The one base model all adapters were trained on."""
+    """The one base model that all adapters were trained on."""
     named = {adapter.base_model: adapter for adapter in adapters if adapter.base_model}
     if len(named) > 1:
         found = " and ".join(f"{adapter.name} on {base}" for base, adapter in named.items())
@@ -240,7 +238,7 @@ def common_base(adapters: Sequence[StoredAdapter]) -> str:
 
 
 def _chat_templates(stored: Mapping[str, StoredAdapter | None], backbone: Backbone) -> dict[str, str | None]:
-    """The templates by name; one that is not Jinja is an error of the adapter that brings it."""
+    """Templates by name; AdapterFileError for one that is not Jinja."""
     templates: dict[str, str | None] = {}
     for name, adapter in stored.items():
         templates[name] = adapter.chat_template if adapter else None
@@ -251,7 +249,7 @@ def _chat_templates(stored: Mapping[str, StoredAdapter | None], backbone: Backbo
         except ConfigError as error:
             raise AdapterFileError(error.message, where=str(adapter.path / TEMPLATE_FILE)) from None
     if BASE in templates and not backbone.tokenizer.chat_template:
-        # A base model that knows no chats reads them as the adapters do: the comparison is about the weights.
+        # A base model without a template uses the adapters': the comparison is about the weights.
         templates[BASE] = next((template for template in templates.values() if template is not None), None)
     return templates
 

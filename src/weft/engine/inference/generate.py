@@ -1,18 +1,20 @@
-"""Batched decoding: several sequences, each with its own adapter, on one shared backbone."""
+"""Batched decoding: several sequences, each with its own adapter, on one shared backbone; answers to prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from weft.data.sample import Sample
+from weft.data.load import Prompt
+from weft.data.samples import Sample
+from weft.errors import DataError
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, PlacedSample, pack_samples
+from weft.model.packed import PackedBatch, SlotSample, pack_samples
 
 BATCH = 64
 """Sequences decoded at once."""
@@ -20,12 +22,12 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens to go on from, and the slot whose adapter writes."""
+    """A prompt's tokens and the slot whose adapter continues them."""
 
     tokens: Sequence[int]
     slot: int | None = None
     seed: int = 0
-    """Together with the decoding's seed, what its draws depend on."""
+    """Decides its draws, together with the decoding's seed."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +36,45 @@ class Decoding:
 
     max_new_tokens: int = 256
     temperature: float = 0.0
-    """0 takes the most likely token."""
+    """Temperature; 0 takes the most likely token."""
     top_p: float = 1.0
-    """Draw from the smallest set of tokens with this probability."""
+    """Draws from the smallest set of tokens with this probability."""
     seed: int = 0
 
 
 @dataclass(eq=False)
 class Continuation:
-    """A request under way: what has been written so far, and what the model remembers of it."""
+    """A request in progress: its tokens so far and its cache."""
 
     request: Request
     decoding: Decoding
     tokens: list[int] = field(default_factory=list)
     is_over: bool = False
-    """Nothing more will be written: an end token came, or the longest length is reached."""
+    """True after an end token or at the longest length."""
+    error: Exception | None = None
+    """Error of `advance` for this continuation alone; then it is over."""
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(mix(self.decoding.seed, self.request.seed))
         self.cache: dict[int, Any] = {}
         """Keys and values by layer."""
         self.new: list[int] = list(self.request.tokens)
-        """Tokens the model has not read yet: the whole request at first, then the last one written."""
+        """Tokens that the model has not read: first the whole request, then the last token."""
         self.num_read = 0
-        """Tokens before those."""
+        """Tokens read before those."""
+
+    def forget_read(self) -> None:
+        """Has the model read everything again, in the next pass: the request and what has been written."""
+        self.cache = {}
+        self.new = [*self.request.tokens, *self.tokens]
+        self.num_read = 0
 
     def choose(self, logits_V: torch.Tensor) -> int:
-        """The next token; to be asked once for each."""
+        """The next token; call it once for each."""
         return _choose(logits_V, self.decoding, self._generator)
 
     def write(self, token: int, ends: Collection[int], longest: int, num_leading: int) -> int | None:
-        """Adds the token that was chosen; None if it ends the answer instead.
+        """Adds the chosen token; None if it ends the answer instead.
 
         `longest`: positions that the model has; `num_leading`: rows in front of the request that an adapter fills.
         """
@@ -86,9 +96,9 @@ def generate(
     *,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """New tokens of every request, up to but without the end token; `on_token(which, token)` hears each as it comes.
+    """New tokens of every request, without the end token; `on_token(index, token)` gets each at once.
 
-    A sequence's draws depend on its own seed and the decoding's, not on the others or its place among them.
+    A sequence's draws depend on its own seed and the decoding's, not on the others or its index.
     """
     ends = end_tokens(backbone)
     results: list[list[int]] = []
@@ -99,26 +109,34 @@ def generate(
             for (which, _), token in zip(going, written, strict=True):
                 if token is not None and on_token is not None:
                     on_token(start + which, token)
+            for _, item in going:
+                if item.error is not None:
+                    raise item.error
         results.extend(item.tokens for item in group)
     return results
 
 
 def advance(backbone: Backbone, going: Sequence[Continuation], ends: Collection[int]) -> list[int | None]:
-    """Writes the next token of each, in one pass of the backbone; None where an end token came instead.
+    """Writes the next token of each, in one pass of the backbone; None where an end token or an error came instead.
 
-    What is written depends on a continuation alone, not on the others in the pass.
+    A continuation's token does not depend on the others in the pass.
     """
     leading = [backbone.leading_rows(item.request.slot) for item in going]
     batch = pack_new(going, leading, backbone.device)
     logits = backbone.logits(batch, last_rows(batch), [item.cache for item in going])
-    return [
-        item.write(item.choose(row), ends, backbone.max_positions, num_leading)
-        for item, row, num_leading in zip(going, logits, leading, strict=True)
-    ]
+    written: list[int | None] = []
+    for item, row, num_leading in zip(going, logits, leading, strict=True):
+        try:
+            written.append(item.write(item.choose(row), ends, backbone.max_positions, num_leading))
+        except Exception as error:
+            # Logits that are not finite cannot be drawn from; the others' tokens are chosen all the same.
+            item.error, item.is_over = error, True
+            written.append(None)
+    return written
 
 
 def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
-    """Lets the model read the first of the new tokens and writes nothing, so that a long request takes several passes.
+    """Reads the first of the new tokens and writes nothing, so that a long request takes several passes.
 
     At least one must be left for `advance`.
     """
@@ -130,26 +148,25 @@ def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
 
 
 def end_tokens(backbone: Backbone) -> set[int]:
-    """Tokens that end a generation."""
     configured = getattr(backbone.model.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     return {int(t) for t in [*listed, backbone.tokenizer.eos_token_id] if t is not None}
 
 
 def pack_new(going: Sequence[Continuation], leading: Sequence[int], device: torch.device) -> PackedBatch:
-    """The new tokens of continuations, each after what the model has read of it; `leading`: rows in front of each."""
-    placed = []
+    """The new tokens of continuations, each after what is already read; `leading`: rows in front of each."""
+    samples = []
     for item, num_leading in zip(going, leading, strict=True):
         sample = Sample(np.array(item.new, dtype=np.int32), np.zeros(len(item.new), dtype=bool))
         if item.num_read:
-            placed.append(PlacedSample(sample, item.request.slot, position=num_leading + item.num_read))
+            samples.append(SlotSample(sample, item.request.slot, position=num_leading + item.num_read))
         else:
-            placed.append(PlacedSample(sample.led_by(num_leading), item.request.slot))
-    return pack_samples(placed, None, device)
+            samples.append(SlotSample(sample.led_by(num_leading), item.request.slot))
+    return pack_samples(samples, None, device)
 
 
 def last_rows(batch: PackedBatch) -> list[int]:
-    """The last row of each continuation, behind which its next token is chosen."""
+    """The last row of each continuation, which predicts its next token."""
     return [segment.end - 1 for segment in batch.segments]
 
 
@@ -158,6 +175,58 @@ def _choose(logits_V: torch.Tensor, decoding: Decoding, generator: torch.Generat
         return int(logits_V.argmax())
     probabilities = torch.softmax(logits_V.cpu() / decoding.temperature, dim=0)
     ordered, tokens = probabilities.sort(descending=True)
-    # A token stays if what precedes it is below top_p, so at least one does.
-    ordered[ordered.cumsum(0) - ordered >= decoding.top_p] = 0.0
+    # A token stays if what precedes it is below top_p; the first stays even if float32 rounds top_p to 0.
+    ordered[1:][(ordered.cumsum(0) - ordered)[1:] >= decoding.top_p] = 0.0
     return int(tokens[torch.multinomial(ordered, 1, generator=generator)])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to one prompt."""
+
+    prompt: Prompt
+    text: str
+
+    @property
+    def is_exact(self) -> bool:
+        """True if it equals the data's answer, apart from surrounding white space."""
+        return self.prompt.reference is not None and self.text.strip() == self.prompt.reference.strip()
+
+
+def answers(
+    backbone: Backbone, prompts_of: Mapping[str, tuple[int | None, Sequence[Prompt]]], decoding: Decoding
+) -> dict[str, list[Answer]]:
+    """Answers by name: each name's slot (None: the bare backbone) to its prompts, all decoded together.
+
+    A prompt's index among those of its name is its seed, so no draw depends on the other names.
+    """
+    refuse_long([prompt for _, prompts in prompts_of.values() for prompt in prompts], backbone.max_positions)
+    requests = [request for slot, prompts in prompts_of.values() for request in requests_of(prompts, slot)]
+    written = iter(generate(backbone, requests, decoding))
+    return {
+        name: [worded(prompt, next(written), backbone.tokenizer_of(slot)) for prompt in prompts]
+        for name, (slot, prompts) in prompts_of.items()
+    }
+
+
+def refuse_long(prompts: Sequence[Prompt], longest: int) -> None:
+    """DataError for a prompt that leaves no position for an answer."""
+    for prompt in prompts:
+        if len(prompt.tokens) >= longest:
+            raise DataError(
+                f"the prompt has {len(prompt.tokens):,} tokens; the backbone has {longest:,} positions.",
+                where=prompt.where,
+            )
+
+
+def requests_of(prompts: Sequence[Prompt], slot: int | None) -> list[Request]:
+    return [Request(prompt.tokens.tolist(), slot, index) for index, prompt in enumerate(prompts)]
+
+
+def worded(prompt: Prompt, tokens: Sequence[int], tokenizer: Any) -> Answer:
+    """The answer with these tokens."""
+    return Answer(prompt, str(tokenizer.decode(tokens, skip_special_tokens=True)))
+
+
+def exact_match(given: Sequence[Answer]) -> float:
+    return sum(answer.is_exact for answer in given) / len(given)

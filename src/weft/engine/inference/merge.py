@@ -1,26 +1,32 @@
-"""Merges an adapter into its base weights and writes them as an ordinary model directory."""
+"""Merges an adapter, with its own rows of tokens, into its base weights and writes them as a model directory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
-from weft.adapters.linear_modules import linear_modules
 from weft.adapters.method import Attachment
+from weft.adapters.parts import OUTPUT_ROWS
+from weft.adapters.sites import linear_modules
+from weft.data.tokenise import with_new_tokens
 from weft.engine.inference.attach import StoredAdapter, check_fit
-from weft.engine.inference.merge_rows import merge_rows
-from weft.errors import AdapterFileError, StorageError
+from weft.errors import AdapterFileError, ConfigError, StorageError
 from weft.methods.registry import method_of
 from weft.model.load import load_plain_model
 from weft.model.source import load_tokenizer
+from weft.model.trained_rows import Embeddings
 from weft.spec import BackboneSpec
 from weft.store.atomic import make_directories, staged_directory
 from weft.store.row_files import ROWS
+
+if TYPE_CHECKING:
+    from weft.engine.inference.attach import StoredAdapter
 
 
 @torch.no_grad()
@@ -56,7 +62,7 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
 
 
 def _write(model: Any, tokenizer: Any, out: Path) -> None:
-    """The model directory appears whole or not at all."""
+    """Writes the model directory, completely or not at all."""
     with contextlib.ExitStack() as undo:
         make_directories(out.parent, undo)
         with staged_directory(out) as folder:
@@ -71,9 +77,36 @@ def _write(model: Any, tokenizer: Any, out: Path) -> None:
 
 
 def _open_to_others(folder: Path) -> None:
-    """Gives every file the permissions of any new file; safetensors lets only the owner read what it writes."""
+    """Gives every file the permissions of any new file; safetensors makes files readable by their owner only."""
     umask = os.umask(0)
     os.umask(umask)
     for file in folder.rglob("*"):
         if file.is_file():
             file.chmod(0o666 & ~umask)
+
+
+@torch.no_grad()
+def merge_rows(stored: StoredAdapter, model: Any, tokenizer: Any) -> Any:
+    """Replaces the rows, and returns the tokenizer with the adapter's new tokens, for which the model gets rows.
+
+    If one of two tied modules is replaced as a whole, they are untied.
+    """
+    try:
+        shapes = Embeddings(model, tokenizer).shapes(stored.spec)
+    except ConfigError as error:
+        raise AdapterFileError(error.message, where=str(stored.path)) from None
+    extended = with_new_tokens(tokenizer, stored.spec.new_tokens)
+    if stored.spec.new_tokens and len(extended) > len(model.get_input_embeddings().weight):
+        model.resize_token_embeddings(len(extended), mean_resizing=False)
+    if any(shape.ids is None for shape in shapes.values()):
+        model.config.get_text_config().tie_word_embeddings = False
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
+    for name in (name for name in ROWS if name in shapes):
+        module = model.get_output_embeddings() if name == OUTPUT_ROWS else model.get_input_embeddings()
+        (rows,), ids = stored.tensors[name], shapes[name].ids
+        if [tuple(rows.shape)] != list(shapes[name].tensor_shapes):
+            found = f"{name} are {tuple(rows.shape)}; the base model's are {shapes[name].tensor_shapes[0]}"
+            raise AdapterFileError(f"{found}.", where=str(stored.path))
+        module.weight[slice(None) if ids is None else torch.from_numpy(ids)] = rows.to(module.weight.dtype)
+    return extended

@@ -1,24 +1,191 @@
-"""What is decided about jobs at step boundaries by admission, by users and by a full memory."""
+"""The one place where jobs change their state, and the decisions about them at step boundaries.
+
+Each change is made, recorded on disk, and reported as an event (`JobTransitions`). Admission, users and a full memory
+cause the changes (`Lifecycle`).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.engine.capacity import NO_ROOM, OUT_OF_MEMORY, CapacityLimit, too_long
-from weft.engine.events import Event, JobWarning
-from weft.engine.execute.protocol import Executor, ReplicaFaultError
-from weft.engine.jobs.live_job import LiveJob
-from weft.engine.jobs.placement import Placement
-from weft.engine.jobs.transitions import JobTransitions
+from weft.engine.events import (
+    CheckpointSaved,
+    Event,
+    JobCancelled,
+    JobFailed,
+    JobPaused,
+    JobPreempted,
+    JobResumed,
+    JobStarted,
+    JobSucceeded,
+    JobWaiting,
+    JobWarning,
+)
+from weft.engine.execute.protocol import Executor, ReplicaFaultError, Seats
+from weft.engine.jobs.live_job import FinishedSteps, LiveJob
+from weft.engine.jobs.room import NO_ROOM, OUT_OF_MEMORY, CapacityLimit, Placement, too_long
 from weft.engine.program_run import rewind
-from weft.engine.recorder import RunRecorder
+from weft.engine.recorder import FileKind, RunRecorder
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, DataError, StorageError
 from weft.job_state import JobState, Reason, ReasonCode
-from weft.wall_clock import Activity
+from weft.store.wall_clock import Activity
+
+
+class JobTransitions:
+    """Changes the state of jobs; nothing else assigns to `LiveJob.status`."""
+
+    def __init__(self, seats: Seats, placement: Placement, keeper: RunRecorder, timeline: TimelineRecorder) -> None:
+        self._seats = seats
+        self._placement = placement
+        self._keeper = keeper
+        self._timeline = timeline
+        self.sync_progress: Callable[[], None] = lambda: None
+        """Finishes the begun steps of stages, so that progress matches the weights."""
+
+    def queue(self, job: LiveJob) -> None:
+        """A paused job applies for a seat again."""
+        self._set(job, JobState.QUEUED, None)
+        job.status = replace(job.status, wait_reported=False)
+
+    def report_waiting(self, job: LiveJob, reason: Reason) -> list[Event]:
+        """Reports once why a queued job waits."""
+        if job.status.wait_reported:
+            return []
+        job.status = replace(job.status, wait_reported=True)
+        return [JobWaiting(job.name, job.step, reason)]
+
+    def wait(self, job: LiveJob, reason: Reason) -> list[Event]:
+        """Queues a job that was about to train."""
+        self.queue(job)
+        return self.report_waiting(job, reason)
+
+    def preempt(self, job: LiveJob, reason: Reason) -> list[Event]:
+        """Makes a job wait at its last step boundary, with its state on the CPU."""
+        self._sync([job])
+        self._set(job, JobState.QUEUED, reason)
+        job.status = replace(job.status, wait_reported=True)
+        self._placement.take(job)
+        remarks: list[Event] = []
+        try:
+            self._keeper.write_status(job, self._timeline.now())
+        except StorageError as error:
+            remarks.append(JobWarning((job.name,), f"that it waits could not be recorded: {error}"))
+        return [*remarks, JobPreempted(job.name, job.step, reason)]
+
+    def run(self, job: LiveJob) -> None:
+        """Marks a job as running; StorageError if that cannot be recorded."""
+        self._set(job, JobState.RUNNING, None)
+        self._keeper.write_status(job, self._timeline.now())
+
+    def report_running(self, job: LiveJob) -> list[Event]:
+        """The event of a job that has got its seat, for the first time or again."""
+        if job.status.has_started:
+            return [JobResumed(job.name, job.step)]
+        job.status = replace(job.status, has_started=True)
+        job.finished = FinishedSteps(job.step, evaluated=job.step, saved=job.step, saved_s=self._timeline.own_s())
+        if job.progress.owes_eval:
+            job.finished.evaluated = -1
+        if job.progress.is_complete or job.progress.owes_eval:
+            # A job restored at its end still has to write its adapter.
+            job.finished.last = -1
+        return [JobStarted(job.name, job.step, job.num_steps)]
+
+    def close(self, job: LiveJob) -> None:
+        """Frees the seat of a job that has done all its steps; it ends once its files are written."""
+        self._placement.take(job)
+        job.status = replace(job.status, is_closing=True)
+
+    def pause(self, jobs: Sequence[LiveJob], reason: Reason | None, *, save: bool = True) -> list[Event]:
+        """Pauses jobs at their last step boundary and frees their seats."""
+        self._sync(jobs)
+        for job in jobs:
+            self._set(job, JobState.PAUSED, reason)
+            rewind(self._seats, job)
+            # Before its first start the job's state is on disk, not in memory.
+            if save and job.status.has_started:
+                self._keeper.start_checkpoint(job, self._timeline.now())
+                job.finished.saved_s = self._timeline.own_s()
+        return [event for job in jobs for event in self._wait_paused(job)]
+
+    def _wait_paused(self, job: LiveJob) -> list[Event]:
+        """Waits until a paused job is saved, and records its state."""
+        saved, error = self._saved(job)
+        try:
+            if error is not None:
+                raise error
+            self._keeper.write_status(job, self._timeline.now())
+        except StorageError as failure:
+            self._set(job, JobState.PAUSED, Reason.of(failure))
+        self._placement.take(job)
+        return [*saved, JobPaused(job.name, job.step, job.reason)]
+
+    def _saved(self, job: LiveJob) -> tuple[list[Event], Exception | None]:
+        """Waits for a job's files: checkpoints that were saved, and the error of the last one."""
+        files = [file for file in self._keeper.files.finish(job) if file.kind is FileKind.CHECKPOINT]
+        saved: list[Event] = [CheckpointSaved(job.name, file.step) for file in files if file.error is None]
+        return saved, files[-1].error if files else None
+
+    def pause_unrecorded(self, job: LiveJob, error: StorageError) -> list[Event]:
+        """Pauses a job without a seat, because its files cannot be written now."""
+        self._set(job, JobState.PAUSED, Reason.of(error))
+        return [JobPaused(job.name, job.step, job.reason)]
+
+    def save_paused(self, job: LiveJob) -> list[Event]:
+        """Saves a job that a full disk has paused, if there is room by now; else warns its owner.
+
+        A checkpoint follows the metrics and the evaluation of its step, so there is none without them.
+        """
+        saved: list[Event] = []
+        try:
+            self._keeper.flush(job)
+            if not job.is_eval_due():
+                self._keeper.start_checkpoint(job, self._timeline.now())
+                saved, error = self._saved(job)
+                if error is not None:
+                    raise error
+            self._keeper.write_status(job, self._timeline.now())
+        except StorageError as error:
+            return [JobWarning((job.name,), f"its steps since the last checkpoint are in memory only: {error}")]
+        return saved
+
+    def fail(self, job: LiveJob, reason: Reason, *, can_retry: bool = False) -> list[Event]:
+        """Fails a job; with `can_retry` a resumed run starts it again."""
+        return [*self._end(job, JobState.FAILED, reason, can_retry), JobFailed(job.name, job.step, reason)]
+
+    def cancel(self, job: LiveJob) -> list[Event]:
+        remarks = self._end(job, JobState.CANCELLED, Reason(ReasonCode.CANCELLED, "cancelled"))
+        return [*remarks, JobCancelled(job.name, job.step)]
+
+    def succeed(self, job: LiveJob, adapter_dir: str | None) -> list[Event]:
+        remarks = self._end(job, JobState.SUCCEEDED, None)
+        return [*remarks, JobSucceeded(job.name, job.step, adapter_dir, job.progress.stopped_early)]
+
+    def _end(self, job: LiveJob, state: JobState, reason: Reason | None, can_retry: bool = False) -> list[Event]:
+        """Ends a job and frees its slot; a failed write is only a warning."""
+        self._sync([job])
+        # After the event a caller may remove the job's files.
+        self._keeper.files.finish(job)
+        self._placement.take(job)
+        self._set(job, state, reason)
+        try:
+            self._keeper.flush(job)
+            self._keeper.write_status(job, self._timeline.now(), can_retry=can_retry)
+        except StorageError as error:
+            return [JobWarning((job.name,), f"its end could not be recorded: {error}")]
+        return []
+
+    def _sync(self, jobs: Sequence[LiveJob]) -> None:
+        if any(job.begun_step is not None for job in jobs):
+            self.sync_progress()
+
+    def _set(self, job: LiveJob, state: JobState, reason: Reason | None) -> None:
+        assert not job.state.is_final, "nothing follows a final state"
+        job.status = replace(job.status, state=state, reason=reason, is_closing=False)
+
 
 LOG = logging.getLogger("weft.engine")
 LESS_MEMORY_THAN_PLANNED = Reason(ReasonCode.NO_MEMORY_NOW, "waits for memory: less was free than its adapter takes")
@@ -26,14 +193,14 @@ LESS_MEMORY_THAN_PLANNED = Reason(ReasonCode.NO_MEMORY_NOW, "waits for memory: l
 
 @dataclass(frozen=True)
 class Command:
-    """Something a user asked for, to be done at the next step boundary."""
+    """A user's request, applied at the next step boundary."""
 
     action: Literal["start", "cancel", "pause", "resume"]
     job: str
 
 
 class Lifecycle:
-    """Carries out what admission, users and a full memory decide about jobs."""
+    """Applies what admission, users and a full memory decide about jobs."""
 
     def __init__(
         self,
@@ -41,46 +208,44 @@ class Lifecycle:
         jobs: Mapping[str, LiveJob],
         *,
         room: CapacityLimit,
-        places: Placement,
+        placement: Placement,
         keeper: RunRecorder,
         timeline: TimelineRecorder,
     ) -> None:
-        """`jobs`: those of the engine, as they come and go."""
         self.executor = executor
         self.jobs = jobs
         self.room = room
-        self.places = places
+        self.placement = placement
         self.keeper = keeper
         self.timeline = timeline
-        self.transitions = JobTransitions(executor, places, keeper, timeline)
+        self.transitions = JobTransitions(executor, placement, keeper, timeline)
 
     def running(self) -> list[LiveJob]:
-        """The jobs that train."""
         # A copy at once: other threads may submit while we look.
         return [job for job in list(self.jobs.values()) if job.is_running]
 
-    def unsettled(self) -> list[LiveJob]:
-        """The jobs for which something is left to do after their last step."""
+    def with_due_work(self) -> list[LiveJob]:
+        """Jobs with work due after their last step."""
         jobs = list(self.jobs.values())
-        return [job for job in jobs if job.state is JobState.RUNNING and not job.is_settled]
+        return [job for job in jobs if job.state is JobState.RUNNING and not job.is_step_finished]
 
     def running_next(self) -> list[LiveJob]:
-        """The jobs that train next: all that are not held, or one alone while it is to be found out which cannot."""
-        running = [job for job in self.running() if not job.progress.is_held]
+        """Jobs that train next: all that are neither held nor evaluated, or one suspect alone."""
+        running = [job for job in self.running() if not (job.progress.is_held or job.is_evaluating)]
         suspects = [job for job in running if job.is_suspect]
         return suspects[:1] or running
 
-    def obey(self, command: Command) -> list[Event]:
-        """Carries out what a user asked for; whole, so that a reader who leaves does not leave half of it behind."""
+    def apply(self, command: Command) -> list[Event]:
+        """Applies a command completely, so that a caller who stops reading leaves no half of it."""
         job = self.jobs[command.job]
         try:
-            return list(self._obey(command, job))
+            return list(self._apply(command, job))
         except ReplicaFaultError:
             raise
         except Exception as error:
             return self.blame(job, error)
 
-    def _obey(self, command: Command, job: LiveJob) -> Iterator[Event]:
+    def _apply(self, command: Command, job: LiveJob) -> Iterator[Event]:
         if not job.is_alive:
             return
         if command.action == "cancel":
@@ -91,12 +256,12 @@ class Lifecycle:
             self.transitions.queue(job)
 
     def admit(self) -> list[Event]:
-        """Does what admission decides: some jobs start or go on, some give way, the others hear why they wait."""
-        if not self.places.waiting():
+        """Applies an admission decision: starts, preempts, refuses, and reports why the others wait."""
+        if not self.placement.waiting():
             return []
         events = self.fit_microbatches()
         with self.timeline.span("plan"):
-            decision = self.places.decide(self.room.capacity)
+            decision = self.placement.decide(self.room.capacity)
         for held in decision.refuse:
             events += self.transitions.fail(self.jobs[held.job], held.reason)
         for held in decision.preempt:
@@ -108,20 +273,19 @@ class Lifecycle:
         return events
 
     def fit_microbatches(self) -> list[Event]:
-        """Before any have run: smaller ones, where those asked for would leave too little memory for jobs."""
-        said = None if self.running() else self.room.fit(self.places)
-        names = tuple(job.name for job in self.places.waiting())
-        return [] if said is None else [JobWarning(names, said)]
+        message = None if self.running() else self.room.fit(self.placement)
+        names = tuple(job.name for job in self.placement.waiting())
+        return [] if message is None else [JobWarning(names, message)]
 
     def blame(self, job: LiveJob, error: Exception) -> list[Event]:
-        """Ends a job because of an error that nobody raised on purpose; its neighbours go on."""
+        """Fails a job because of an unexpected error; its neighbours continue."""
         LOG.error("%s failed", job.name, exc_info=error)
         return self.transitions.fail(job, Reason.of_bug(error))
 
     def isolate_failure(self, names: Sequence[str], error: Exception) -> list[Event]:
         """After a microbatch raised: a job that was alone in it fails; of several, each runs its next step alone.
 
-        Nothing of the microbatch has been counted, so all jobs go on from their last step boundary, exact to the bit.
+        Nothing of the microbatch is counted, so all jobs continue from their last step boundary, exact to the bit.
         """
         for job in self.running():
             rewind(self.executor, job)
@@ -133,14 +297,14 @@ class Lifecycle:
         return []
 
     def free_memory(self, names: Sequence[str]) -> list[Event]:
-        """After the memory ran out: smaller microbatches; the jobs concerned go on from their last step.
+        """After the memory ran out: makes microbatches smaller and rewinds the jobs concerned.
 
-        Jobs with a sample that fills a whole microbatch are in the way of smaller ones, so they fail.
+        Jobs with a sample that fills a whole microbatch fail, because microbatches could not become smaller.
         """
         for name in names:
             rewind(self.executor, self.jobs[name])
         self.executor.release_memory()
-        self.places.ran_out()
+        self.placement.ran_out()
         events: list[Event] = []
         before = self.room.capacity
         if not self.room.shrink():
@@ -152,7 +316,7 @@ class Lifecycle:
         return events
 
     def _start_alone(self, job: LiveJob) -> list[Event]:
-        """Starts a job; what that raises ends this job and no other."""
+        """Starts a job; an error ends this job and no other."""
         try:
             return list(self._start(job))
         except ReplicaFaultError:
@@ -161,7 +325,7 @@ class Lifecycle:
             return self.blame(job, error)
 
     def _start(self, job: LiveJob) -> Iterator[Event]:
-        """Gives the job a slot, and, the first time, its state from the run directory."""
+        """Gives a job a slot and, the first time, its state from the run directory."""
         try:
             if job.longest > self.room.capacity:
                 raise DataError(f"a sample of {job.longest} tokens is above the capacity of {self.room.capacity}.")
@@ -173,11 +337,12 @@ class Lifecycle:
             yield from self.transitions.pause_unrecorded(job, error)
             return
         except (DataError, CheckpointError) as error:
-            yield from self.transitions.fail(job, Reason.of(error))
+            # It has taken no step in this process, and the cause may be put right.
+            yield from self.transitions.fail(job, Reason.of(error), can_retry=True)
             return
         with self.timeline.wall.spending(Activity.LOADING):
-            has_place = self.places.give(job)
-        if not has_place:
+            has_seat = self.placement.give(job)
+        if not has_seat:
             yield from self._do_without(job)
             return
         if not job.status.has_started:
@@ -185,8 +350,8 @@ class Lifecycle:
         yield from self.transitions.report_running(job)
 
     def _do_without(self, job: LiveJob) -> list[Event]:
-        """After the memory for a job turned out not to be there: it waits for others to end, or fails if alone."""
+        """Handles missing memory for a job: it waits for others to end, or fails if alone."""
         self.executor.release_memory()
-        if self.places.is_empty():
+        if self.placement.is_empty():
             return self.transitions.fail(job, NO_ROOM)
         return self.transitions.wait(job, LESS_MEMORY_THAN_PLANNED)

@@ -6,7 +6,7 @@ What would raise inside a microbatch would take the neighbours with it, so all o
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +14,20 @@ import numpy as np
 from weft.data.dataset import Dataset, JobData
 from weft.data.load import check_teacher, load_job_data
 from weft.data.samples import Samples
-from weft.data.tokens.tokenise import new_token_ids
-from weft.engine.execute.protocol import Executor, NewJob, ReplicaFacts
+from weft.data.tokenise import new_token_ids
+from weft.engine.execute.protocol import Executor, NewJob, Replica, ReplicaFacts
 from weft.engine.execute.references import adapter_digest
 from weft.engine.inference.attach import BASE, StoredAdapter, adapter_dir, read_stored
 from weft.engine.jobs.live_job import LiveJob
-from weft.engine.jobs.schedules import check_steps
+from weft.engine.jobs.progress import check_steps
 from weft.errors import ConfigError, DataError
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.peft_files import read_adapter
 
 
 def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacity: int, base_dir: Path) -> LiveJob:
-    """The job with its data, known to the executor, where jobs wait; paths are relative to `base_dir`."""
-    _check_length(spec, executor.facts, capacity)
+    """The job with its data, added to the executor without a seat; paths are relative to `base_dir`."""
+    _check_limits(spec, executor.facts, capacity)
     if data is None:
         data = load_job_data(spec, executor.tokenizer, base_dir)
     start, name, trained_on, submitted, stored_spec = None, "", None, spec, None
@@ -45,9 +45,8 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
         stored_spec = stored
     data = data.led_by(spec.adapter.num_leading_rows)
     check_teacher(data.train, spec)
-    setting = "reference" if data.train.distillation is None else "teacher"
-    named = getattr(spec, setting)
-    reference = None if named in (None, BASE) else read_stored(base_dir / named)
+    setting = reference_setting(data.train)
+    reference = read_reference(spec, data.train, base_dir)
     if setting == "teacher" and reference is not None and reference.spec.trains_rows:
         found = f"{reference.path} has rows of tokens of its own; a teacher predicts by the backbone's"
         raise ConfigError(f"{found}, so name another.", where=setting)
@@ -55,7 +54,9 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
     job = LiveJob(spec, data, submitted=submitted)
     check_steps(spec, job.progress.num_steps)
     if reference is not None:
-        job.progress.reference = adapter_digest(reference)
+        job.progress.inputs["reference"] = adapter_digest(reference)
+    if spec.adapter != submitted.adapter:
+        job.progress.inputs["adapter"] = json.loads(json.dumps(asdict(spec.adapter)))
     added = executor.add(NewJob(spec, job.progress.batches, data.eval, start, name, stored_spec, reference))
     job.num_parameters, job.num_reference_parameters = added.num_parameters, added.num_reference_parameters
     job.lane, job.kernel_bytes = added.lane, added.kernel_bytes
@@ -68,41 +69,54 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
     return job
 
 
-def _check_length(spec: JobSpec, facts: ReplicaFacts, capacity: int) -> None:
-    # The smaller of them, so that who lowers it to what is said here has done enough.
+def reference_setting(train: Dataset) -> str:
+    return "reference" if train.distillation is None else "teacher"
+
+
+def read_reference(spec: JobSpec, train: Dataset, base_dir: Path) -> StoredAdapter | None:
+    """The adapter that a job compares with; None: the bare backbone, or nothing."""
+    named = getattr(spec, reference_setting(train))
+    return None if named in (None, BASE) else read_stored(base_dir / named)
+
+
+def _check_limits(spec: JobSpec, facts: ReplicaFacts, capacity: int) -> None:
+    # The smaller limit, so that lowering max_length to it once is enough.
     limit, what = min((capacity, "capacity"), (facts.max_positions, "backbone's positions"))
     if spec.max_length > limit:
         raise ConfigError(f"max_length {spec.max_length} is above the {what} ({limit}).", where="max_length")
+    if (spec.distillation_top_k or 0) > facts.vocabulary:
+        problem = f"got {spec.distillation_top_k}; the backbone has {facts.vocabulary:,} tokens"
+        raise ConfigError(f"{problem}.", where="distillation_top_k")
 
 
-def _refuse_unread(name: str, stored: AdapterSpec, executor: Executor) -> None:
-    """ConfigError if a job that leaves its adapter out goes on from one whose new tokens its data was read without."""
-    known = len(executor.tokenizer) if stored.new_tokens else 0
-    ids = new_token_ids(executor.tokenizer, stored.new_tokens)
+def _refuse_unread(name: str, stored: AdapterSpec, replica: Replica) -> None:
+    """ConfigError if a job takes its adapter from a directory whose new tokens its data was not read with."""
+    known = len(replica.tokenizer) if stored.new_tokens else 0
+    ids = new_token_ids(replica.tokenizer, stored.new_tokens)
     if any(one >= known for one in ids):
         tokens = ", ".join(map(json.dumps, stored.new_tokens))
         raise ConfigError(f"{name} has new tokens; write adapter: {{new_tokens: [{tokens}], …}}.", where="init_adapter")
 
 
-def _vocabulary(spec: JobSpec, data: Dataset, executor: Executor, reference: StoredAdapter | None) -> int:
-    """How many tokens may be in a job's samples: its new ones too, if what it is compared with knows them."""
+def _vocabulary(spec: JobSpec, data: Dataset, replica: Replica, reference: StoredAdapter | None) -> int:
+    """Number of tokens that samples may have: with new ones if the reference knows them too."""
     readers = [spec.adapter]
     if data.reads_reference:
         readers.append(AdapterSpec() if reference is None else reference.spec)
-    known = executor.facts.vocabulary
+    known = replica.facts.vocabulary
     beyond = []
     for tokens in (reader.new_tokens for reader in readers):
-        ids = new_token_ids(executor.tokenizer, tokens)
+        ids = new_token_ids(replica.tokenizer, tokens)
         beyond.append({token: one for token, one in zip(tokens, ids, strict=True) if one >= known})
     return known + len(beyond[0]) if all(found == beyond[0] for found in beyond) else known
 
 
 def _check_samples(
-    spec: JobSpec, data: JobData, executor: Executor, capacity: int, reference: StoredAdapter | None
+    spec: JobSpec, data: JobData, replica: Replica, capacity: int, reference: StoredAdapter | None
 ) -> None:
-    longest = min(capacity, executor.facts.max_positions)
+    longest = min(capacity, replica.facts.max_positions)
     leading = max(data.train.num_leading, 0 if reference is None else reference.spec.num_leading_rows)
-    vocabulary = _vocabulary(spec, data.train, executor, reference)
+    vocabulary = _vocabulary(spec, data.train, replica, reference)
     for part in (data.train, data.eval):
         found = None if part is None else _flaw(part.samples, longest - leading, vocabulary)
         if found is not None:
@@ -114,7 +128,7 @@ def _check_samples(
 
 
 def _flaw(samples: Samples, longest: int, vocabulary: int) -> str | None:
-    """What is wrong with the first sample that cannot be trained on, if there is one."""
+    """Why the first bad sample cannot be trained on."""
     outside = samples.outside(vocabulary)
     flawed = np.concatenate([np.flatnonzero((samples.lengths > longest) | (samples.num_supervised == 0)), outside])
     if not len(flawed):

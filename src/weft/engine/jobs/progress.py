@@ -1,4 +1,7 @@
-"""Counts how far a job has come, which is what a checkpoint records besides tensors; no other job plays a part."""
+"""Counts how far a job has come, which is what a checkpoint records besides tensors; no other job plays a part.
+
+Learning rates are pure functions of the step; their names and formulas are those of transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weft.data.dataset import JobData
-from weft.data.global_batch import GlobalBatches
+from weft.data.dataset import GlobalBatches, JobData
 from weft.data.order import BatchSchedule
-from weft.engine.jobs.schedules import learning_rate, warmup_steps
+from weft.errors import ConfigError, counted
 from weft.job_state import Reason, ReasonCode
-from weft.objectives.metrics import MeanScores, MetricTotals, Score
+from weft.objectives.objective import MeanScores, MetricTotals, Score
 from weft.plan.program import Turn
 from weft.plan.types import Batch, JobQueue, Segment
 from weft.spec import JobSpec
+from weft.spec.choices import ScheduleSettings
 
 if TYPE_CHECKING:
     from weft.kernels.adamw import Updated
@@ -23,14 +26,14 @@ if TYPE_CHECKING:
 PLANNED_BATCHES = 8
 """Global batches a planner sees ahead."""
 LARGEST_WEIGHT = 1e6
-"""A job with a larger adapter weight is failed: its results are numbers without meaning, even where finite."""
+"""A job with a larger adapter weight fails: its results mean nothing, even where finite."""
 MAX_SKIPPED = 3
 """Steps in a row with a non-finite loss or gradient after which a job is failed."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """Outcome of one optimizer step."""
 
     means: MeanScores
     grad_norm: float
@@ -44,66 +47,64 @@ class JobProgress:
 
     def __init__(self, spec: JobSpec, data: JobData) -> None:
         self._spec = spec
-        self._fingerprint = data.train.fingerprint
-        self.reference: str | None = None
-        """What tells the adapter that the job compares with from any other, if there is one."""
+        self.inputs: dict[str, Any] = {"data": data.train.fingerprint}
+        """Everything that the job reads besides its settings and the backbone, mostly digests; `same_inputs` compares
+        it with a checkpoint's."""
+        if data.eval is not None:
+            self.inputs["eval_data"] = data.eval.fingerprint
         self.order = BatchSchedule.of(spec, *data.train.sizes)
         self.batches = GlobalBatches(data.train, self.order)
         self.step = 0
-        """Optimizer steps done."""
         self.index = 0
         """Samples done of the current global batch."""
         self.num_tokens = 0
-        """Tokens trained, whole global batches only."""
+        """Tokens trained in whole global batches."""
         self.num_skipped = 0
         self.skipped_in_a_row = 0
         self.best_eval: float | None = None
         self.evals_since_best = 0
         self.stopped_early = False
+        self.owes_eval = False
+        """True if it was restored at a step whose evaluation had not ended."""
         self.hold_step = self.num_steps
-        """The step it is not to go beyond for now."""
+        """Step at which it stops for now."""
         self.diverged: Reason | None = None
-        """Why the job cannot go on, once it cannot."""
+        """Why the job cannot continue."""
         self.num_rewinds = 0
-        """Times that what had run of a global batch was forgotten; what still runs of it then counts no more."""
+        """Number of rewinds; work started before a rewind is not counted after it."""
         self._scores = MetricTotals()
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole job."""
         return self.order.num_steps
 
     @property
     def is_complete(self) -> bool:
-        """All steps are done."""
         return self.stopped_early or self.step >= self.num_steps
 
     @property
     def is_held(self) -> bool:
-        """It stands at the step it is not to go beyond, and has not ended."""
         return not self.is_complete and self.step >= self.hold_step
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
         return self.order.epoch_of(self.step)
 
     @property
     def has_best(self) -> bool:
-        """Whether early stopping keeps the weights of the best evaluation."""
+        """True if early stopping keeps the weights of the best evaluation."""
         return self._spec.early_stopping_patience is not None and self.best_eval is not None
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss of what has run of the global batch is finite."""
+        """True if the losses of the current global batch are finite so far."""
         return self._scores.is_finite
 
     def queue(self, priority: int, lane: str = "") -> JobQueue:
-        """The job's next global batches, for a planner."""
         return self._queue(self.step, self.index, self.num_tokens, priority, lane)
 
     def queue_after(self, turns: Sequence[Turn], priority: int, lane: str = "") -> JobQueue | None:
-        """The queue once these have run too, if nothing comes in between; None if the job has ended or holds then."""
+        """Queue after these turns, if nothing comes in between; None if the job has ended or is held then."""
         name, step, index, num_tokens = self._spec.name, self.step, self.index, self.num_tokens
         for turn in turns:
             index += sum(segment.job == name for segment in turn.microbatch.segments)
@@ -113,18 +114,18 @@ class JobProgress:
         return self._queue(step, index, num_tokens, priority, lane) if step < self.hold_step else None
 
     def add_score(self, segment: Segment, score: Score) -> None:
-        """Counts one sample, which has run, and its score towards the current global batch."""
+        """Counts one sample towards the current global batch."""
         assert (segment.step, segment.index) == (self.step, self.index), "samples run in the job's own order"
         self.index += 1
         self._scores.add(score)
 
     def rewind(self) -> None:
-        """Goes back to the last step boundary: forgets what has run of the current global batch."""
+        """Returns to the last step boundary."""
         self._begin_batch()
         self.num_rewinds += 1
 
     def learning_rate(self, step: int | None = None) -> float:
-        """The learning rate of a step; by default of the one that is due."""
+        """Learning rate of a step; default: of the next one."""
         spec, warmup = self._spec, warmup_steps(self._spec.warmup_steps, self.num_steps)
         step = self.step if step is None else step
         return learning_rate(
@@ -132,7 +133,7 @@ class JobProgress:
         )
 
     def finish_step(self, rate: float, updated: Updated) -> StepResult:
-        """Counts a step that has been taken, or skipped because something was not finite."""
+        """Counts a step, taken or skipped."""
         batch = self.batches[self.step]
         assert self.index == len(batch.members), "a step needs its whole global batch"
         means = self._scores.means()
@@ -148,11 +149,10 @@ class JobProgress:
         return result
 
     def is_best(self, eval_loss: float) -> bool:
-        """Whether an evaluation is the best so far."""
         return math.isfinite(eval_loss) and (self.best_eval is None or eval_loss < self.best_eval)
 
     def record_eval(self, eval_loss: float) -> None:
-        """Notes an evaluation. Stops the job when patience runs out."""
+        """Counts an evaluation; stops the job when patience runs out."""
         if self.is_best(eval_loss):
             self.best_eval, self.evals_since_best = eval_loss, 0
         else:
@@ -161,8 +161,11 @@ class JobProgress:
         if patience is not None:
             self.stopped_early = self.evals_since_best >= patience
 
-    def counters(self) -> dict[str, Any]:
-        """What a checkpoint records; data order, dropout and learning rate follow from the step."""
+    def counters(self, *, owes_eval: bool = False) -> dict[str, Any]:
+        """Values that a checkpoint records; data order, dropout and learning rate follow from the step.
+
+        `owes_eval`: the evaluation after the step has not ended, and is due when the job is restored.
+        """
         return {
             "num_tokens": self.num_tokens,
             "num_skipped": self.num_skipped,
@@ -170,12 +173,11 @@ class JobProgress:
             "best_eval": self.best_eval,
             "evals_since_best": self.evals_since_best,
             "stopped_early": self.stopped_early,
-            "data": self._fingerprint,
-            **({} if self.reference is None else {"reference": self.reference}),
+            **self.inputs,
+            **({"owes_eval": True} if owes_eval else {}),
         }
 
     def restore(self, step: int, counters: Mapping[str, Any]) -> None:
-        """Goes back to a step boundary that `counters` described."""
         self.step = step
         self.rewind()
         self.num_tokens = counters["num_tokens"]
@@ -184,12 +186,13 @@ class JobProgress:
         self.best_eval = counters["best_eval"]
         self.evals_since_best = counters["evals_since_best"]
         self.stopped_early = counters["stopped_early"]
+        self.owes_eval = counters.get("owes_eval", False)
 
     def _begin_batch(self) -> None:
         self.index, self._scores = 0, MetricTotals()
 
     def _divergence(self, result: StepResult, largest: float) -> Reason | None:
-        """Why the job cannot go on after this step, if it cannot."""
+        """Why the job cannot continue after this step."""
         advice = f"(step {self.step}, learning rate {result.learning_rate:g}); try a lower learning_rate."
         if self.skipped_in_a_row >= MAX_SKIPPED:
             found = (
@@ -210,3 +213,80 @@ class JobProgress:
             lengths = tuple(self.batches.lengths(step)[first:])
             batches.append(Batch(step, first, lengths, self.batches.groups(step, first)))
         return JobQueue(self._spec.name, tuple(batches), last == self.hold_step, priority, num_tokens, lane=lane)
+
+
+_POLYNOMIAL_END = 1e-7
+
+
+def warmup_steps(setting: float, num_steps: int) -> int:
+    """Warm-up in steps, from a count or (below 1) a fraction of all steps."""
+    return math.ceil(num_steps * setting) if setting < 1 else int(setting)
+
+
+def check_steps(job: JobSpec, num_steps: int) -> None:
+    """ConfigError if warm-up and decay do not fit a job's steps."""
+    if job.lr_scheduler_type != "warmup_stable_decay":
+        return
+    settings = job.warmup_steps, float(job.lr_scheduler_kwargs["num_decay_steps"])
+    # Before rounding: two halves of an odd number of steps are accepted.
+    needed = sum(each * num_steps if each < 1 else each for each in settings)
+    if needed > num_steps + 1e-6:
+        warmup, decay = (warmup_steps(each, num_steps) for each in settings)
+        steps = f"{counted(decay, 'step')} of decay" + (f" and {warmup:,} of warm-up" if warmup else "")
+        found = f"{steps} are more than the {num_steps:,} of the job"
+        raise ConfigError(f"{found}.", where="lr_scheduler_kwargs.num_decay_steps")
+
+
+def learning_rate(
+    kind: str, peak: float, step: int, num_steps: int, warmup: int, settings: ScheduleSettings | None = None
+) -> float:
+    """The learning rate of the step-th step (from 0) of num_steps."""
+    settings = settings or {}
+    if kind == "constant":
+        return peak
+    if kind == "warmup_stable_decay":
+        return peak * _stable_then_decay(step, num_steps, warmup, settings)
+    if step < warmup:
+        return peak * step / max(1, warmup)
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    if kind == "constant_with_warmup":
+        return peak
+    if kind == "linear":
+        return peak * max(0.0, 1.0 - progress)
+    if kind == "cosine":
+        return peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    if kind == "cosine_with_restarts":
+        within = float(settings.get("num_cycles", 1)) * progress % 1.0
+        return peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * within))) if progress < 1 else 0.0
+    if kind == "cosine_with_min_lr":
+        least = float(settings["min_lr"]) / peak if "min_lr" in settings else float(settings["min_lr_rate"])
+        return peak * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)) * (1 - least) + least)
+    if kind == "polynomial":
+        return (peak - _POLYNOMIAL_END) * (1.0 - progress) + _POLYNOMIAL_END if progress < 1 else _POLYNOMIAL_END
+    assert kind == "inverse_sqrt", kind
+    timescale = warmup or 10_000
+    return peak / math.sqrt((step + timescale - warmup) / timescale)
+
+
+def _stable_then_decay(step: int, num_steps: int, warmup: int, settings: ScheduleSettings) -> float:
+    """Share of the peak: rises linearly, stays, decays."""
+    least = float(settings.get("min_lr_ratio", 0.0))
+    decay = warmup_steps(float(settings["num_decay_steps"]), num_steps)
+    stable = num_steps - warmup - decay
+    if "num_stable_steps" in settings:
+        stable = warmup_steps(float(settings["num_stable_steps"]), num_steps)
+    if step < warmup:
+        return step / max(1, warmup) * (1 - least) + least
+    if step < warmup + stable:
+        return 1.0
+    if step >= warmup + stable + decay:
+        return least
+    progress = (step - warmup - stable) / max(1, decay)
+    match settings.get("decay_type", "cosine"):
+        case "linear":
+            left = 1 - progress
+        case "1-sqrt":
+            left = 1 - math.sqrt(progress)
+        case _:
+            left = 0.5 * (1 + math.cos(math.pi * progress))
+    return max(0.0, left * (1 - least) + least)

@@ -263,7 +263,7 @@ def add_norm(
 
 
 def add(x_TD: torch.Tensor, y_TD: torch.Tensor, post: RmsNorm | None = None) -> torch.Tensor:
-    """x2 alone, with the bits of `add_norm`."""
+    """The sum that `add_norm` returns, bitwise, without its norm."""
     return x_TD + y_TD if post is None else add_norm(x_TD, y_TD, post, post)[0]
 
 

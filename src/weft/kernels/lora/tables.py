@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from weft.kernels.dropout import drop, keep_mask, module_seed
-from weft.kernels.fixed_words import Words
+from weft.kernels.fixed_point import Words
 from weft.kernels.launch import cdiv, next_power_of_2
 from weft.kernels.methods.parts import NO_OTHERS, ColumnChange, OtherParts
 
@@ -86,7 +86,7 @@ class Entry:
     key: int
     """Stable number of the module, part of every dropout key."""
     words_a: Words | None = None
-    """Sums of the gradient of A whose order does not matter (`fixed_words.py`), used instead of the gradient if A is
+    """Sums of the gradient of A whose order does not matter (`fixed_point.Words`), used instead of the gradient if A is
     trained."""
     words_b: Words | None = None
     first_input: int = 0

@@ -7,7 +7,7 @@ Each sample is summed by itself, in blocks of rows counted from its own start, a
 the gradient one after another in the job's order: ((g + s1) + s2) + s3. No microbatch cut, neighbour or position in the
 buffer can change that sum. Columns are the products' long side whatever the ranks, so that all ranks get the same
 instructions. An owner with order-independent sums has words instead of gradients, to which its samples are added in
-fixed point (`kernels/fixed_words.py`). Only an owner's own rows are read: a NaN elsewhere changes nothing. An adapter
+fixed point (`kernels/fixed_point.py`). Only an owner's own rows are read: a NaN elsewhere changes nothing. An adapter
 whose A is frozen has no gradient of A: its address is 0, and it is skipped.
 
 A fixed number of programs takes work items (owner, column block) in turn; the number of items is read from the device,
@@ -21,7 +21,7 @@ from itertools import product
 
 import torch
 
-from weft.kernels.fixed_words import Words, add_number, add_small, add_to_words, is_spilling, small_limit
+from weft.kernels.fixed_point import Words, add_number, add_small, add_to_words, is_spilling, small_limit
 from weft.kernels.launch import jit, lanes, runs_triton, tl
 from weft.kernels.lora.tables import RankLaunch, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import (

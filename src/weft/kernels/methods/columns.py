@@ -1,9 +1,14 @@
-"""Factors and shifts of columns, for all owners of a microbatch in one launch.
+"""Factors and shifts of columns, and their gradients, for all owners of a microbatch in one launch.
 
 For the rows of an owner with such a change at a site (IA³, DoRA's lengths, trained biases):
     y = factor ⊙ x + shift                 (T, N);    in the backward, dx = factor ⊙ dy
-Products are taken in fp32 and rounded once. Rows of others are copied bit by bit, or left alone. The gradients of
-factors and shifts are in `column_sums.py`.
+    dfactor += Σ dy ⊙ x,  dshift += Σ dy   (N), fp32
+Products are taken in fp32 and rounded once. Rows of others are copied bit by bit, or left alone. Each sample is summed
+by itself, in blocks of rows counted from its own start, and the samples of an owner are added one after another in the
+job's order, so that no cut into microbatches and no neighbour changes a sum. Only an owner's own rows are read.
+
+Where x has been overwritten by y: Σ dy ⊙ x = (Σ dy ⊙ y - shift ⊙ Σ dy) / factor. Or, of inputs, where dy has been
+overwritten by dx: Σ dy ⊙ x = (Σ dx ⊙ x) / factor. A factor of exactly 0 then gets no gradient.
 """
 
 from __future__ import annotations
@@ -189,3 +194,157 @@ def change_columns(
 def owned_copy(x_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, field: int) -> torch.Tensor:
     """A copy of x with only the rows of owners that change something."""
     return owned_copy_kernel(x_TN, site, rows, table, field) if runs_triton(x_TN) else x_TN.clone()
+
+
+NUM_PROGRAMS = 132 * 16
+_COLUMNS, _ROWS = 32, 128
+
+
+def column_sums_reference(
+    dy_TN: torch.Tensor,
+    x_TN: torch.Tensor,
+    site: Site,
+    rows: RowTables,
+    table: SlotTable,
+    field: int,
+    divides: bool = False,
+) -> None:
+    for slot, spans in rows.by_slot().items():
+        for start, size, change in table.changes(slot, site, field):
+            for span in spans:
+                mine = slice(span.start, span.end), slice(start, start + size)
+                dy_LN = dy_TN[mine].float()
+                if change.grad_factor_N is not None:
+                    total_N = (dy_LN * x_TN[mine].float()).sum(dim=0)
+                    if divides:
+                        assert change.factor_N is not None
+                        if change.shift_N is not None:
+                            total_N = total_N - change.shift_N * dy_LN.sum(dim=0)
+                        total_N = torch.where(change.factor_N == 0, 0.0, total_N / change.factor_N)
+                    change.grad_factor_N.add_(total_N)
+                if change.grad_shift_N is not None:
+                    change.grad_shift_N.add_(dy_LN.sum(dim=0))
+
+
+@jit
+def _sum_of_sample(  # type: ignore[no-untyped-def]
+    dy, x, stride_dy, stride_x, start, end, columns, inside, WITH_X: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr
+):
+    """Σ dy ⊙ x, or Σ dy, of a sample's rows."""
+    acc = tl.zeros((BN,), dtype=tl.float32)
+    for t in range(start, end, BT):
+        rows = t + tl.arange(0, BT)
+        mask = (rows < end)[:, None] & inside[None, :]
+        here = rows.to(tl.int64)[:, None]
+        value = tl.load(dy + here * stride_dy + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        if WITH_X:
+            value *= tl.load(x + here * stride_x + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        acc += tl.sum(value, axis=0)
+    return acc
+
+
+@jit
+def _sums(  # type: ignore[no-untyped-def]
+    dy,
+    x,
+    table,
+    owners,
+    owned,
+    stride_dy,
+    stride_x,
+    module,
+    num_modules,
+    size_0,
+    size_1,
+    size_2,
+    FIELD: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+):
+    column_blocks = tl.cdiv(size_0, BN) + tl.cdiv(size_1, BN) + tl.cdiv(size_2, BN)
+    num_items = tl.load(owners).to(tl.int32) * column_blocks
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        owner = owners + (1 + item // column_blocks) * 4
+        first_span, last_span, slot = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
+        part, block = part_of_block(item % column_blocks, size_0, size_1, NUM_PARTS, BN)
+        begin, size = part_bounds(part, size_0, size_1, size_2, NUM_PARTS)
+        line = line_of(table, slot, module + part, num_modules)
+        factor, shift = tl.load(line + FIELD), tl.load(line + FIELD + 1)
+        to_factor, to_shift = tl.load(line + FIELD + 2), tl.load(line + FIELD + 3)
+        columns = block * BN + tl.arange(0, BN)
+        inside = columns < size
+        if to_factor != 0:
+            here = to_factor.to(tl.pointer_type(tl.float32)) + columns
+            total = tl.load(here, mask=inside, other=0.0)
+            for span in range(first_span, last_span):
+                start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
+                acc = _sum_of_sample(
+                    dy, x, stride_dy, stride_x, start, end, begin + columns, inside, True, BT, BN
+                )  # fmt: skip
+                if DIVIDES:
+                    if shift != 0:
+                        acc -= tl.load(
+                            shift.to(tl.pointer_type(tl.float32)) + columns, mask=inside, other=0.0
+                        ) * _sum_of_sample(
+                            dy, x, stride_dy, stride_x, start, end, begin + columns, inside, False, BT, BN
+                        )  # fmt: skip
+                    by = tl.load(factor.to(tl.pointer_type(tl.float32)) + columns, mask=inside, other=1.0)
+                    acc = tl.where(by == 0.0, 0.0, acc / tl.where(by == 0.0, 1.0, by))
+                total += acc
+            tl.store(here, total, mask=inside)
+        if to_shift != 0:
+            here = to_shift.to(tl.pointer_type(tl.float32)) + columns
+            total = tl.load(here, mask=inside, other=0.0)
+            for span in range(first_span, last_span):
+                start, end = tl.load(owned + span * 2), tl.load(owned + span * 2 + 1)
+                total += _sum_of_sample(
+                    dy, x, stride_dy, stride_x, start, end, begin + columns, inside, False, BT, BN
+                )  # fmt: skip
+            tl.store(here, total, mask=inside)
+
+
+def column_sums_kernel(
+    dy_TN: torch.Tensor,
+    x_TN: torch.Tensor,
+    site: Site,
+    rows: RowTables,
+    table: SlotTable,
+    field: int,
+    divides: bool = False,
+) -> None:
+    sizes = changed_sizes(site, field)
+    _sums[(NUM_PROGRAMS,)](
+        dy_TN,
+        x_TN,
+        table.device_SMF,
+        rows.owners_J4,
+        rows.owned_G2,
+        dy_TN.stride(0),
+        x_TN.stride(0),
+        site.module,
+        table.num_modules,
+        *sizes,
+        FIELD=field,
+        DIVIDES=divides,
+        NUM_PARTS=sum(size > 0 for size in sizes),
+        BT=_ROWS,
+        BN=_COLUMNS,
+        num_warps=4,
+    )
+
+
+def column_sums(
+    dy_TN: torch.Tensor,
+    x_TN: torch.Tensor,
+    site: Site,
+    rows: RowTables,
+    table: SlotTable,
+    field: int,
+    divides: bool = False,
+) -> None:
+    """Adds to each owner's gradients of factors and shifts; with `divides` one of the two is a value after the
+    change."""
+    run = column_sums_kernel if runs_triton(dy_TN) else column_sums_reference
+    run(dy_TN, x_TN, site, rows, table, field, divides)

@@ -20,6 +20,6 @@ class BitFitConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class BitFitSettings:
-    """None."""
+    """BitFit has no settings."""
 
     configs: ClassVar[tuple[MethodConfig, ...]] = (BitFitConfig(),)

@@ -1,1 +1,1 @@
-"""Bottleneck adapters: a small layer of their own behind attention and MLP blocks."""
+"""Bottleneck adapters: a small layer of their own after attention and MLP blocks."""

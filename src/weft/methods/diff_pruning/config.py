@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from weft.errors import ConfigError
 from weft.methods.config import MethodConfig
-from weft.settings.fields import above, at_least, setting
+from weft.settings import above, at_least, setting
 
 if TYPE_CHECKING:
     from weft.spec.adapter import AdapterSpec

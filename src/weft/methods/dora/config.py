@@ -25,6 +25,6 @@ class DoraConfig(LoraConfig):
 
 @dataclass(frozen=True)
 class DoraSettings(LoraSettings):
-    """Those of LoRA."""
+    """DoRA has LoRA's settings."""
 
     configs: ClassVar[tuple[MethodConfig, ...]] = (DoraConfig(),)

@@ -3,15 +3,17 @@
 With n the lengths of the rows of W + s B A, taken as constants in backward, and g = m / n:
     u = x Wᵀ + s x Aᵀ Bᵀ,    y = g ⊙ u + bias
     dm += Σ dy ⊙ u / n,    and with dz = g ⊙ dy: the frozen product has the gradient dz, A and B have LoRA's of dz
-The lengths are computed in every forward: they cost a product of the rank's width with W, and so depend on nothing but
-the weights.
+The lengths are computed in every forward, without W + s B A itself:
+    ‖w + s b A‖² = ‖w‖² + 2 s (w Aᵀ) · b + s² (b A Aᵀ) · b        for a row w of W and the row b of B beside it
+So they cost numbers per output and two products of rank R, and no more than `_ROWS` rows of W are fp32 at once. They
+depend on W, A and B alone: the same with any neighbours, and after a restart.
 
-With dropout, PEFT lets the frozen product be as it is and puts the dropped rows x̃ through W once more:
+With dropout, PEFT leaves the frozen product as it is and puts the dropped rows x̃ through W once more:
     u = x̃ Wᵀ + s x̃ Aᵀ Bᵀ,    y = x Wᵀ + bias + g ⊙ u − x̃ Wᵀ
     dm as above,    dx gets drop((dz − dy) W + dz's LoRA part) beside the gradient dy of the frozen product
 Where nothing is dropped, both are the same.
 
-The sums go over the rows of one sample at a time, in fp32 and in the job's order. Scaling is done in fp32 and rounded
+The sums run over the rows of one sample at a time, in fp32 and in the job's order. Scaling is done in fp32 and rounded
 once. Products over rows run in the slot's windows; of other slots' rows no result is used.
 
 Shape suffixes: T rows of the microbatch, L rows of a slot or of a sample, D in, O out, R rank.
@@ -19,37 +21,63 @@ Shape suffixes: T rows of the microbatch, L rows of a slot or of a sample, D in,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
-from weft.adapters.method import Place, SlotWeights
+from weft.adapters.method import Site, SlotWeights
 from weft.adapters.routing import Routing, SlotRows
-from weft.methods.dora.row_norms import squared_norms, updated_norms
 from weft.methods.lora.weights import KeptRows, LoraWeights
 
+_ROWS = 2048
+
+
+def squared_norms(weight_OD: torch.Tensor) -> torch.Tensor:
+    """‖w‖² of every row, in fp32."""
+    return torch.cat([rows_ND.float().square().sum(dim=1) for rows_ND in weight_OD.split(_ROWS)])
+
+
+def updated_norms(
+    weight_OD: torch.Tensor,
+    squared_O: torch.Tensor,
+    a_RD: torch.Tensor,
+    b_OR: torch.Tensor,
+    scale: float,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda part_O: part_O,
+) -> torch.Tensor:
+    """Row norms of W + scale · B A, given the squared norms of W.
+
+    `add_up`: adds the parts of several devices that each hold some inputs.
+    """
+    a_DR = a_RD.t()
+    shared_OR = torch.cat([rows_ND.float().mm(a_DR) for rows_ND in weight_OD.split(_ROWS)])
+    both_OR = shared_OR.mul_(2 * scale).add_(b_OR.mm(a_RD.mm(a_DR)), alpha=scale * scale)
+    # Rounding may leave less than nothing of a row that B A takes away.
+    return add_up(squared_O + (both_OR * b_OR).sum(dim=1)).clamp_min_(0).sqrt_()
+
+
 KeptDora = tuple[KeptRows, torch.Tensor]
-"""What LoRA keeps, and u of the slot's rows."""
+"""LoRA's kept tensors, and u of the slot's rows."""
 
 
 @dataclass
 class DoraWeights(SlotWeights):
-    """The adapter on one module, where nothing is dropped: views into its flat buffers."""
+    """The adapter on one module, without dropout: views into its flat buffers."""
 
     changes_gradient: ClassVar[bool] = True
 
     lora: LoraWeights
     m_O: torch.Tensor
     grad_m_O: torch.Tensor
-    place: Place
+    site: Site
     norms_O: torch.Tensor = field(init=False)
-    """n of the last forward; the weights are the same until its backward is done."""
+    """n of the last forward; the weights do not change before its backward is done."""
     _squared_O: torch.Tensor | None = field(default=None, init=False)
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> KeptDora:
-        """y = m / n ⊙ (x Wᵀ + s x Aᵀ Bᵀ) + bias."""
-        own, bias_O = rows.own, self.place.bias_O
+        own, bias_O = rows.own, self.site.bias_O
         self._measure()
         if bias_O is not None:
             y_TO[own] -= bias_O
@@ -61,13 +89,11 @@ class DoraWeights(SlotWeights):
         return kept, u_LO
 
     def change_gradient(self, dy_TO: torch.Tensor, rows: SlotRows) -> None:
-        """The gradient of the frozen product."""
         dy_TO[rows.own] = dy_TO[rows.own].float() * self._factors_O
 
     def backward(
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: KeptDora
     ) -> None:
-        """Adds to dA, dB and dm, and the update's part to dx."""
         self._backward(x_TD, dy_TO, self._scaled(dy_TO, rows), dx_TD, rows, kept)
 
     def _backward(
@@ -93,28 +119,25 @@ class DoraWeights(SlotWeights):
 
     @property
     def _factors_O(self) -> torch.Tensor:
-        """g."""
         return self.m_O / self.norms_O
 
     def _measure(self) -> None:
-        """Finds n for the weights as they are."""
-        weight_OD = self.place.weight
+        weight_OD = self.site.weight
         assert weight_OD is not None, "checked when the adapter was made"
         if self._squared_O is None:
             self._squared_O = squared_norms(weight_OD)
         lora = self.lora
-        add_up = self.place.share.over_inputs
+        add_up = self.site.share.over_inputs
         self.norms_O = updated_norms(weight_OD, self._squared_O, lora.a_RD, lora.b_OR, lora.scale, add_up)
 
 
 @dataclass
 class DroppingDoraWeights(DoraWeights):
-    """The same with dropout, whose rows go through W a second time."""
+    """The same with dropout, where rows go through W twice."""
 
     changes_gradient: ClassVar[bool] = False
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> KeptDora:
-        """y = x Wᵀ + bias + m / n ⊙ (x̃ Wᵀ + s x̃ Aᵀ Bᵀ) − x̃ Wᵀ."""
         if routing.dropout_keys_T is None:
             return super().forward(x_TD, y_TO, rows, routing)
         own = rows.own
@@ -134,7 +157,7 @@ class DroppingDoraWeights(DoraWeights):
     def backward(
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: KeptDora
     ) -> None:
-        """Adds to dA, dB and dm, and to dx all that differs from the frozen product's gradient of dy."""
+        """Adds to dA, dB and dm, and to dx all but the frozen product's gradient of dy."""
         dz_TO = self._scaled(dy_TO, rows)
         if dx_TD is not None:
             weight_OD = self._weight(dy_TO.dtype)
@@ -144,6 +167,6 @@ class DroppingDoraWeights(DoraWeights):
         self._backward(x_TD, dy_TO, dz_TO, dx_TD, rows, kept)
 
     def _weight(self, dtype: torch.dtype) -> torch.Tensor:
-        weight_OD = self.place.weight
+        weight_OD = self.site.weight
         assert weight_OD is not None, "checked when the adapter was made"
         return weight_OD.to(dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from weft.methods.config import MethodConfig
-from weft.settings.fields import setting
+from weft.settings import setting
 
 if TYPE_CHECKING:
     from weft.spec.adapter import AdapterSpec

@@ -1,4 +1,4 @@
-"""The settings of LoRA and DoRA."""
+"""The settings of LoRA, and those of trained rows of the input embedding and the output head beside it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.errors import ConfigError
 from weft.methods.config import MethodConfig
-from weft.methods.lora.own_rows import OwnRows, TokenIds
-from weft.settings.fields import (
-    KnownKeywords,
-    above,
-    at_least,
-    between,
-    check_pattern,
-    first_match,
-    setting,
-    validate,
-)
+from weft.other_trainers import STARTS_ELSEWHERE
+from weft.settings import KnownKeywords, above, at_least, between, check_pattern, first_match, setting, validate
 
 if TYPE_CHECKING:
     from weft.spec.adapter import AdapterSpec
@@ -27,9 +18,9 @@ if TYPE_CHECKING:
 _WEIGHT_STARTS = ("pissa", "pissa_niter_4", "pissa_niter_16", "olora")
 """Starts of LoRA that are a part of the frozen weight."""
 WORKED_OUT_STARTS = (*_WEIGHT_STARTS, "eva", "loftq")
-"""Starts of LoRA that follow from the backbone or the data; an adapter's files know nothing of them."""
+"""Starts of LoRA that are computed from the backbone or the data; an adapter's files do not record them."""
 LORA_KINDS = ("lora", "dora")
-"""Methods with LoRA's two matrices, and its settings."""
+"""Methods that have LoRA's two matrices and settings."""
 
 
 class LoraConfig(MethodConfig):
@@ -79,7 +70,7 @@ class EvaSpec(KnownKeywords):
 
 @dataclass(frozen=True)
 class LoraStrength:
-    """Those of its settings that come first."""
+    """The first of LoRA's settings."""
 
     r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), methods=LORA_KINDS)
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
@@ -106,7 +97,11 @@ class LoraSettings(LoraStrength):
     use_dora: bool = setting(False, methods=("lora",))
     """PEFT's spelling of `method: dora`."""
     init_lora_weights: bool | str = setting(
-        True, aliases=("init",), choices=(True, False, "gaussian", "orthogonal", *WORKED_OUT_STARTS), methods=LORA_KINDS
+        True,
+        aliases=("init",),
+        choices=(True, False, "gaussian", "orthogonal", *WORKED_OUT_STARTS),
+        elsewhere=STARTS_ELSEWHERE,
+        methods=LORA_KINDS,
     )
     """true: Kaiming-uniform A, zero B; gaussian: normal A, zero B; orthogonal: random A and B with a zero product (even
     ranks); false: random A and B; the others (docs/methods.md): from the weight, the job's data (eva) or the error of
@@ -127,48 +122,43 @@ class LoraSettings(LoraStrength):
 
     @property
     def trains_rows(self) -> bool:
-        """Whether rows of the embedding or of the output head are its own."""
         return bool(self.own_rows or self.new_tokens)
 
     @property
     def own_rows(self) -> OwnRows:
-        """Rows of the embedding and of the output head that are its own, new tokens' apart."""
+        """Trained rows of the embedding and of the output head, except those of new tokens."""
         return OwnRows.of(self.trainable_token_indices, self.modules_to_save)
 
     @property
     def starts_as_weight(self) -> bool:
-        """Whether it starts as a part of the frozen weight."""
         return self.init_lora_weights in _WEIGHT_STARTS
 
     @property
     def eva(self) -> EvaSpec | None:
-        """How it looks at its job's data before the first step; None if it does not."""
+        """Settings of the pass over the job's data before the first step; None if there is none."""
         return (self.eva_config or EvaSpec()) if self.init_lora_weights == "eva" else None
 
     @property
     def default_alpha(self) -> float:
-        """The alpha of modules that no pattern names."""
+        """The alpha of modules that match no pattern."""
         return 2.0 * self.r if self.lora_alpha is None else self.lora_alpha
 
     def rank_for(self, module: str) -> int:
-        """The rank on one module path."""
         return first_match(self.rank_pattern, module, self.r)
 
     def alpha_for(self, module: str) -> float:
-        """The alpha on one module path."""
         return first_match(self.alpha_pattern, module, self.default_alpha)
 
     def scale_for(self, module: str) -> float:
-        """What the update on one module path is multiplied with."""
+        """Factor on the update of one module."""
         rank = self.rank_for(module)
         return self.alpha_for(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def _check_new_tokens(spec: AdapterSpec) -> None:
-    """ConfigError for what new tokens cannot be."""
     for index, token in enumerate(spec.new_tokens):
         if not token.strip():
-            raise ConfigError("a token of nothing but white space is none.", where="new_tokens")
+            raise ConfigError(f"got {token!r}; a token needs characters other than white space.", where="new_tokens")
         if token in spec.new_tokens[:index]:
             raise ConfigError(f"{token!r} is there twice.", where="new_tokens")
     if spec.new_tokens and spec.modules_to_save:
@@ -179,7 +169,7 @@ def _check_new_tokens(spec: AdapterSpec) -> None:
 
 
 def _check_worked_out_start(spec: AdapterSpec) -> None:
-    """ConfigError for what a start that follows from the backbone or the data does not go with."""
+    """ConfigError for settings that exclude a start from the backbone or the data."""
     start = spec.init_lora_weights
     if spec.eva_config is not None and start != "eva":
         raise ConfigError("is for init_lora_weights eva.", where="eva_config")
@@ -198,3 +188,78 @@ def _check_worked_out_start(spec: AdapterSpec) -> None:
         )
     if not all([spec.default_alpha, *spec.alpha_pattern.values()]):
         raise ConfigError(f"{start} needs an alpha above 0.", where="lora_alpha")
+
+
+EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "word_embeddings")
+"""Names of the input embedding in the families."""
+OUTPUT_HEADS = ("lm_head", "embed_out")
+"""Names of the output head in the families."""
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Rows of the embedding and the output head that an adapter trains."""
+
+    inputs: TokenIds | None = None
+    """Tokens whose rows of the input embedding are trained; rows of a tied head are the same rows."""
+    outputs: TokenIds | None = None
+    """Tokens whose rows of an untied output head are trained."""
+    all_inputs: bool = False
+    """Whether the whole input embedding is trained."""
+    all_outputs: bool = False
+    """Whether the whole output head is trained."""
+
+    def __bool__(self) -> bool:
+        return self != OwnRows()
+
+    @classmethod
+    def of(cls, indices: TokenIds | Mapping[str, TokenIds] | None, modules_to_save: tuple[str, ...] | None) -> OwnRows:
+        """The rows of two settings; ConfigError if no adapter can have them."""
+        if isinstance(indices, tuple):
+            by_module: Mapping[str, TokenIds] = {EMBEDDINGS[0]: indices}
+        else:
+            by_module = indices or {}
+        found = cls()
+        for name, ids in by_module.items():
+            where = "trainable_token_indices" + ("" if isinstance(indices, tuple) else f".{name}")
+            _check_ids(ids, where)
+            found = found._with(name, where, ids)
+        for name in modules_to_save or ():
+            found = found._with(name, "modules_to_save", None)
+        return found
+
+    def count(self, vocabulary: int) -> int:
+        """Number of rows on a backbone with this vocabulary."""
+        some = sum(len(ids) for ids in (self.inputs, self.outputs) if ids is not None)
+        return some + vocabulary * (self.all_inputs + self.all_outputs)
+
+    def _with(self, name: str, where: str, ids: TokenIds | None) -> OwnRows:
+        """Adds rows of a module; without ids all of them."""
+        is_output = is_output_head(name)
+        if not is_output and name.rpartition(".")[2] not in EMBEDDINGS:
+            raise ConfigError(
+                f"got {name!r}; accepted are embed_tokens, the input embedding, and lm_head, the output head.",
+                where=where,
+            )
+        named, is_whole = (self.outputs, self.all_outputs) if is_output else (self.inputs, self.all_inputs)
+        if named is not None or is_whole:
+            part = "output head" if is_output else "input embedding"
+            raise ConfigError(f"{name} is the {part}, whose rows are named already; keep one.", where=where)
+        if is_output:
+            return OwnRows(self.inputs, ids, self.all_inputs, ids is None)
+        return OwnRows(ids, self.outputs, ids is None, self.all_outputs)
+
+
+def is_output_head(name: str) -> bool:
+    """Whether a module's name or path is that of an output head."""
+    return name.rpartition(".")[2] in OUTPUT_HEADS
+
+
+def _check_ids(ids: TokenIds, where: str) -> None:
+    if not ids or min(ids) < 0:
+        found = "the list is empty" if not ids else f"got {min(ids)}"
+        raise ConfigError(f"{found}; expected ids of tokens, from 0 up.", where=where)
+    if len(set(ids)) < len(ids):
+        twice = next(id for index, id in enumerate(ids) if id in ids[:index])
+        raise ConfigError(f"token {twice} is there twice.", where=where)

@@ -1,17 +1,20 @@
 """LoRA: per adapted module W (out, in) an A (r, in) and a B (out, r); it computes x Wᵀ + scale · drop(x) Aᵀ Bᵀ.
 
-All A of an adapter are one group and all B another, so LoRA+ needs no more than two learning rates.
-"""
+All A of an adapter are one group and all B another, so LoRA+ needs no more than two learning rates. Files have the keys
+of PEFT 0.21's LoraConfig, and lora_A (r, in) and lora_B (out, r) of every module. A setting that changes what the
+weights mean and that we do not implement is refused by name, so an adapter is never quietly read as something it is
+not."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from weft.adapters.adapter import Adapter
 from weft.adapters.method import (
     Attachment,
     CostRanks,
@@ -20,19 +23,179 @@ from weft.adapters.method import (
     Method,
     ModuleTensors,
     PeftFormat,
-    Place,
+    Site,
     SlotWeights,
 )
-from weft.errors import ConfigError
+from weft.errors import AdapterFileError, ConfigError
 from weft.kernels.dropout import module_key
-from weft.methods.lora.compute_copy import ComputeCopy
-from weft.methods.lora.files import LoraFiles
-from weft.methods.lora.weight_parts import starting_part
-from weft.methods.lora.weights import LoraWeights
+from weft.methods.lora.config import WORKED_OUT_STARTS, TokenIds
+from weft.methods.lora.principal import starting_part
+from weft.methods.lora.weights import ComputeCopy, LoraWeights
+from weft.settings import describe
 from weft.spec import AdapterSpec, JobSpec
 
-if TYPE_CHECKING:
-    from weft.adapters.adapter import Adapter
+DEFAULTS: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": None,
+    "base_model_name_or_path": None,
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 8,
+    "lora_bias": False,
+    "lora_dropout": 0.0,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "peft_type": "LORA",
+    "qalora_group_size": 16,
+    "r": 8,
+    "rank_pattern": {},
+    "revision": None,
+    "target_modules": None,
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+    "velora_config": None,
+}
+
+_REFUSED = {
+    "lora_bias": "LoRA with a bias is not supported yet",
+    "layer_replication": "it changes the layers of the shared backbone",
+    "kasa_config": "KaSA changes the weights of the shared backbone",
+    "target_parameters": "adapters on bare parameters are not supported yet",
+    "alora_invocation_tokens": "activated LoRA is not supported yet",
+    "arrow_config": "Arrow routing is not supported yet",
+    "megatron_config": "Megatron layers are not supported",
+    "monteclora_config": "MonteCLoRA is not supported yet",
+    "use_bdlora": "block-diagonal LoRA is not supported yet",
+    "use_qalora": "QALoRA is not supported yet",
+    "velora_config": "VeLoRA is not supported yet",
+}
+"""Settings that must be off, with the reason."""
+
+_CHANGES_BACKBONE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class LoraFiles(PeftFormat):
+    """Files of PEFT's LoRA."""
+
+    peft_type = "LORA"
+    in_peft = True
+    title = "LoRA"
+    suffixes: Mapping[str, str] = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
+    defaults: Mapping[str, Any] = DEFAULTS
+    refused: Mapping[str, str] = _REFUSED
+
+    def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
+        # The two patterns keep their order: the first match wins.
+        return {
+            "alpha_pattern": {name: _whole(value) for name, value in spec.alpha_pattern.items()},
+            "init_lora_weights": True if spec.init_lora_weights in WORKED_OUT_STARTS else spec.init_lora_weights,
+            "layers_to_transform": None if spec.layers_to_transform is None else list(spec.layers_to_transform),
+            "modules_to_save": None if spec.modules_to_save is None else list(spec.modules_to_save),
+            "lora_alpha": _whole(spec.default_alpha),
+            "lora_dropout": spec.lora_dropout,
+            "r": spec.r,
+            "rank_pattern": dict(spec.rank_pattern),
+            "trainable_token_indices": _listed(spec.trainable_token_indices),
+            "use_rslora": spec.use_rslora,
+        }
+
+    def check_config(self, config: Mapping[str, Any], where: str) -> None:
+        bias = config.get("bias", "none")
+        if bias != "none":
+            raise AdapterFileError(
+                f"bias is {describe(bias)}, which trains biases of the shared backbone; only 'none' can be read.",
+                where=where,
+            )
+        if config.get("ensure_weight_tying") and config.get("modules_to_save"):
+            raise AdapterFileError("ensure_weight_tying is set, which ties whole modules of an adapter.", where=where)
+        init = config.get("init_lora_weights", True)
+        if not isinstance(init, str) or init in ("gaussian", "orthogonal", "eva"):
+            return
+        if init.startswith(_CHANGES_BACKBONE):
+            raise AdapterFileError(
+                f"init_lora_weights is {init!r}, which changes the weights of the shared backbone.",
+                where=where,
+                hint="Save it again with PEFT's path_initial_model_for_weight_conversion.",
+            )
+        raise AdapterFileError(f"init_lora_weights is {describe(init)}, which is not supported yet.", where=where)
+
+    def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        start = config.get("init_lora_weights", True)
+        return {
+            "r": config.get("r", DEFAULTS["r"]),
+            "lora_alpha": config.get("lora_alpha", DEFAULTS["lora_alpha"]),
+            "lora_dropout": config.get("lora_dropout", 0.0),
+            "rank_pattern": config.get("rank_pattern") or {},
+            "alpha_pattern": config.get("alpha_pattern") or {},
+            "use_rslora": config.get("use_rslora", False),
+            # What eva looks at is the data of the job that it started.
+            "init_lora_weights": True if start == "eva" else start,
+            "trainable_token_indices": config.get("trainable_token_indices"),
+            "modules_to_save": config.get("modules_to_save"),
+        }
+
+    def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
+        a_RD, b_OR = tensors
+        shapes = f"lora_A {tuple(a_RD.shape)} and lora_B {tuple(b_OR.shape)}"
+        if a_RD.ndim != 2 or b_OR.ndim != 2 or not a_RD.numel() or not b_OR.numel():
+            raise AdapterFileError(f"{path} has {shapes}; expected two matrices (r, in) and (out, r).", where=where)
+        if a_RD.shape[0] != b_OR.shape[1]:
+            raise AdapterFileError(f"{path} has {shapes}; their ranks differ.", where=where)
+        if a_RD.shape[0] != spec.rank_for(path):
+            raise AdapterFileError(
+                f"{path} has rank {a_RD.shape[0]}, but adapter_config.json has {spec.rank_for(path)}.", where=where
+            )
+
+    def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, int | None]:
+        a_RD, b_OR = tensors
+        return b_OR.shape[0], a_RD.shape[1]
+
+    def what_it_is(self, name: str) -> str:
+        if "lora_embedding_" in name:
+            return "an adapter on an embedding; only linear layers can be adapted"
+        if "lora_magnitude_vector" in name:
+            return "which is DoRA's, but use_dora of its config is off"
+        if name.endswith(".lora_B.bias"):
+            return "a LoRA bias, which is not supported yet"
+        return "which is neither a lora_A nor a lora_B weight"
+
+    def summary(self, spec: AdapterSpec) -> str:
+        stabilised = ", rank-stabilised scaling" if spec.use_rslora else ""
+        rows = ", with rows of tokens" if spec.trains_rows else ""
+        base = ", for the base quantised as in training" if spec.init_lora_weights == "loftq" else ""
+        return f"rank {spec.r}, alpha {spec.default_alpha:g}{stabilised}{rows}{base}"
+
+
+def _listed(indices: TokenIds | Mapping[str, TokenIds] | None) -> list[int] | dict[str, list[int]] | None:
+    if isinstance(indices, Mapping):
+        return {name: list(ids) for name, ids in indices.items()}
+    return None if indices is None else list(indices)
+
+
+def _whole(value: float) -> float | int:
+    """An int if the number is whole, as PEFT writes it."""
+    return int(value) if float(value).is_integer() else value
 
 
 class Lora(Method):
@@ -43,15 +206,11 @@ class Lora(Method):
     has_any_order_kernels = True
     files: PeftFormat = LoraFiles()
 
-    def has_kernels(self, spec: AdapterSpec) -> bool:
-        return True
-
     def kernel_rank(self, spec: AdapterSpec) -> int:
-        """Its own."""
         return max([spec.r, *spec.rank_pattern.values()])
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
-        """ConfigError if a rank is above what a module can have; a gate, which has one output, takes any."""
+        """ConfigError if a rank is larger than a module allows; a gate, which has one output, allows any."""
         for path, shape in modules.items():
             rank = spec.rank_for(path)
             if rank > min(shape) and shape[0] > 1:
@@ -61,27 +220,25 @@ class Lora(Method):
                 )
 
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
-        """Of A and B on one module."""
         rank = spec.rank_for(path)
         return (rank, linear[1]), (linear[0], rank)
 
     def frozen(self, spec: AdapterSpec) -> tuple[str, ...]:
-        """A, where `freeze_a` says so."""
         return ("a",) if spec.freeze_a else ()
 
-    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
-        """PEFT's starting values of A and B, by `init_lora_weights`."""
-        shape_a, shape_b = self.shapes(spec, path, (place.out_features, place.in_features))[:2]
+    def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
+        """PEFT's initial values of A and B, by `init_lora_weights`."""
+        shape_a, shape_b = self.shapes(spec, path, (site.out_features, site.in_features))[:2]
         rank, num_in = shape_a
 
         def uniform(shape: tuple[int, ...]) -> torch.Tensor:
             # Kaiming-uniform with a = sqrt(5), the start of every torch Linear: uniform in ±1/sqrt(fan_in).
             return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
 
-        if spec.init_lora_weights == "loftq" and place.read_original is not None:
-            weight_OD = place.weight
+        if spec.init_lora_weights == "loftq" and site.read_original is not None:
+            weight_OD = site.weight
             assert weight_OD is not None, "it sits on linears"
-            lost_OD = place.read_original().float() - place.share.joined(weight_OD).float()
+            lost_OD = site.read_original().float() - site.share.joined(weight_OD).float()
             return starting_part(lost_OD, "loftq", rank, spec.scale_for(path), generator)
         if spec.init_lora_weights == "gaussian":
             return torch.randn(shape_a, generator=generator) / rank, torch.zeros(shape_b)
@@ -96,15 +253,14 @@ class Lora(Method):
         return uniform(shape_a), torch.zeros(shape_b)
 
     def weights(
-        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+        self, spec: AdapterSpec, path: str, site: Site, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
-        """A and B of one module with their gradients."""
-        return self.lora_weights(spec, path, place, params, grads)
+        return self.lora_weights(spec, path, site, params, grads)
 
     def lora_weights(
-        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+        self, spec: AdapterSpec, path: str, site: Site, params: ModuleTensors, grads: ModuleTensors
     ) -> LoraWeights:
-        """The same, for methods with more than A and B."""
+        """The weights of A and B, for subclasses with more parameters."""
         (a_RD, b_OR), (grad_a_RD, grad_b_OR) = params, grads
         return LoraWeights(
             a_RD=a_RD,
@@ -114,30 +270,25 @@ class Lora(Method):
             scale=spec.scale_for(path),
             dropout=spec.lora_dropout,
             key=module_key(path),
-            first_input=place.share.inputs.start,
+            first_input=site.share.inputs.start,
         )
 
     def rate_factors(self, job: JobSpec) -> Sequence[float]:
-        """B's learning rate is higher with LoRA+."""
         rate_b = job.loraplus_lr_ratio or 1.0
         return (rate_b,) if job.adapter.freeze_a else (1.0, rate_b)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """A and scale · B in the type of the activations."""
         return ComputeCopy(adapter, dtype, cast(dict[str, LoraWeights], adapter.modules))
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """W + scale · B A."""
         (a_RD, b_OR), weight_OD = tensors, linear.weight
         update_OD = spec.scale_for(path) * (b_OR.float() @ a_RD.float())
         weight_OD.copy_((weight_OD.float() + update_OD.to(weight_OD.device)).to(weight_OD.dtype))
 
     def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
-        """S."""
         return spec.rank_for(path)
 
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
-        """Its own ranks."""
         return CostRanks(spec.r, max([spec.r, *spec.rank_pattern.values()]))
 
 

@@ -3,8 +3,8 @@
 PEFT takes that part, s B₀ A₀, out of the base and lets the adapter hold it. The backbone is shared here, so it stays as
 it is, and the adapter keeps B₀ and A₀ beside B and A, frozen, and computes
     y = x Wᵀ + b + s x (B A − B₀ A₀)ᵀ
-which is a LoRA of twice the rank, [A; A₀] and [B, −B₀], of which one half is trained. Its file is that LoRA: right on
-the base as it is, for whoever reads it.
+which is a LoRA of twice the rank, [A; A₀] and [B, −B₀], of which one half is trained. Its file is that LoRA: correct on
+the unchanged base.
 
 Shape suffixes: T rows of the microbatch, L rows of a slot or of a sample, D in, O out, R rank.
 """
@@ -15,39 +15,34 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
-from weft.adapters.method import CostRanks, KernelCopy, LinearShape, ModuleTensors, Place, SlotWeights
+from weft.adapters.adapter import Adapter
+from weft.adapters.method import CostRanks, KernelCopy, LinearShape, ModuleTensors, Site, SlotWeights
 from weft.adapters.routing import SlotRows
 from weft.errors import ConfigError
-from weft.methods.lora.compute_copy import ComputeCopy
 from weft.methods.lora.method import Lora
-from weft.methods.lora.weight_parts import starting_part
-from weft.methods.lora.weights import LoraWeights
+from weft.methods.lora.principal import starting_part
+from weft.methods.lora.weights import ComputeCopy, LoraWeights
 from weft.spec import AdapterSpec
-
-if TYPE_CHECKING:
-    from weft.adapters.adapter import Adapter
 
 
 @dataclass
 class ResidualLoraWeights(LoraWeights):
-    """The adapter on one module, and what it started as."""
+    """The adapter on one module and its initial values."""
 
     start_a_RD: torch.Tensor
     start_b_OR: torch.Tensor
 
     def compute_weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """[A; A₀] and [B, −B₀] in the type of the activations."""
         a_RD, b_OR = torch.cat([self.a_RD, self.start_a_RD]), torch.cat([self.b_OR, -self.start_b_OR], dim=1)
         return a_RD.to(dtype), b_OR.to(dtype)
 
     def accumulate(
         self, rows: SlotRows, x_LD: torch.Tensor, s_LR: torch.Tensor, ds_LR: torch.Tensor, dy_TO: torch.Tensor
     ) -> None:
-        """Adds dA and dB; the other half of the ranks is frozen."""
         rank = self.a_RD.shape[0]
         super().accumulate(rows, x_LD, s_LR[:, :rank], ds_LR[:, :rank], dy_TO)
 
@@ -56,7 +51,7 @@ class ResidualCopy(ComputeCopy):
     """[A; A₀] and scale · [B, −B₀] of one adapter, with gradients of both halves."""
 
     def __init__(self, adapter: Adapter, dtype: torch.dtype, halves: Mapping[str, ResidualLoraWeights]) -> None:
-        """`halves`: the trained ones, by path."""
+        """`halves`: the trained halves, by path."""
         self._halves = halves
         sizes_a = [2 * w.grad_a_RD.numel() for w in halves.values()]
         sizes_b = [2 * w.grad_b_OR.numel() for w in halves.values()]
@@ -78,14 +73,12 @@ class ResidualCopy(ComputeCopy):
         super().__init__(adapter, dtype, whole)
 
     def copy_weights(self) -> None:
-        """Copies the masters and what they started as."""
         for path, w in self._halves.items():
             entry, rank = self.entries[path], w.a_RD.shape[0]
             entry.a_PD[:rank], entry.a_PD[rank : 2 * rank] = w.a_RD, w.start_a_RD
             entry.b_OP[:, :rank], entry.b_OP[:, rank : 2 * rank] = w.b_OR * w.scale, w.start_b_OR * -w.scale
 
     def collect(self) -> None:
-        """Adds what the trained halves got."""
         for path, w in self._halves.items():
             entry, rank = self.entries[path], w.a_RD.shape[0]
             if w.grad_a_RD.numel():
@@ -95,19 +88,18 @@ class ResidualCopy(ComputeCopy):
             entry.grad_b_OR.zero_()
 
     def clear_gradients(self) -> None:
-        """Both halves'."""
         for flat in self._grads:
             flat.zero_()
 
 
 class ResidualLora(Lora):
-    """The method `lora` with a start that needs the weight."""
+    """LoRA that starts as a part of the weight."""
 
     groups: tuple[str, ...] = (*Lora.groups, "start_a", "start_b")
     has_any_order_kernels = False
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
-        """ConfigError if a module cannot have twice the rank, which the adapter's file has."""
+        """ConfigError if a module does not allow twice the rank, which the adapter's file has."""
         for path, shape in modules.items():
             rank = spec.rank_for(path)
             if 2 * rank > min(shape):
@@ -118,21 +110,18 @@ class ResidualLora(Lora):
                 )
 
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
-        """Of A, B, A₀ and B₀ on one module."""
         own = super().shapes(spec, path, linear)
         return *own, *own
 
     def frozen(self, spec: AdapterSpec) -> tuple[str, ...]:
-        """What it started as, and whatever LoRA freezes."""
         return *super().frozen(spec), "start_a", "start_b"
 
-    def initial(self, spec: AdapterSpec, path: str, place: Place, generator: torch.Generator) -> ModuleTensors:
-        """The part of the weight that `init_lora_weights` names, twice."""
-        weight_OD = place.weight
+    def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
+        weight_OD = site.weight
         assert weight_OD is not None, "it sits on linears"
         assert isinstance(spec.init_lora_weights, str)
         part = starting_part(
-            place.share.joined(weight_OD).float(),
+            site.share.joined(weight_OD).float(),
             spec.init_lora_weights,
             spec.rank_for(path),
             spec.scale_for(path),
@@ -141,23 +130,20 @@ class ResidualLora(Lora):
         return *part, *part
 
     def weights(
-        self, spec: AdapterSpec, path: str, place: Place, params: ModuleTensors, grads: ModuleTensors
+        self, spec: AdapterSpec, path: str, site: Site, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
-        """The weights of one module with the gradients of those that are trained."""
-        plain = self.lora_weights(spec, path, place, params[:2], grads[:2])
+        plain = self.lora_weights(spec, path, site, params[:2], grads[:2])
         own = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
         return ResidualLoraWeights(**own, start_a_RD=params[2], start_b_OR=params[3])
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """A LoRA of twice the rank, of whose gradients one half is used."""
         return ResidualCopy(adapter, dtype, cast(dict[str, ResidualLoraWeights], adapter.modules))
 
     def kernel_bytes(self, spec: AdapterSpec, modules: Mapping[str, LinearShape], each: int) -> int:
-        """What it started as, in two types, and the gradients of both halves."""
+        """The initial values in two types, and the gradients of both halves."""
         return sum(spec.rank_for(path) * sum(shape) for path, shape in modules.items()) * (4 + each + 2 * 4)
 
     def kernel_rank(self, spec: AdapterSpec) -> int:
-        """Of both halves."""
         return 2 * super().kernel_rank(spec)
 
     def exported(
@@ -180,10 +166,8 @@ class ResidualLora(Lora):
         return plain, doubled
 
     def saved_width(self, spec: AdapterSpec, path: str, linear: LinearShape) -> int:
-        """S of both halves."""
         return 2 * spec.rank_for(path)
 
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
-        """Both halves."""
         ranks = super().cost_ranks(spec)
         return CostRanks(2 * ranks.usual, 2 * ranks.widest)

@@ -1,4 +1,4 @@
-"""LoRA on the rows of one slot, in plain torch.
+"""LoRA on the rows of one slot, in plain torch, and its weights as kernels read them.
 
 Forward, for the rows x of one slot with adapter (A, B, scale, p):
     S = drop(x) Aᵀ                        (L, R)
@@ -12,19 +12,26 @@ Only x, S and the dropout mask are kept. Products over rows run in windows of a 
 may reach over the neighbours' rows, whose results are left unused, never masked by a product. Products over tokens (dA,
 dB) touch one sample's rows alone. So a NaN in another segment or another slot changes nothing here.
 
+Kernels read a copy of the fp32 masters that follows them: in the type of the activations, ranks padded, B times the
+scale. Where devices share a module's inputs, its part of the gradient of A lies in columns, which kernels do not write:
+they have a buffer of their own there.
+
 Shape suffixes: T rows of the microbatch, L rows of a slot or of a sample, D in, O out, R rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from weft.adapters.method import SlotWeights
-from weft.adapters.routing import Routing, SlotRows, Window
-from weft.adapters.sample_sums import add_product, joined
+from weft.adapters.adapter import Adapter
+from weft.adapters.method import KernelCopy, SlotWeights
+from weft.adapters.routing import Routing, SlotRows, Window, add_product, joined
 from weft.kernels.dropout import drop, keep_mask
+from weft.kernels.fixed_point import Words, collect
+from weft.kernels.lora.tables import Entry, padded
 
 KeptRows = list[tuple[torch.Tensor, torch.Tensor | None]]
 """S and the dropout mask of every window."""
@@ -44,10 +51,9 @@ class LoraWeights(SlotWeights):
     key: int
     """Stable number of the module, part of every dropout key."""
     first_input: int
-    """The place of x's first feature among all of the module's, where other devices have others."""
+    """Index of x's first feature among all of the module's, if other devices hold other features."""
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> KeptRows:
-        """y += scale · drop(x) Aᵀ Bᵀ."""
         a_RD, b_OR = self.compute_weights(x_TD.dtype)
         a_DR, b_RO = a_RD.t(), b_OR.t()
         kept: KeptRows = []
@@ -61,7 +67,6 @@ class LoraWeights(SlotWeights):
     def backward(
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: KeptRows
     ) -> None:
-        """Adds to dA, dB and dx."""
         a_RD, b_OR = self.compute_weights(dy_TO.dtype)
         inputs, gradients = [], []
         for window, (_, keep_LD) in zip(rows.windows, kept, strict=True):
@@ -78,7 +83,7 @@ class LoraWeights(SlotWeights):
     def accumulate(
         self, rows: SlotRows, x_LD: torch.Tensor, s_LR: torch.Tensor, ds_LR: torch.Tensor, dy_TO: torch.Tensor
     ) -> None:
-        """Adds dA and dB sample by sample: a sum whose order no microbatch cut can change."""
+        """Adds dA and dB sample by sample, an order that no cut into microbatches changes."""
         for sample in rows.samples:
             dy_LO, own = dy_TO[sample.buffer], sample.slot
             add_product(self.grad_b_OR, dy_LO, s_LR[own], self.scale)
@@ -86,13 +91,12 @@ class LoraWeights(SlotWeights):
                 add_product(self.grad_a_RD, ds_LR[own], x_LD[own], 1.0)
 
     def compute_weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B in the type of the activations."""
         if dtype is torch.float32:
             return self.a_RD, self.b_OR
         return self.a_RD.to(dtype), self.b_OR.to(dtype)
 
     def keep(self, window: Window, routing: Routing, num_features: int) -> torch.Tensor | None:
-        """The dropout mask of a window on this module; None where nothing is dropped."""
+        """The dropout mask of a window on this module; None without dropout."""
         if self.dropout == 0 or routing.dropout_keys_T is None:
             return None
         return keep_mask(
@@ -100,5 +104,92 @@ class LoraWeights(SlotWeights):
         )
 
     def dropped(self, x_LD: torch.Tensor, keep_LD: torch.Tensor | None) -> torch.Tensor:
-        """The rows with the dropout mask, if there is one."""
         return x_LD if keep_LD is None else drop(x_LD, keep_LD, self.dropout)
+
+
+class ComputeCopy(KernelCopy):
+    """A and scale · B of one adapter, module by module in two flat buffers."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        dtype: torch.dtype,
+        modules: Mapping[str, LoraWeights],
+        groups: tuple[str, str] = ("a", "b"),
+    ) -> None:
+        """`modules`: the LoRA weights by path; `groups`: the groups of A and B."""
+        super().__init__(adapter)
+        self._modules, self._groups = modules, groups
+        self._words = {
+            group: Words.of_nothing(adapter.groups[group].grad)
+            for group in groups
+            if adapter.has_any_order_sums and group in adapter.groups
+        }
+        """Order-independent sums of the kernels, in the layout of the gradients."""
+        self._parts = [
+            (w.grad_a_RD, torch.zeros_like(w.grad_a_RD, memory_format=torch.contiguous_format))
+            for w in modules.values()
+            if not w.grad_a_RD.is_contiguous()
+        ]
+        """Gradients of A that are not contiguous, with contiguous buffers for the kernels."""
+        left = {id(grad): own for grad, own in self._parts}
+        starts = dict.fromkeys(groups, 0)
+        sizes_a = [padded(w.a_RD.shape[0]) * w.a_RD.shape[1] for w in self._modules.values()]
+        sizes_b = [padded(w.a_RD.shape[0]) * w.b_OR.shape[0] for w in self._modules.values()]
+        self._a = torch.zeros(sum(sizes_a), dtype=dtype, device=adapter.device)
+        self._b = torch.zeros(sum(sizes_b), dtype=dtype, device=adapter.device)
+        for (path, w), a, b in zip(self._modules.items(), self._a.split(sizes_a), self._b.split(sizes_b), strict=True):
+            rank = w.a_RD.shape[0]
+            words = {}
+            for group, grad in zip(groups, (w.grad_a_RD, w.grad_b_OR), strict=True):
+                if group in self._words:
+                    words[group] = self._words[group].part(starts[group], grad.shape)
+                    starts[group] += grad.numel()
+            self.entries[path] = Entry(
+                rank,
+                a.view(padded(rank), -1),
+                b.view(-1, padded(rank)),
+                left.get(id(w.grad_a_RD), w.grad_a_RD),
+                w.grad_b_OR,
+                w.scale,
+                w.dropout,
+                w.key,
+                words.get(groups[0]),
+                words.get(groups[1]),
+                w.first_input,
+            )
+        scales = {entry.scale for entry in self.entries.values()}
+        aligned = all(entry.rank % 8 == 0 for entry in self.entries.values())
+        is_whole = [adapter.flat()[group].numel() for group in groups] == [self._a.numel(), self._b.numel()]
+        self._scale = scales.pop() if aligned and is_whole and len(scales) == 1 else None
+        """The scale of all modules if it is the same and the copy has the layout of the masters: it then updates in
+        two calls."""
+
+    def collect(self) -> None:
+        """Adds order-independent sums to the gradients, each rounded once, and gradients that kernels left
+        elsewhere."""
+        for grad_RD, left_RD in self._parts:
+            grad_RD.add_(left_RD)
+            left_RD.zero_()
+        for group, words in self._words.items():
+            collect(words, self._adapter.groups[group].grad)
+
+    def clear_gradients(self) -> None:
+        for _, left_RD in self._parts:
+            left_RD.zero_()
+        for words in self._words.values():
+            words.forget()
+
+    def any_order_words(self) -> Mapping[str, Words]:
+        return self._words
+
+    def copy_weights(self) -> None:
+        if self._scale is not None:
+            a, b = (self._adapter.flat()[group] for group in self._groups)
+            self._a.copy_(a)
+            torch.mul(b, self._scale, out=self._b)
+        else:
+            for path, w in self._modules.items():
+                entry = self.entries[path]
+                entry.a_PD[: entry.rank].copy_(w.a_RD)
+                entry.b_OP[:, : entry.rank].copy_(w.b_OR * w.scale)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from weft.methods.config import MethodConfig
-from weft.settings.fields import at_least, setting
+from weft.settings import at_least, setting
 
 
 class VeraConfig(MethodConfig):

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from weft.errors import ConfigError
 from weft.methods.config import MethodConfig
-from weft.settings.fields import at_least, setting
+from weft.settings import at_least, setting
 
 if TYPE_CHECKING:
     from weft.spec.adapter import AdapterSpec
 
 
 class VirtualTokenConfig(MethodConfig):
-    """What both methods have in common."""
+    """The common base of both methods."""
 
     auto_targets = "all"
     learning_rate = 3e-2
@@ -40,8 +40,9 @@ class PromptConfig(VirtualTokenConfig):
     def check(self, spec: AdapterSpec) -> None:
         super().check(spec)
         if (spec.prompt_tuning_init == "text") != bool(spec.prompt_tuning_init_text):
-            found = "needs prompt_tuning_init_text" if spec.prompt_tuning_init == "text" else "is not text"
-            raise ConfigError(f"{spec.prompt_tuning_init} {found}.", where="prompt_tuning_init")
+            is_text = spec.prompt_tuning_init == "text"
+            problem = "text needs prompt_tuning_init_text" if is_text else "prompt_tuning_init_text is for text"
+            raise ConfigError(f"got {spec.prompt_tuning_init}; {problem}.", where="prompt_tuning_init")
 
 
 class PrefixConfig(VirtualTokenConfig):

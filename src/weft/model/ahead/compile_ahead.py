@@ -1,13 +1,14 @@
-"""Has another process compile the kernels of a run while this one loads its weights.
+"""Compiles the kernels of a run in another process while this one loads the weights.
 
-A first run on a machine would compile them one after another, at their first launches. Here they are known as soon as
-the run is: `start` is called before anything is loaded, and the first microbatch waits until they are there. All of it
-is about time alone: what is missing in the end, whatever the reason, is compiled at its first launch as ever.
+The first run on a machine would compile them one after another, at their first launches. `start` is called before
+anything is loaded, and the first microbatch waits for the kernels. This only saves time: missing kernels are compiled
+at their first launch as usual. A `KernelRequest` determines the kernels of a run, as plain data for that process.
 """
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -19,37 +20,86 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import weft
-from weft.kernels.device import capability, gpu_kind, has_streams
+from weft.kernels.device import GpuKind, capability, gpu_kind, has_streams
 from weft.kernels.launch import has_triton
 from weft.kernels.lora.tables import ANY_ORDER
 from weft.kernels.tuning import tuning_file
 from weft.methods.registry import has_kernels, method_of
-from weft.model.ahead.request import READY, KernelRequest
 from weft.model.resolve import ResolvedModel
 from weft.model.source import Source
-from weft.plan.families.registry import why_unsupported
+from weft.plan.families import why_unsupported
 from weft.spec import AdapterSpec
+
+READY = b"ready\n"
+"""Message of the compiling process when all kernels of the first steps are ready."""
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """A backbone, the adapters on it, and the GPU."""
+
+    config: Mapping[str, Any]
+    """The model's config.json."""
+    dtype: str
+    """Type of the weights, by torch's name."""
+    quantize: str
+    recompute: str
+    tensor: int
+    """Number of devices that share every layer."""
+    ranks: tuple[int, ...]
+    """Largest rank of each adapter, without repetitions."""
+    drops: bool
+    """Whether any adapter has dropout."""
+    others: tuple[tuple[str, str], ...]
+    """Changes of methods other than LoRA, with their sites, in order."""
+    copies: tuple[tuple[str, int], ...]
+    """Methods of adapters with the ranks that their kernels see, without repetitions, in order."""
+    num_jobs: int
+    """Maximum number of jobs that step at a time."""
+    lanes: tuple[int, ...]
+    """Numbers of parameter groups that adapters train; LoRA: 2."""
+    gpu: GpuKind
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> KernelRequest:
+        fields = json.loads(text)
+        gpu = fields.pop("gpu")
+        gpu = GpuKind(**{**gpu, "capability": tuple(gpu["capability"])})
+        pairs = {name: tuple((first, second) for first, second in fields[name]) for name in ("others", "copies")}
+        return KernelRequest(**{**fields, **_tuples(fields, "ranks", "lanes"), **pairs, "gpu": gpu})
+
+
+def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(fields[name]) for name in names}
+
 
 PROGRAM = (sys.executable, "-P", "-W", "ignore", "-m", "weft.model.ahead.child")
 LONGEST_WAIT_S = 120.0
-"""After that the first microbatch compiles for itself what is missing."""
-_SOURCES = ("kernels", "backbone/fused", "backbone/ahead", "backbone/loss.py", "adapters/frozen.py")
-"""What decides which kernels there are and what is in them."""
+"""Longest wait; after it the first microbatch compiles missing kernels itself."""
+SOURCES = (
+    *("kernels", "model/fused", "model/ahead", "model/loss.py", "adapters/frozen.py"),
+    *("methods", "plan/decoder.py", "plan/families.py"),
+)
+"""Sources that determine the kernels."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-"""A process that forks must not have threads."""
+"""Environment of one thread: a process that forks must not have threads."""
 
 
 class CompileAhead:
     """Kernels that another process compiles."""
 
     def __init__(self, request: KernelRequest, marker: Path) -> None:
-        """`marker` is the file that says that all of them are there."""
+        """`marker`: file that exists once all of them are compiled."""
         self._process = subprocess.Popen(
             [*PROGRAM, str(marker)],
             stdin=subprocess.PIPE,
@@ -58,7 +108,7 @@ class CompileAhead:
             # It has no use for a GPU, and cannot take memory of one that it does not see.
             env={**os.environ, **_ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""},
         )
-        self._said = b""
+        self._output = b""
         self._is_ready = False
         assert self._process.stdin is not None
         with suppress(OSError):  # it has ended already
@@ -69,18 +119,17 @@ class CompileAhead:
 
     @property
     def is_ready(self) -> bool:
-        """Whether what the first steps need is there, or will not come."""
-        return self._is_ready or self._hear(0.0)
+        """Whether the kernels of the first steps are ready, or will never be."""
+        return self._is_ready or self._read_ready(0.0)
 
     def wait(self, longest_s: float = LONGEST_WAIT_S) -> bool:
-        """Waits until it is ready, but not for ever; says whether it is."""
+        """Waits until it is ready, up to a time; returns whether it is."""
         end = time.monotonic() + longest_s
         while not self.is_ready and (left := end - time.monotonic()) > 0:
-            self._hear(left)
+            self._read_ready(left)
         return self._is_ready
 
     def close(self) -> None:
-        """Ends the process, whatever it is at."""
         atexit.unregister(self.close)
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(OSError):
@@ -90,14 +139,14 @@ class CompileAhead:
         self._process.stdout.close()
         self._is_ready = True
 
-    def _hear(self, longest_s: float) -> bool:
-        """Whether the process has said within a time that it is ready, or has ended."""
+    def _read_ready(self, longest_s: float) -> bool:
+        """Whether the process has reported within a time that it is ready, or has ended."""
         assert self._process.stdout is not None
-        heard, _, _ = select.select([self._process.stdout], [], [], longest_s)
-        if heard:
-            said = os.read(self._process.stdout.fileno(), 4096)
-            self._said += said
-            self._is_ready = not said or READY in self._said
+        readable, _, _ = select.select([self._process.stdout], [], [], longest_s)
+        if readable:
+            text = os.read(self._process.stdout.fileno(), 4096)
+            self._output += text
+            self._is_ready = not text or READY in self._output
         return self._is_ready
 
 
@@ -109,9 +158,9 @@ def start(
     have_any_order: bool = False,
     tensor: int = 1,
 ) -> CompileAhead | None:
-    """Begins to compile what adapters on a backbone will launch; None where there is nothing to do.
+    """Starts to compile the kernels of adapters on a backbone; None if there are none.
 
-    `have_any_order`: some of them have order-independent sums; `tensor`: devices that share every layer.
+    `have_any_order`: some adapters have order-independent sums; `tensor`: number of devices that share every layer.
     """
     request = _request(resolved, adapters, num_jobs, have_any_order=have_any_order, tensor=tensor)
     if request is None:
@@ -122,7 +171,7 @@ def start(
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
         return CompileAhead(request, marker)
-    except OSError:  # no place for the cache, or no process to be had
+    except OSError:  # no directory for the cache, or no process
         return None
 
 
@@ -134,7 +183,7 @@ def _request(
     have_any_order: bool = False,
     tensor: int = 1,
 ) -> KernelRequest | None:
-    """None where no Triton kernel is launched, or nobody can say which."""
+    """None if no Triton kernel is launched, or the kernels are unknown."""
     spec, device, dtype = resolved.spec, resolved.device, resolved.dtype
     fused = [adapter for adapter in adapters if has_kernels(adapter)]
     if not (has_streams(device) and has_triton() and fused) or os.environ.get("TRITON_INTERPRET") == "1":
@@ -145,7 +194,7 @@ def _request(
         config = read_config(resolved.source)
         if config is None or why_unsupported(config):
             return None
-    except Exception:  # whatever is wrong with the model's files, loading says it better
+    except Exception:  # loading reports errors in the model's files better
         return None
     others = {change for adapter in fused for change in method_of(adapter).kernel_changes}
     return KernelRequest(
@@ -165,7 +214,7 @@ def _request(
 
 
 def _num_trained(adapter: AdapterSpec) -> int:
-    """Groups of parameters that an adapter of its method trains."""
+    """Number of parameter groups that an adapter of its method trains."""
     method = method_of(adapter)
     return len(method.groups) - len(method.frozen(adapter))
 
@@ -185,15 +234,15 @@ def read_config(source: Source) -> Mapping[str, Any] | None:
 
 
 def _marker(request: KernelRequest) -> Path:
-    """In Triton's cache, so that it goes where the kernels go."""
+    """A file in Triton's cache, so that it is deleted with the kernels."""
     from triton import knobs
 
     found = hashlib.sha256(request.to_json().encode())
     for name in ("torch", "triton"):
         found.update(f"{name} {importlib.metadata.version(name)} {platform.python_version()}".encode())
     root = Path(weft.__file__).parent
-    places = [root / source for source in _SOURCES]
-    files = [file for place in places for file in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
+    sources = [root / source for source in SOURCES]
+    files = [file for source in sources for file in (sorted(source.rglob("*.py")) if source.is_dir() else [source])]
     for file in [*files, tuning_file()]:
         if file.exists():
             found.update(file.read_bytes())

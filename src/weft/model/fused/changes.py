@@ -1,4 +1,4 @@
-"""What other methods than LoRA do at the places of a layer, forward and back; nothing where no adapter asks for it.
+"""Changes by methods other than LoRA at the sites of a layer, forward and backward.
 
 At a site of linears, with y its outputs:
     y' = factor ⊙ y + shift                       back: dfactor, dshift;  dy = factor ⊙ dy'
@@ -18,60 +18,58 @@ from weft.kernels.lora.expand import expand, expand_grad
 from weft.kernels.lora.shrink import shrink, shrink_grad
 from weft.kernels.lora.tables import INPUTS, OUTPUTS, RowTables, Site, SlotTable
 from weft.kernels.lora.weight_grad import weight_grad
-from weft.kernels.methods.column_sums import column_sums
-from weft.kernels.methods.columns import change_columns, owned_copy
+from weft.kernels.methods.columns import change_columns, column_sums, owned_copy
 from weft.kernels.methods.inner import activate, activate_grad
 from weft.kernels.methods.leading_rows import put_rows, rows_grad
-from weft.kernels.methods.sparse import sparse, sparse_input
-from weft.kernels.methods.sparse_grad import sparse_grad
+from weft.kernels.methods.sparse import sparse, sparse_grad, sparse_input
 
 
 @dataclass(frozen=True)
 class SavedBlockEnd:
-    """What the way back through bottlenecks at the end of a block needs."""
+    """Values that the backward of bottlenecks at the end of a block needs."""
 
     y_TD: torch.Tensor
-    """Their rows before them."""
+    """The bottlenecks' input rows."""
     a_TW: torch.Tensor
     inner_TW: torch.Tensor
 
 
 @dataclass(frozen=True)
 class OtherChanges:
-    """The changes of one microbatch."""
+    """The changes of one microbatch by methods other than LoRA."""
 
     rows: RowTables
     table: SlotTable
     is_adapted: bool
     """Whether any row has an adapter."""
     _turned: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Gradients of outputs as `sparse_input` has laid them out, until `sparse_grad` is done with them; by site."""
+    """Transposed gradients of outputs, from `sparse_input` until `sparse_grad`, by site."""
 
-    def _asks(self, kind: str, role: str) -> bool:
+    def _has(self, kind: str, role: str) -> bool:
         return self.is_adapted and self.table.has_change(kind, role)
 
     def outputs(self, site: Site, y_TO: torch.Tensor) -> torch.Tensor | None:
-        """Changes y; what `outputs_grad` will ask for: the rows that change as they were, None where none does."""
-        if not self._asks("outputs", site.role):
+        """Changes y; returns the old values of changed rows for `outputs_grad`, or None if none changes."""
+        if not self._has("outputs", site.role):
             return None
         before_TO = torch.empty_like(y_TO)
         change_columns(y_TO, y_TO, site, self.rows, self.table, OUTPUTS, kept_TN=before_TO)
         return before_TO
 
     def outputs_again(self, site: Site, y_TO: torch.Tensor) -> None:
-        """Changes y."""
-        if self._asks("outputs", site.role):
+        """Changes y again, in a recomputation."""
+        if self._has("outputs", site.role):
             change_columns(y_TO, y_TO, site, self.rows, self.table, OUTPUTS)
 
     def owned(self, site: Site, y_TO: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the rows that change; None where none does."""
-        asks = self._asks("outputs", site.role)
-        return owned_copy(y_TO, site, self.rows, self.table, OUTPUTS) if asks else None
+        """A copy of the rows that change; None if none does."""
+        has_owner = self._has("outputs", site.role)
+        return owned_copy(y_TO, site, self.rows, self.table, OUTPUTS) if has_owner else None
 
     def outputs_grad(
         self, site: Site, dy_TO: torch.Tensor, before_TO: torch.Tensor | None, *, stays: bool = True
     ) -> torch.Tensor:
-        """The gradient of y before it was changed; whether dy `stays` as it is, or is needed no more."""
+        """The gradient of y before the change; `stays`: dy must not be overwritten."""
         if before_TO is None:
             return dy_TO
         column_sums(dy_TO, before_TO, site, self.rows, self.table, OUTPUTS)
@@ -82,9 +80,9 @@ class OtherChanges:
     def outputs_grad_in_place(
         self, site: Site, dy_TO: torch.Tensor, own_TO: torch.Tensor | None, *, is_changed: bool = False
     ) -> bool:
-        """Makes dy the gradient of y before it was changed, given that y, or with `is_changed` what became of it.
+        """Turns dy into the gradient of y before the change, given that y, or with `is_changed` the changed one.
 
-        Returns whether it did.
+        Returns whether it could.
         """
         if own_TO is None:
             return False
@@ -93,20 +91,20 @@ class OtherChanges:
         return True
 
     def inputs(self, site: Site, x_TD: torch.Tensor) -> bool:
-        """Changes what a site's linear sees, or its gradient likewise; whether it did."""
-        if not self._asks("inputs", site.role):
+        """Changes the input of a site's linear, or its gradient; returns whether it did."""
+        if not self._has("inputs", site.role):
             return False
         change_columns(x_TD, x_TD, site, self.rows, self.table, INPUTS)
         return True
 
     def inputs_grad(self, site: Site, dx_TD: torch.Tensor, x_TD: torch.Tensor) -> None:
-        """Adds to the gradients, given that of x and x as it was before."""
-        if self._asks("inputs", site.role):
+        """Adds to the gradients, given that of x and x before the change."""
+        if self._has("inputs", site.role):
             column_sums(dx_TD, x_TD, site, self.rows, self.table, INPUTS, divides=True)
 
     def end(self, site: Site, y_TD: torch.Tensor) -> SavedBlockEnd | None:
-        """Adds the bottlenecks behind a block to what it adds."""
-        if not self._asks("inner", site.role):
+        """Adds the bottlenecks after a block to the block's output."""
+        if not self._has("inner", site.role):
             return None
         a_TW = y_TD.new_empty(y_TD.shape[0], self.table.rank_class)
         shrink(y_TD, a_TW, site, self.rows, self.table)
@@ -118,7 +116,7 @@ class OtherChanges:
         return SavedBlockEnd(before_TD, a_TW, inner_TW)
 
     def end_grad(self, site: Site, dy_TD: torch.Tensor, kept: SavedBlockEnd | None) -> torch.Tensor:
-        """The gradient of what the block itself adds."""
+        """The gradient of the block's own output."""
         if kept is None:
             return dy_TD
         column_sums(dy_TD, dy_TD, site, self.rows, self.table, OUTPUTS)
@@ -131,26 +129,26 @@ class OtherChanges:
         return dx_TD
 
     def sparse(self, site: Site, x_TD: torch.Tensor, y_TO: torch.Tensor) -> None:
-        """Adds what sparse differences make of a site's inputs to its outputs."""
-        if self._asks("sparse", site.role):
+        """Adds the products of sparse differences with a site's inputs to its outputs."""
+        if self._has("sparse", site.role):
             sparse(x_TD, y_TO, site, self.rows, self.table)
 
     def sparse_input(self, site: Site, dy_TO: torch.Tensor, dx_TD: torch.Tensor) -> None:
         """Adds to the gradient of a site's inputs."""
-        if self._asks("sparse", site.role):
+        if self._has("sparse", site.role):
             turned_KNM = sparse_input(dy_TO, dx_TD, site, self.rows, self.table)
             if turned_KNM is not None:
                 self._turned[site.module] = turned_KNM
 
     def sparse_grad(self, site: Site, x_TD: torch.Tensor, dy_TO: torch.Tensor) -> None:
         """Adds to the gradients of the values."""
-        if self._asks("sparse", site.role):
+        if self._has("sparse", site.role):
             turned_KNM = self._turned.pop(site.module, None)
             sparse_grad(x_TD, dy_TO, site, self.rows, self.table, turned_KNM)
 
     def has_rows(self, role: str) -> bool:
-        """Whether rows are replaced at the places of a role."""
-        return self._asks("rows", role)
+        """Whether rows are replaced at the sites of a role."""
+        return self._has("rows", role)
 
     def put_rows(self, role: str, module: int, x_TN: torch.Tensor) -> None:
         """Fills the rows in front of samples."""
@@ -158,6 +156,6 @@ class OtherChanges:
             put_rows(x_TN, module, self.rows, self.table)
 
     def rows_grad(self, role: str, module: int, *parts: torch.Tensor) -> None:
-        """Adds to the gradients of those rows, of which nothing goes further back."""
+        """Adds to the gradients of those rows; none is passed further back."""
         if self.has_rows(role):
             rows_grad(list(parts), module, self.rows, self.table, clears=True)

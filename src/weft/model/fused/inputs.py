@@ -1,37 +1,47 @@
-"""Everything a microbatch brings to the device, in one buffer of fixed layout: one transfer, one captured graph.
+"""Everything a microbatch brings to the device, in one buffer of fixed layout, and the attention that reads it.
 
-Shape suffixes: T rows, N tiles, J owners, G samples.
+One buffer is one transfer, and lets one captured graph serve many microbatches. Attention is causal inside samples: on
+a GPU from Hopper on, and on a CPU, by kernels/layers/attention.py; on older GPUs by torch's variable-length kernel.
+
+Shape suffixes: T rows, N tiles, J owners, G samples; E all heads of q, k and v side by side, H query heads, K key/value
+heads, C head size.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 
+from weft.kernels.device import capability, is_gpu
 from weft.kernels.launch import cdiv, next_power_of_2
-from weft.kernels.layers.attention import BLOCK, attention_blocks
+from weft.kernels.layers.attention import BLOCK, AttentionBlocks, attend, attention_blocks
+from weft.kernels.layers.attention_grad import attend_grad
+from weft.kernels.layers.rotary import Heads
 from weft.kernels.lora.tables import BARE, RowTables, SampleRows, TableSizes, table_arrays
 from weft.model.packed import PackedBatch
+from weft.model.packing.attention import in_fixed_order, varlen
 
 MIN_SPANS = 16
 MIN_REFERENCE_SPANS = 32
-"""Where attention is told of the samples: with fewer, its backward shares the queries of one out among multiprocessors,
-and adds their parts in an order that depends on how many samples there are."""
+"""Least number of spans where attention needs their bounds: with fewer, its backward divides the queries of one
+sample among multiprocessors and adds their parts in an order that depends on the number of samples."""
 MIN_LONGEST = 256
 
 
 @dataclass(frozen=True)
 class InputShape:
-    """What microbatches must have in common to share a captured graph; none of it changes a result."""
+    """The properties that microbatches with one captured graph share; none changes a result."""
 
     num_rows: int
     num_spans: int
-    """Samples there is room for: a power of two."""
+    """Capacity for samples: a power of two."""
     longest: int
-    """No sample is longer: a power of two; 0 where attention does not ask."""
+    """Upper bound of sample lengths: a power of two; 0 if attention does not need it."""
     is_adapted: bool
     """Whether any row has an adapter."""
     drops: bool
@@ -39,12 +49,12 @@ class InputShape:
 
     @property
     def sizes(self) -> TableSizes:
-        """Of the tables."""
+        """Sizes of the tables."""
         return TableSizes(self.num_rows, self.num_spans)
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Where each part of the buffer begins, and its shape."""
+        """Offset and shape of each part of the buffer."""
         shapes: dict[str, tuple[int, ...]] = {
             "ids": (self.num_rows,),
             "positions": (self.num_rows,),
@@ -75,7 +85,6 @@ def input_shape(batch: PackedBatch, *, with_longest: bool) -> InputShape:
 
 
 def input_array(batch: PackedBatch, shape: InputShape) -> np.ndarray:
-    """The buffer's contents for a microbatch, int32."""
     buffer = np.zeros(shape.layout["end"][0], dtype=np.int32)
 
     def put(name: str, values: np.ndarray) -> None:
@@ -109,15 +118,71 @@ class Inputs:
     shape: InputShape
     buffer: torch.Tensor
     spans: tuple[SampleRows, ...] = ()
-    """For the plain twins of the kernels; kernels read the tables."""
+    """Samples for the kernels' reference implementations; kernels read the tables."""
 
     def part(self, name: str) -> torch.Tensor:
-        """A part of the buffer in its shape."""
         start, shape = self.shape.layout[name]
         return self.buffer[start : start + int(np.prod(shape))].view(shape)
 
     @functools.cached_property
     def rows(self) -> RowTables:
-        """Who owns which rows."""
+        """The owner of each row."""
         tables = {name: self.part(name) for name in self.shape.sizes.shapes}
         return RowTables(self.shape.num_rows, self.spans, **tables, keys_T=self.part("keys"), drops=self.shape.drops)
+
+
+QkvParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q_THC, k_TKC, v_TKC or their gradients."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """An attention's result and its backward."""
+
+    output_THC: torch.Tensor
+    gradients: Callable[[torch.Tensor], QkvParts]
+    """From the gradient of the output to those of q, k and v; equal inputs give equal bits."""
+
+
+@lru_cache(maxsize=16)
+def needs_bounds(device: torch.device) -> bool:
+    """Whether attention on a device is torch's, which needs the bounds of samples and their largest length: ours
+    needs the shared memory of Hopper and of large Blackwells, which desktop Blackwells (12.0) lack."""
+    return is_gpu(device) and capability(device)[0] not in (9, 10)
+
+
+def attention(
+    qkv_TE: torch.Tensor, heads: Heads, inputs: Inputs, scale: float, window: int | None, *, needs_grad: bool
+) -> Attended:
+    """Attention of concatenated q, k and v, each query within its own sample; padding rows are undefined."""
+    q_THC, k_TKC, v_TKC = _parts(qkv_TE, heads)
+    if needs_bounds(qkv_TE.device):
+        return _torch_attention((q_THC, k_TKC, v_TKC), inputs, scale, window, needs_grad=needs_grad)
+    blocks = AttentionBlocks(inputs.part("blocks"), inputs.spans)
+    out_THC, lse_HT = attend(q_THC, k_TKC, v_TKC, blocks, scale, window)
+
+    def gradients(grad_THC: torch.Tensor) -> QkvParts:
+        dqkv_TE = attend_grad(grad_THC, q_THC, k_TKC, v_TKC, out_THC, lse_HT, blocks, scale, window)
+        return _parts(dqkv_TE, heads)
+
+    return Attended(out_THC, gradients)
+
+
+def _parts(qkv_TE: torch.Tensor, heads: Heads) -> QkvParts:
+    q, k, v = (part.unflatten(1, (-1, heads.size)) for part in qkv_TE.split(heads.sizes, dim=1))
+    return q, k, v
+
+
+def _torch_attention(
+    parts: QkvParts, inputs: Inputs, scale: float, window: int | None, *, needs_grad: bool
+) -> Attended:
+    q, k, v = (part.detach().requires_grad_(needs_grad) for part in parts)
+    with torch.set_grad_enabled(needs_grad):
+        output_THC = varlen(q, k, v, inputs.part("bounds"), inputs.shape.longest, scale, window)
+    return Attended(output_THC.detach(), partial(_torch_gradients, output_THC, (q, k, v)))
+
+
+def _torch_gradients(output_THC: torch.Tensor, leaves: QkvParts, grad_THC: torch.Tensor) -> QkvParts:
+    with in_fixed_order():
+        dq, dk, dv = torch.autograd.grad(output_THC, leaves, grad_THC)
+    return dq, dk, dv

@@ -6,7 +6,7 @@ Forward, from the residual stream x and what the layer before still has to add t
     y = o Wᵀ + S₂ Bᵀ;      S₂ = shrink(o);   x' = x + y;   h' = norm(x')
     gu = h' Wᵀ + S₃ Bᵀ;    S₃ = shrink(h');  act = gated(gu)
     y' = act Wᵀ + S₄ Bᵀ;   S₄ = shrink(act); handed to the next layer with x'
-What other methods do at these places is in `changes.py`. In some families y and y' are normed before they are added.
+Changes by other methods at these sites are in `changes.py`. In some families y and y' are normed before they are added.
 Kept is what `families/kept` lists: x, q/k/v, o, x', gu, the S, and y where it is normed; norms and act are made again
 on the way back. With `recompute` "mlp" gu is made again too, from the S that was kept, and with "full" everything but x
 and the y that went into it.
@@ -17,7 +17,7 @@ GPU; else `expand` writes it and the frozen product adds itself to it, or, where
 
 Where devices share the layer, each has some heads and some rows of gate and up. Then y, y' and, on the way back, the
 gradients of h and h' are parts until they are added up: four times in a layer, as on the reference path
-(`backbone/tensor_parallel.py`). Before that, all is linear in what is divided, other methods included.
+(`adapters/devices.py`). Before that, all is linear in what is divided, other methods included.
 """
 
 from __future__ import annotations
@@ -28,26 +28,24 @@ from functools import cached_property
 
 import torch
 
-from weft.kernels.layers.gated import gated, gated_grad
+from weft.kernels.layers.gated import gated, gated_grad, rounded_gated, rounded_gated_grad
 from weft.kernels.layers.rms_norm import Added, RmsNorm, add_norm, norm_grad
 from weft.kernels.layers.rotary import rotate, rotate_grad
-from weft.kernels.layers.rounded_gated import rounded_gated, rounded_gated_grad
 from weft.kernels.lora.expand import expand, expand_grad
 from weft.kernels.lora.product import fits, product_grad_kernel, product_kernel
 from weft.kernels.lora.shrink import shrink, shrink_grad
 from weft.kernels.lora.tables import Delta, SlotTable
 from weft.kernels.lora.weight_grad import weight_grad
-from weft.kernels.storage.fp8 import Rows8
-from weft.model.fused.attention import Attended, attention
+from weft.kernels.storage import Rows8
 from weft.model.fused.changes import OtherChanges, SavedBlockEnd
-from weft.model.fused.inputs import Inputs
+from weft.model.fused.inputs import Attended, Inputs, attention
 from weft.model.fused.model import FusedLayer, FusedModel, Product
 from weft.model.path import Recompute
 
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """The residual stream between two layers: x, and what is still to be added to it."""
+    """The residual stream between two layers: x, and the output that is still to be added to it."""
 
     x_TD: torch.Tensor
     y_TD: torch.Tensor | None = None
@@ -55,33 +53,33 @@ class ResidualStream:
 
 @dataclass(frozen=True)
 class ResidualGrad:
-    """The gradient between two layers: that of the residual stream, and that of what was added to it last."""
+    """The gradients between two layers: of the residual stream, and of the output that was added to it last."""
 
     dx_TD: torch.Tensor
     dy_TD: torch.Tensor
-    """dx itself, unless what was added had been normed."""
+    """dx itself, unless the added output was normed."""
 
 
 @dataclass(frozen=True)
 class SavedForBackward:
-    """What a layer's backward needs of its forward; None: to be made again, or nothing this family needs."""
+    """Tensors that a layer's backward needs; None: recomputed, or not needed by this family."""
 
     x_TD: torch.Tensor
     y_TD: torch.Tensor | None = None
-    """What the layer before added, where that is normed."""
+    """Output of the previous layer, if it is normed."""
     s_qkv: Delta | None = None
     raw_qkv_TE: torch.Tensor | None = None
-    """Before head norms, where a model has them."""
+    """Before head norms, in models that have them."""
     attended: Attended | None = None
     s_out: Delta | None = None
     y_mid_TD: torch.Tensor | None = None
-    """What attention added, where that is normed."""
+    """Output of attention, if it is normed."""
     mid_TD: torch.Tensor | None = None
     s_gate_up: Delta | None = None
     gu_TJ: torch.Tensor | None = None
     s_down: Delta | None = None
     before_qkv_TE: torch.Tensor | None = None
-    """The rows of a site's outputs that other methods changed, as they were before."""
+    """Rows of a site's outputs before other methods changed them."""
     before_out_TD: torch.Tensor | None = None
     before_down_TD: torch.Tensor | None = None
     attention_end: SavedBlockEnd | None = None
@@ -90,7 +88,7 @@ class SavedForBackward:
 
 @dataclass(frozen=True)
 class Context:
-    """What all layers of a microbatch share."""
+    """The shared state of all layers in a microbatch."""
 
     model: FusedModel
     inputs: Inputs
@@ -103,18 +101,18 @@ class Context:
 
     @cached_property
     def changes(self) -> OtherChanges:
-        """What other methods do."""
+        """The changes by other methods."""
         return OtherChanges(self.inputs.rows, self.table, self.inputs.shape.is_adapted)
 
     def linear(
         self, product: Product, x_TD: torch.Tensor, x8: Rows8 | None = None
     ) -> tuple[torch.Tensor, Delta | None]:
-        """A site's outputs with the adapters' part, and S."""
+        """A site's outputs including the adapters' part, and S."""
         s = self._shrunk(product, x_TD, shrink)
         return self.output(product, x_TD, s, x8), s
 
     def output(self, product: Product, x_TD: torch.Tensor, s: Delta | None, x8: Rows8 | None = None) -> torch.Tensor:
-        """A site's outputs with the adapters' part from an S that is there already."""
+        """A site's outputs including the adapters' part, from an existing S."""
         y_TO = self._output(product, x_TD, s, x8)
         self.changes.sparse(product.site, x_TD, y_TO)
         return y_TO
@@ -136,13 +134,13 @@ class Context:
     def _frozen(
         self, product: Product, x_TD: torch.Tensor, onto_TO: torch.Tensor | None = None, x8: Rows8 | None = None
     ) -> torch.Tensor:
-        """The frozen product alone, or added to what is there."""
+        """The frozen product alone, or added to an existing tensor."""
         return _biased(product.weight.product(x_TD, self.row_tile, onto_TO, x8), product)
 
     def input_gradient(
         self, product: Product, dy_TO: torch.Tensor, ds: Delta | None, dy8: Rows8 | None = None
     ) -> torch.Tensor:
-        """The gradient of a site's input with the adapters' part."""
+        """The gradient of a site's input including the adapters' part."""
         dx_TD = self._input_gradient(product, dy_TO, ds, dy8)
         self.changes.sparse_input(product.site, dy_TO, dx_TD)
         return dx_TD
@@ -175,7 +173,6 @@ class Context:
         return Delta(s_TR, product.site, self.inputs.rows, self.table)
 
     def weight_grad(self, x_TD: torch.Tensor, s: Delta | None, dy_TO: torch.Tensor, ds: Delta | None) -> None:
-        """Adds to the gradients of all adapters at a site."""
         if s is not None and ds is not None:
             weight_grad(x_TD, s.s_TR, dy_TO, ds.s_TR, s.site, s.rows, s.table)
             self.changes.sparse_grad(s.site, x_TD, dy_TO)
@@ -186,28 +183,28 @@ def _biased(y_TO: torch.Tensor, product: Product) -> torch.Tensor:
 
 
 def added(y_TD: torch.Tensor | None, post: RmsNorm | None) -> Added | None:
-    """What was added to the residual stream with its norm, where it has one."""
+    """An output before it is added to the residual stream, with its norm if it has one."""
     return None if y_TD is None or post is None else (y_TD, post)
 
 
 def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tuple[ResidualStream, SavedForBackward]:
-    """The stream after the layer, and what its backward needs."""
+    """The stream after the layer, and the tensors for its backward."""
     model = context.model
     x_TD, h_TD = add_norm(stream.x_TD, stream.y_TD, layer.norm_in, layer.post_in)
     y_in_TD = stream.y_TD if layer.post_in is not None else None
     raw_TE, s_qkv = context.linear(layer.qkv, h_TD)
     del h_TD
-    changes, places = context.changes, layer.places
+    changes, sites = context.changes, layer.sites
     before_qkv_TE = changes.outputs(layer.qkv.site, raw_TE)
     qkv_TE = rotate(raw_TE, *context.turns[layer.rotary], model.heads, layer.head_norms)
-    changes.put_rows("kv", places.keys_and_values, qkv_TE[:, model.heads.sizes[0] :])
+    changes.put_rows("kv", sites.keys_and_values, qkv_TE[:, model.heads.sizes[0] :])
     attended = attention(
         qkv_TE, model.heads, context.inputs, model.attention_scale, layer.window, needs_grad=context.needs_grad
     )
     y_TD, s_out = context.linear(layer.out, attended.output_THC.flatten(1))
     before_out_TD = changes.outputs(layer.out.site, y_TD)
     y_TD = model.added_up(y_TD)
-    attention_end = changes.end(places.attention_end, y_TD)
+    attention_end = changes.end(sites.attention_end, y_TD)
     mid_TD, h_TD = add_norm(x_TD, y_TD, layer.norm_mid, layer.post_mid)
     y_mid_TD = y_TD if layer.post_mid is not None else None
     del y_TD
@@ -221,7 +218,7 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
     y_TD, s_down = context.linear(layer.down, act_TI, act8)
     before_down_TD = changes.outputs(layer.down.site, y_TD)
     y_TD = model.added_up(y_TD)
-    mlp_end = changes.end(places.mlp_end, y_TD)
+    mlp_end = changes.end(sites.mlp_end, y_TD)
     after = ResidualStream(mid_TD, y_TD)
     if not context.needs_grad or context.recompute == "full":
         return after, SavedForBackward(x_TD, y_in_TD)
@@ -267,7 +264,7 @@ def _backward_mlp(layer: FusedLayer, kept: SavedForBackward, grad: ResidualGrad,
         gu_TJ = context.output(layer.gate_up, again_TD, kept.s_gate_up)
         changes.outputs_again(layer.gate_up.site, gu_TJ)
         del again_TD
-    dy_TD = changes.end_grad(layer.places.mlp_end, grad.dy_TD, kept.mlp_end)
+    dy_TD = changes.end_grad(layer.sites.mlp_end, grad.dy_TD, kept.mlp_end)
     dy_TD = changes.outputs_grad(layer.down.site, dy_TD, kept.before_down_TD, stays=dy_TD is grad.dy_TD)
     ds_down = context.shrunk_grad(layer.down, dy_TD)
     dact_TI = context.input_gradient(layer.down, dy_TD, ds_down)
@@ -302,15 +299,15 @@ def _backward_attention(
     is_adapted = context.inputs.shape.is_adapted
     assert kept.attended is not None
     attended_TD = kept.attended.output_THC.flatten(1)
-    changes, places = context.changes, layer.places
-    dy_TD = changes.end_grad(places.attention_end, grad.dy_TD, kept.attention_end)
+    changes, sites = context.changes, layer.sites
+    dy_TD = changes.end_grad(sites.attention_end, grad.dy_TD, kept.attention_end)
     dy_TD = changes.outputs_grad(layer.out.site, dy_TD, kept.before_out_TD, stays=dy_TD is grad.dy_TD)
     ds_out = context.shrunk_grad(layer.out, dy_TD)
     do_TD = context.input_gradient(layer.out, dy_TD, ds_out)
     context.weight_grad(attended_TD, kept.s_out, dy_TD, ds_out)
     dq, dk, dv = kept.attended.gradients(do_TD.view_as(kept.attended.output_THC))
     del do_TD, dy_TD
-    changes.rows_grad("kv", places.keys_and_values, dk.flatten(1), dv.flatten(1))
+    changes.rows_grad("kv", sites.keys_and_values, dk.flatten(1), dv.flatten(1))
     turns = (*context.turns[layer.rotary], context.model.heads)
     dqkv_TE = rotate_grad(dq, dk, dv, *turns, layer.head_norms, kept.raw_qkv_TE)
     del dq, dk, dv

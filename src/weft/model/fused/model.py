@@ -2,9 +2,13 @@
 them.
 
 q, k, v share one frozen product, and so do gate and up: their weights are stored as one, of which the model's own
-linears then are parts. Nothing is held twice. Which modules those are, and what surrounds them, the family's
-description says.
-"""
+linears then are parts. Nothing is held twice. The family's description names these modules and what surrounds
+them.
+
+A frozen product may run over all rows at once where that gives the bits it gives over a tile of them. At one row count
+a row's result does not depend on its neighbours, but a GPU's library may choose another way of summing for another
+count. So each shape of product is tried once per row count, on random numbers: where the bits agree, all rows go in one
+product; where they do not, in tiles."""
 
 from __future__ import annotations
 
@@ -14,21 +18,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.adapters.devices import Devices
+from weft.adapters.devices import Devices, Side
 from weft.adapters.frozen import FrozenWeight, join
-from weft.adapters.linear import SlotLinear
-from weft.adapters.place_share import Side
+from weft.adapters.sites import SlotLinear
 from weft.kernels.device import is_gpu
 from weft.kernels.layers.rms_norm import RmsNorm
 from weft.kernels.layers.rotary import HeadNorms, Heads
 from weft.kernels.lora.tables import Site, SlotTable
-from weft.model.fused.attention import needs_bounds
+from weft.model.fused.inputs import needs_bounds
 from weft.model.model_part import ModelPart
-from weft.model.shards.ring import LayerRing
-from weft.plan.families.description import Decoder
-from weft.plan.families.kept import moved_names
-from weft.plan.families.layer_form import Activation, LayerForm
-from weft.plan.families.registry import describe, why_unsupported
+from weft.model.shards import LayerRing
+from weft.plan.decoder import Activation, Decoder, LayerForm, moved_names
+from weft.plan.families import describe, why_unsupported
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,22 @@ class Product:
 
 
 SIDES: dict[str, Side] = {"qkv": "outputs", "out": "inputs", "gate_up": "outputs", "down": "inputs"}
-"""The sites of a layer, and by what they are divided where devices share it."""
+"""The sites of a layer, and the dimension by which they are divided over devices."""
 ROLES = tuple(SIDES)
 
 
 class LayerSites(NamedTuple):
-    """Where in a layer adapters sit that sit on no linear; numbered behind all linears."""
+    """The sites of a layer other than linears; numbered after all linears."""
 
     attention_end: Site
-    """What attention adds to the residual stream; it has no weight."""
+    """Output of attention, added to the residual stream; it has no weight."""
     mlp_end: Site
-    """What the MLP adds."""
+    """Output of the MLP."""
     keys_and_values: int
-    """Where rows of keys and values are replaced."""
+    """Module number of replaced keys and values."""
 
     @classmethod
     def of(cls, layer: int, num_layers: int, num_linears: int, hidden: int) -> LayerSites:
-        """Those of one of the layers."""
         first = num_linears + 2 * layer
         ends = [Site(first + i, (hidden,), hidden, role) for i, role in enumerate(("attention", "mlp"))]
         return cls(ends[0], ends[1], num_linears + 2 * num_layers + layer)
@@ -74,22 +74,22 @@ class FusedLayer:
     norm_in: RmsNorm
     norm_mid: RmsNorm
     post_in: RmsNorm | None
-    """Of what the layer before adds to the residual stream, where a family norms that."""
+    """Norm of the previous layer's output, in families that have it."""
     post_mid: RmsNorm | None
-    """Of what attention adds."""
+    """Norm of attention's output."""
     head_norms: HeadNorms | None
-    places: LayerSites
+    sites: LayerSites
     window: int | None
-    """Keys a query sees; None: all before it."""
+    """Number of keys that a query sees; None: all before it."""
     rotary: int
-    """Which of the model's rotary tables turns its heads."""
+    """Index of its heads' rotary table in the model."""
 
 
 class RotaryTable(NamedTuple):
     """The rotary positions of one kind of layer."""
 
     frequencies_F: torch.Tensor
-    """Half as many as numbers of a head that are turned."""
+    """Half as many frequencies as rotated numbers of a head."""
     scale: float
 
     def turns(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,60 +104,60 @@ class FusedModel:
 
     device: torch.device
     dtype: torch.dtype
-    """Of the activations."""
+    """Type of the activations."""
     hidden: int
     embedding_VD: torch.Tensor | None
-    """None where an earlier part of the model has it."""
+    """None if an earlier part of the model has it."""
     embedding_scale: float | None
-    """Rounded to the embedding's type."""
+    """Factor on embeddings, rounded to their type."""
     layers: tuple[FusedLayer, ...]
     norm: RmsNorm | None
-    """None where a later part of the model has it."""
+    """None if a later part of the model has it."""
     post: RmsNorm | None
-    """Of what the last layer here adds, where a family norms that."""
+    """Norm of the last layer's output, in families that have it."""
     heads: Heads
     rotaries: tuple[RotaryTable, ...]
     attention_scale: float
     activation: Activation
     moved: tuple[str, ...]
-    """What `offload` moves of what a layer keeps."""
+    """Kept tensors of a layer that `offload` moves."""
     ring: LayerRing | None = None
-    """Where the layers' weights come and go, if they are spread over several devices."""
+    """The ring through which the layers' weights come and go, if they are spread over several devices."""
     devices: Devices | None = None
-    """That have the other parts of every layer; sites, heads and weights are those here."""
+    """Devices with the other parts of every layer; sites, heads and weights are those here."""
 
     @property
     def is_first(self) -> bool:
-        """Whether tokens enter here."""
+        """Whether it begins with the embedding."""
         return self.embedding_VD is not None
 
     @property
     def is_last(self) -> bool:
-        """Whether what leaves goes to the output head."""
+        """Whether it ends with the output head."""
         return self.norm is not None
 
     @property
     def sites(self) -> list[Site]:
         """Every site, in the order of the modules: first those of linears, then those of blocks."""
         linears = [p.site for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return linears + [site for layer in self.layers for site in layer.places[:2]]
+        return linears + [site for layer in self.layers for site in layer.sites[:2]]
 
     @property
     def input_rows(self) -> int:
-        """The table's module at which rows of the first layer's input are replaced."""
-        return self.layers[-1].places.keys_and_values + 1
+        """The table's module for replaced rows of the first layer's input."""
+        return self.layers[-1].sites.keys_and_values + 1
 
     @property
     def row_sites(self) -> dict[int, str]:
-        """The table's modules at which rows are replaced, with their roles."""
-        return {**{layer.places.keys_and_values: "kv" for layer in self.layers}, self.input_rows: "input"}
+        """The table's modules for replaced rows, with their roles."""
+        return {**{layer.sites.keys_and_values: "kv" for layer in self.layers}, self.input_rows: "input"}
 
     def added_up(self, part_TD: torch.Tensor) -> torch.Tensor:
-        """A result, or a gradient, of which each of the devices that share a layer has found a part."""
+        """The sum of a result or a gradient over the devices that share the layers."""
         return part_TD if self.devices is None else self.devices.add_up(part_TD)
 
     def table(self) -> SlotTable:
-        """An empty table of its places."""
+        """An empty table of its sites."""
         return SlotTable(self.sites, self.device, self.row_sites)
 
 
@@ -181,7 +181,7 @@ def fuse(
 ) -> FusedModel:
     """The model's layers, or those of a part, with joined weights; its own linears become parts of them.
 
-    `devices`: over which the linears have been divided.
+    `devices`: the devices over which the linears are divided.
     """
     decoder, modules = describe(model.config.to_dict()), model.base_model
     sizes = decoder.sizes
@@ -228,7 +228,7 @@ def _layer(index: int, part: ModelPart, decoder: Decoder, blocks: Any, linears: 
         post_in=_norm_of(blocks[index - 1], form.norms.after_mlp, form) if index > part.first else None,
         post_mid=_norm_of(block, form.norms.after_attention, form),
         head_norms=head_norms,
-        places=LayerSites.of(index - part.first, part.end - part.first, len(paths), decoder.sizes.hidden),
+        sites=LayerSites.of(index - part.first, part.end - part.first, len(paths), decoder.sizes.hidden),
         window=decoder.layers[index].window,
         rotary=decoder.layers[index].rotary,
     )
@@ -269,5 +269,30 @@ def _product(role: str, names: list[str], linears: Mapping[str, SlotLinear], pat
 
 
 def weight_device(weight: FrozenWeight) -> torch.device:
-    """Where a frozen weight lies."""
     return next(iter(weight.stored.values())).device
+
+
+def tile_for(model: FusedModel, num_rows: int, row_tile: int | None) -> int | None:
+    """`row_tile` if any product of the model needs tiles at this row count, else None: all rows at once."""
+    if row_tile is None or num_rows == row_tile:
+        return None
+    if not is_gpu(model.device):
+        return row_tile
+    layer = model.layers[0]
+    weights = {p.weight.shape: p.weight for p in (layer.qkv, layer.out, layer.gate_up, layer.down)}
+    agree = all(_bits_agree(weight, num_rows, row_tile) for weight in weights.values())
+    return None if agree else row_tile
+
+
+@torch.no_grad()
+def _bits_agree(weight: FrozenWeight, num_rows: int, row_tile: int) -> bool:
+    device = next(iter(weight.stored.values())).device
+    generator = torch.Generator(device).manual_seed(0)
+    for size, run in ((weight.shape[1], weight.product), (weight.shape[0], weight.input_gradient)):
+        x = torch.randn(num_rows, size, dtype=weight.dtype, device=device, generator=generator)
+        y = run(x, row_tile)
+        if not torch.equal(run(x), y):
+            return False
+        if weight.adds_up and not torch.equal(run(x, None, y.clone()), run(x, row_tile, y)):
+            return False
+    return True

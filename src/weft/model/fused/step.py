@@ -1,46 +1,49 @@
 """The fused step: a whole microbatch forward and back, adding to every adapter's gradients.
 
-Where the model is a part of one, the residual stream enters it and leaves it with everything added, and so does its
-gradient the other way: one tensor crosses a cut, and each layer sees the numbers it would see in one piece.
+For a part of a model the residual stream enters and leaves with everything added, and so does its gradient the other
+way: one tensor crosses a cut, and each layer sees the numbers it would see in one piece.
 
-The same lines run on a GPU over Triton kernels and on a CPU over their plain twins. Shape suffixes: T rows, D hidden
-size, F rotary frequencies.
-"""
+What a backward needs can wait in the machine's memory while the GPU works on other layers. Copies run on a stream of
+their own: out while the next layers run forward, back one layer before it is needed. On a CPU nothing is moved.
+
+The same lines run on a GPU over Triton kernels and on a CPU over their reference implementations. Shape suffixes: T
+rows, D hidden size, F rotary frequencies."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.device import Stream, current_stream, has_streams, on_stream
 from weft.kernels.layers.rms_norm import add, add_norm, norm_grad
 from weft.kernels.lora.tables import SlotTable
 from weft.model.fused.inputs import Inputs
 from weft.model.fused.layer import Context, ResidualGrad, ResidualStream, SavedForBackward, added, backward, forward
 from weft.model.fused.model import FusedModel
-from weft.model.fused.offload import Offload, OffloadedLayer
 from weft.model.path import Memory
 
 
 @dataclass
 class Passed:
-    """What a forward pass leaves for the backward pass."""
+    """State of a forward pass for the backward pass."""
 
     context: Context
     left_TD: torch.Tensor
-    """After the last norm, or what the next part of the model goes on with."""
+    """Output after the last norm, or the input of the next part of the model."""
     last_TD: torch.Tensor
-    """Before the last norm."""
+    """Output before the last norm."""
     y_TD: torch.Tensor | None = None
-    """What the last layer here added, where a family norms that."""
+    """Output of the last layer here, if it is normed."""
     kept: list[SavedForBackward] = field(default_factory=list)
-    """Layer by layer; with `offload` they are in `parked` instead."""
+    """Kept tensors layer by layer; with `offload` they are in `parked` instead."""
     parked: list[OffloadedLayer] = field(default_factory=list)
     offload: Offload | None = None
 
     def take_last(self) -> SavedForBackward:
-        """What the last layer kept; its memory is free as soon as that layer is done."""
+        """Kept tensors of the last layer; their memory is free as soon as that layer is done."""
         if self.offload is None:
             return self.kept.pop()
         last = self.parked.pop()
@@ -58,9 +61,9 @@ def run_forward(
     *,
     needs_grad: bool,
 ) -> Passed:
-    """The hidden states of a microbatch, and with `needs_grad` what its backward needs.
+    """The hidden states of a microbatch and, with `needs_grad`, the state for its backward.
 
-    `entering_TD`: what the part of the model before this one has made.
+    `entering_TD`: output of the previous part of the model.
     """
     turns = tuple(rotary.turns(inputs.part("positions")) for rotary in model.rotaries)
     context = Context(model, inputs, table, turns, row_tile, memory.recompute, needs_grad)
@@ -90,7 +93,7 @@ def run_forward(
 
 
 def _embedded(context: Context) -> torch.Tensor:
-    """What the first layer sees."""
+    """The input of the first layer."""
     model, ids = context.model, context.inputs.part("ids")
     assert model.embedding_VD is not None, "a later part of a model goes on with what entered"
     embedded_TD = F.embedding(ids, model.embedding_VD)
@@ -102,9 +105,9 @@ def _embedded(context: Context) -> torch.Tensor:
 
 @torch.no_grad()
 def run_backward(passed: Passed, grad_TD: torch.Tensor) -> torch.Tensor | None:
-    """From the gradient of what left back to the first layer here; adds to every adapter's gradients.
+    """Runs from the gradient of the output back to the first layer here; adds to every adapter's gradients.
 
-    Returns the gradient of what entered; None where that were embeddings.
+    Returns the gradient of the input; None for embeddings.
     """
     model = passed.context.model
     grad = _last_grad(passed, grad_TD)
@@ -127,9 +130,72 @@ def run_backward(passed: Passed, grad_TD: torch.Tensor) -> torch.Tensor | None:
 
 
 def _last_grad(passed: Passed, grad_TD: torch.Tensor) -> ResidualGrad:
-    """The gradient behind the last layer here."""
+    """The gradient after the last layer here."""
     model, y = passed.context.model, added(passed.y_TD, passed.context.model.post)
     if model.norm is not None:
         found = norm_grad(passed.last_TD, model.norm, grad_TD, None, False, y)
         return ResidualGrad(found.dx_TD, found.dy_TD)
     return ResidualGrad(grad_TD, grad_TD if y is None else norm_grad(*y, grad_TD, None, False).dx_TD)
+
+
+@dataclass(frozen=True)
+class OffloadedLayer:
+    """Kept tensors of a layer, with the large ones in host memory."""
+
+    kept: SavedForBackward
+    host: dict[str, torch.Tensor]
+    device: dict[str, torch.Tensor]
+    """Tensors on their way back."""
+
+    def with_large(self, tensors: dict[str, torch.Tensor]) -> SavedForBackward:
+        """The kept tensors with the large ones replaced."""
+        kept: SavedForBackward = replace(self.kept, **tensors)  # type: ignore[arg-type]
+        return kept
+
+
+class Offload:
+    """Moves the kept tensors of one microbatch's layers to host memory and back."""
+
+    def __init__(self, device: torch.device, names: Sequence[str]) -> None:
+        """`names`: the fields of `SavedForBackward` that are moved."""
+        self._names = names
+        self._stream = Stream(device) if has_streams(device) else None
+
+    def store(self, kept: SavedForBackward) -> OffloadedLayer:
+        """Starts to move a layer's tensors out."""
+        if self._stream is None:
+            return OffloadedLayer(kept, {}, {})
+        self._stream.wait_stream(current_stream(self._stream.device))
+        host = {}
+        with on_stream(self._stream):
+            large = {name: getattr(kept, name) for name in self._names}
+            for name, tensor in large.items():
+                if tensor is None:
+                    continue
+                host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host[name].copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)
+        # Their stand-ins are never read.
+        stub = OffloadedLayer(kept, host, {}).with_large({name: torch.empty(0) for name in host})
+        return OffloadedLayer(stub, host, {})
+
+    def fetch(self, parked: OffloadedLayer, following: OffloadedLayer | None) -> SavedForBackward:
+        """A layer's tensors, back on the device; also starts to fetch those of the next layer."""
+        if self._stream is None:
+            return parked.kept
+        self._start(parked)
+        current = current_stream(self._stream.device)
+        current.wait_stream(self._stream)
+        for tensor in parked.device.values():
+            tensor.record_stream(current)
+        if following is not None:
+            self._start(following)
+        return parked.with_large(parked.device)
+
+    def _start(self, parked: OffloadedLayer) -> None:
+        assert self._stream is not None
+        if parked.device:
+            return
+        with on_stream(self._stream):
+            for name, tensor in parked.host.items():
+                parked.device[name] = tensor.to(self._stream.device, non_blocking=True)

@@ -4,6 +4,10 @@ On a CPU each segment is attended by itself; on a GPU all go through one variabl
 gradients have the same bits each time. A boolean block mask over the whole buffer would leak a neighbour's NaN
 (0 × NaN), and would make a row's result depend on the buffer's length.
 
+GPT-J, CodeGen, GPT-Neo and Falcon have attention code of their own, which transformers' attention interface cannot
+replace. Their models are loaded with plain attention; then each attention module is given another way to attend. Its
+linears, rotary positions and everything around it stay as they are.
+
 Shape suffixes: H query heads, K key/value heads, T rows of the microbatch, L rows of a segment, M keys, C head size.
 """
 
@@ -22,11 +26,11 @@ from torch import nn
 from weft.adapters.routing import Routing
 
 NAME = "weft_packed"
-"""The name under which transformers finds this attention."""
+"""Name of this attention in transformers."""
 
 
 def register() -> None:
-    """Makes the attention known to transformers; done when a backbone is loaded."""
+    """Registers the attention with transformers, when a backbone is loaded."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -43,7 +47,7 @@ def packed_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each segment of the current routing; (1, T, H, C). Padding rows come out zero."""
+    """Causal attention within each segment of the current routing; (1, T, H, C). Padding rows are zero."""
     routing: Routing = module.weft_routing  # type: ignore[assignment]
     if routing.prefixes:
         key_1KTC, value_1KTC = routing.prefixes[module.layer_idx](key_1KTC, value_1KTC)  # type: ignore[index]
@@ -55,30 +59,29 @@ def packed_attention(
         output_THC = _Varlen.apply(run, q, k, v) if torch.is_grad_enabled() else run(q, k, v)  # type: ignore[no-untyped-call]
         return output_THC[None], None
     if not routing.caches:
-        # Once for all segments; what is cached is smaller as it is.
+        # Once for all segments; cached keys and values stay small.
         key_1KTC, value_1KTC = _for_every_query_head(query_1HTC, key_1KTC, value_1KTC)
     lengths = [rows.end - rows.start for rows in routing.segments]
     padding = query_1HTC.shape[2] - sum(lengths)
     sizes = [*lengths, padding] if padding else lengths
     parts = zip(query_1HTC.split(sizes, 2), key_1KTC.split(sizes, 2), value_1KTC.split(sizes, 2), strict=True)
     outputs: list[torch.Tensor] = []
-    for place, (query, key, value) in enumerate(parts):
-        if place == len(lengths):
+    for index, (query, key, value) in enumerate(parts):
+        if index == len(lengths):
             outputs.append(torch.zeros_like(query))
             continue
         if routing.caches:
-            key, value = _remember(routing.caches[place], module.layer_idx, key, value)  # type: ignore[arg-type]
+            key, value = _remember(routing.caches[index], module.layer_idx, key, value)  # type: ignore[arg-type]
         outputs.append(attend(query, key, value, scaling, sliding_window, softcap))
     # In one piece: some families view it.
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 class _Varlen(torch.autograd.Function):
-    """The GPU's variable-length kernel, whose way back adds in a fixed order: that is decided when it is taken."""
+    """The GPU's variable-length kernel; its backward, chosen in forward, adds in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-        """Of queries, keys and values; keeps what the way back needs."""
         ctx.leaves = [tensor.detach().requires_grad_() for tensor in given]
         with torch.enable_grad():
             ctx.output = run(*ctx.leaves)
@@ -87,14 +90,13 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of queries, keys and values."""
         with in_fixed_order():
             return (None, *torch.autograd.grad(ctx.output, ctx.leaves, grads))
 
 
 @contextmanager
 def in_fixed_order() -> Iterator[None]:
-    """Torch's kernels add in a fixed order; buffers are left unfilled, as every kernel here writes its own."""
+    """Lets torch's kernels add in a fixed order; buffers are left unfilled, as every kernel here writes its own."""
     before = torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -107,15 +109,15 @@ def in_fixed_order() -> Iterator[None]:
 
 
 def _fits_kernel(query_1HTC: torch.Tensor) -> bool:
-    """The variable-length kernel takes half precision and head sizes of whole vectors."""
+    """Whether the variable-length kernel supports the type and head size: half precision and whole vectors."""
     size = query_1HTC.shape[-1]
     return query_1HTC.dtype != torch.float32 and size % 8 == 0 and size <= 256
 
 
 @functools.cache
 def _options() -> dict[str, Any]:
-    """What later versions than torch 2.11 want to be told: that queries share key heads, and that keys are not to be
-    split by how many the longest sample has, which may be a neighbour's."""
+    """Options of torch after 2.11: queries share key heads, and keys are not split by the longest sample's length,
+    which may be a neighbour's."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
@@ -153,7 +155,7 @@ def varlen(
 def _remember(
     cache: dict[int, Any], layer: int, key_1KLC: torch.Tensor, value_1KLC: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All keys and values of a sequence so far, this call's included."""
+    """All keys and values of a sequence so far, including this call's."""
     if layer in cache:
         key_1KLC = torch.cat([cache[layer][0], key_1KLC], dim=2)
         value_1KLC = torch.cat([cache[layer][1], value_1KLC], dim=2)
@@ -189,7 +191,7 @@ def attend(
 def _for_every_query_head(
     query_1HLC: torch.Tensor, key_1KMC: torch.Tensor, value_1KMC: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with as many heads as the queries."""
+    """Keys and values repeated for every query head."""
     num_groups = query_1HLC.shape[1] // key_1KMC.shape[1]
     if num_groups == 1:
         return key_1KMC, value_1KMC
@@ -197,8 +199,93 @@ def _for_every_query_head(
 
 
 def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a query may see a key: not later than itself, and less than `window` back."""
+    """True where a query sees a key: not later than itself, and less than `window` back."""
     query_L = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_M = torch.arange(num_keys, device=device)[None, :]
     visible = key_M <= query_L
     return visible if window is None else visible & (query_L - key_M < window)
+
+
+def attention_to_load(family: str) -> str:
+    """The attention with which a model of a family is loaded."""
+    return "eager" if family in OWN_ATTENTION else NAME
+
+
+def prepare_attention(model: Any) -> None:
+    """Makes the attention modules of a model attend within segments, for families with their own attention code."""
+    if model.config.model_type not in OWN_ATTENTION:
+        return
+    kind, attribute, attend = OWN_ATTENTION[model.config.model_type]
+    for module in model.modules():
+        if type(module).__name__ == kind:
+            object.__setattr__(module, attribute, functools.partial(attend, module))
+            # GPT-Neo has another name for it.
+            module.layer_idx = getattr(module, "layer_id", None) if kind == "GPTNeoSelfAttention" else module.layer_idx
+    # No mask over the whole buffer is made for an attention that transformers does not know.
+    model.config._attn_implementation = NAME
+
+
+def restore_attention(model: Any) -> None:
+    """Reverts `prepare_attention`."""
+    if model.config.model_type not in OWN_ATTENTION:
+        return
+    kind, attribute, _ = OWN_ATTENTION[model.config.model_type]
+    for module in model.modules():
+        if type(module).__name__ == kind:
+            object.__delattr__(module, attribute)
+    model.config._attn_implementation = "eager"
+
+
+def _attend(
+    module: Any,
+    query_1HTC: torch.Tensor,
+    key_1HTC: torch.Tensor,
+    value_1HTC: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]:
+    """Replaces `_attn` of GPT-J and CodeGen; (1, H, T, C)."""
+    output_1THC, _ = packed_attention(module, query_1HTC, key_1HTC, value_1HTC, None)
+    return output_1THC.transpose(1, 2), None
+
+
+def _attend_locally(
+    module: Any,
+    query_1HTC: torch.Tensor,
+    key_1HTC: torch.Tensor,
+    value_1HTC: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]:
+    """Replaces `_attn` of GPT-Neo: scores are not scaled, and every other layer has a window."""
+    window = module.config.window_size if module.attention_type == "local" else None
+    output_1THC, _ = packed_attention(
+        module, query_1HTC, key_1HTC, value_1HTC, None, scaling=1.0, sliding_window=window
+    )
+    return output_1THC.transpose(1, 2), None
+
+
+def _falcon_forward(
+    module: Any,
+    hidden: torch.Tensor,
+    alibi: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Falcon's attention module with rotary positions."""
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+    assert alibi is None and position_embeddings is not None
+    heads_1THC = module._split_heads(module.query_key_value(hidden))
+    query, key, value = (x.transpose(1, 2) for x in heads_1THC)
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    output_1THC = packed_attention(module, query, key, value, None)[0]
+    return module.dense(output_1THC.flatten(2)), None
+
+
+OWN_ATTENTION: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "gptj": ("GPTJAttention", "_attn", _attend),
+    "codegen": ("CodeGenAttention", "_attn", _attend),
+    "gpt_neo": ("GPTNeoSelfAttention", "_attn", _attend_locally),
+    "falcon": ("FalconAttention", "forward", _falcon_forward),
+}
+"""By model type: the class of the attention module, the method to replace, and the replacement."""

@@ -22,15 +22,15 @@ from weft.adapters.routing import Routing
 from weft.kernels.device import is_cpu
 
 NAME = "weft_packed"
-"""The name under which transformers finds these experts."""
+"""Name of these experts in transformers."""
 _IN_FILES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""How files, and other trainers, name the linears of one expert."""
+"""Names of one expert's linears in files and in other trainers."""
 BLOCK = 32
 """Rows of a block: with many experts each has few rows, and larger blocks would be mostly padding."""
 
 
 def choose(model: Any, implementation: str) -> None:
-    """Lets a model run its experts, if it has any, by the code of that name."""
+    """Selects the implementation of a model's experts, if it has any."""
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, packed_experts)
@@ -39,7 +39,7 @@ def choose(model: Any, implementation: str) -> None:
 
 
 def prepare(model: Any, routing: Routing) -> None:
-    """Lets a model run its experts by the code here, and gives its routers the rows of one tile at a time."""
+    """Makes a model use the experts here, and gives its routers the rows of one tile at a time."""
     choose(model, NAME)
     for holder in model.modules():
         if not any(_are_experts(child) for child in holder.children()):
@@ -50,20 +50,20 @@ def prepare(model: Any, routing: Routing) -> None:
 
 
 def expert_weights(model: nn.Module) -> list[str]:
-    """The paths of all weights of experts, as they are called in the model and in its files."""
+    """Paths of all weights of experts, in the model and in its files."""
     found = [(path, module) for path, module in model.named_modules() if _are_experts(module)]
     own = [f"{path}.{name}" for path, module in found for name, _ in module.named_parameters(recurse=False)]
     return [*own, *(f"{path}.0.{name}" for path, _ in found for name in _IN_FILES)]
 
 
 def _are_experts(module: nn.Module) -> bool:
-    """Whether a module holds the weights of many experts, and transformers lets others run them."""
+    """Whether a module holds the weights of many experts that transformers lets other code run."""
     has_experts_code = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
     return has_experts_code and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
 def _by_tiles(forward: Callable[..., Any], routing: Routing, hidden: torch.Tensor, *rest: Any) -> Any:
-    """What a router answers when it is asked for the rows of one tile after the other."""
+    """A router's output, computed one tile of rows after the other."""
     rows_TD = hidden.reshape(-1, hidden.shape[-1])
     if routing.row_tile is None or len(rows_TD) == routing.row_tile:
         return forward(hidden, *rest)
@@ -76,35 +76,35 @@ def _by_tiles(forward: Callable[..., Any], routing: Routing, hidden: torch.Tenso
 def packed_experts(
     module: Any, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    """The weighted sum of what each row's experts make of it, (T, D)."""
+    """The weighted sum of the outputs of each row's experts, (T, D)."""
     num_rows, num_choices = index_TK.shape
-    place_S, blocks_E = _places(index_TK.flatten(), module.num_experts)
+    index_S, blocks_E = _block_indices(index_TK.flatten(), module.num_experts)
     # Stacked, not repeated: on the way back the K gradients of a row are added one after the other too.
     x_SD = torch.stack([hidden_TD] * num_choices, dim=1).flatten(0, 1)
-    x_PD = x_SD.new_zeros(sum(blocks_E) * BLOCK, x_SD.shape[1]).index_copy(0, place_S, x_SD)
+    x_PD = x_SD.new_zeros(sum(blocks_E) * BLOCK, x_SD.shape[1]).index_copy(0, index_S, x_SD)
     y_PD = _run(module, x_PD, blocks_E)
-    y_TKD = y_PD[place_S].view(num_rows, num_choices, -1) * weights_TK[..., None]
+    y_TKD = y_PD[index_S].view(num_rows, num_choices, -1) * weights_TK[..., None]
     total_TD = y_TKD[:, 0]
     for choice in range(1, num_choices):
         total_TD = total_TD + y_TKD[:, choice]
     return total_TD.to(hidden_TD.dtype)
 
 
-def _places(expert_S: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
-    """Where each row's choice stands among the blocks of all experts, and how many blocks each expert has."""
+def _block_indices(expert_S: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
+    """Index of each choice of a row in the blocks of all experts, and the number of blocks of each expert."""
     counts_E = torch.bincount(expert_S, minlength=num_experts)
     blocks_E = (counts_E + BLOCK - 1) // BLOCK
     first_E = (blocks_E.cumsum(0) - blocks_E) * BLOCK
     order_S = torch.argsort(expert_S, stable=True)
     sorted_S = expert_S[order_S]
     rank_S = torch.arange(len(expert_S), device=expert_S.device) - (counts_E.cumsum(0) - counts_E)[sorted_S]
-    place_S = torch.empty_like(order_S)
-    place_S[order_S] = first_E[sorted_S] + rank_S
-    return place_S, blocks_E.tolist()
+    index_S = torch.empty_like(order_S)
+    index_S[order_S] = first_E[sorted_S] + rank_S
+    return index_S, blocks_E.tolist()
 
 
 def _run(module: Any, x_PD: torch.Tensor, blocks_E: list[int]) -> torch.Tensor:
-    """Every expert on its own blocks."""
+    """Runs every expert on its own blocks."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     h_PJ = _products(module, up, x_PD, blocks_E)
     h_PJ = module._apply_gate(h_PJ) if module.has_gate else module.act_fn(h_PJ)

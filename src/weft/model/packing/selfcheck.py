@@ -1,5 +1,5 @@
-"""Checks a model family nobody has tested: packed samples must give what the model's own attention gives them alone,
-and on a CPU the same bits whatever lies beside them."""
+"""Checks an untested model family: packed samples must give the results of the model's own attention on
+single samples, and on a CPU the same bits with any neighbours."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from weft.data.sample import Sample
+from weft.data.samples import Sample
 from weft.errors import ModelError
 from weft.kernels.device import is_cpu
 from weft.model.backbone import Backbone
-from weft.model.packed import PlacedSample, pack_samples
-from weft.model.packing import attention, experts, own_attention
-from weft.plan.cost.rows import CPU_ROW_TILE
+from weft.model.packed import SlotSample, pack_samples
+from weft.model.packing import attention, experts
+from weft.plan.cost.shape import CPU_ROW_TILE
 from weft.spec import AdapterSpec
 
 LENGTHS = (5, 9)
 NEIGHBOURS = (150, 5, 140)
-"""Lengths of a sample's neighbours, or the longest that the model takes: more than a tile before it, and after it."""
+"""Lengths of a sample's neighbours, at most what the model supports: more than a tile before it, and after it."""
 
 
 def check_packing(backbone: Backbone) -> None:
-    """Refuses a backbone whose packed results differ from its own, or depend on what lies beside a sample."""
+    """Refuses a backbone whose packed results differ from its own, or depend on a sample's neighbours."""
     family, where = backbone.model.config.model_type, f"base_model {backbone.name}"
     obstacle = _unsupported_call(backbone) or _leak(backbone)
     if obstacle:
@@ -48,7 +48,7 @@ def check_packing(backbone: Backbone) -> None:
 def packing_error(backbone: Backbone) -> float:
     """Largest difference of packed logits from the model's own, relative to the largest logit."""
     samples = _random_samples(backbone, LENGTHS)
-    packed = backbone.logits(pack_samples([PlacedSample(s) for s in samples], None, backbone.device))
+    packed = backbone.logits(pack_samples([SlotSample(s) for s in samples], None, backbone.device))
     backbone.routing.segments = ()
     with _running_plainly(backbone), torch.no_grad():
         ids = [torch.from_numpy(s.tokens.astype(np.int64))[None].to(backbone.device) for s in samples]
@@ -57,15 +57,15 @@ def packing_error(backbone: Backbone) -> float:
 
 
 def keeps_bits(backbone: Backbone) -> bool:
-    """Whether a sample's loss and gradients are the same, to the bit, alone and beside others."""
+    """Whether a sample's loss and gradients are bit-identical alone and with neighbours."""
     adapter = backbone.new_adapter(AdapterSpec(r=1, init_lora_weights=False), 0)
     slot = backbone.attach(adapter)
     mine, *others = _random_samples(backbone, (7, *(min(n, backbone.max_positions) for n in NEIGHBOURS)))
-    first, second, last = (PlacedSample(other) for other in others)
+    first, second, last = (SlotSample(other) for other in others)
     found: list[tuple[float, dict[str, torch.Tensor]]] = []
     for before, after in (((), ()), ((first, second), (last,))):
         adapter.zero_grad()
-        batch = pack_samples([*before, PlacedSample(mine, slot), *after], CPU_ROW_TILE, backbone.device)
+        batch = pack_samples([*before, SlotSample(mine, slot), *after], CPU_ROW_TILE, backbone.device)
         losses = backbone.forward_backward(batch, CPU_ROW_TILE)
         found.append((losses[len(before)], {name: group.grad.clone() for name, group in adapter.groups.items()}))
     backbone.detach(slot)
@@ -74,8 +74,8 @@ def keeps_bits(backbone: Backbone) -> bool:
 
 
 def _unsupported_call(backbone: Backbone) -> str | None:
-    """What keeps the adapters on a linear from seeing each row of the microbatch once; None if nothing does."""
-    batch = pack_samples([PlacedSample(s) for s in _random_samples(backbone, LENGTHS)], None, backbone.device)
+    """Why adapters on a linear do not see each row of the microbatch exactly once; None if they do."""
+    batch = pack_samples([SlotSample(s) for s in _random_samples(backbone, LENGTHS)], None, backbone.device)
     rows: dict[str, list[int]] = collections.defaultdict(list)
     with contextlib.ExitStack() as hooks:
         for path, linear in backbone.linears.items():
@@ -95,9 +95,9 @@ def _count_rows(rows: list[int], _: nn.Module, given: tuple[torch.Tensor, ...]) 
 
 
 def _leak(backbone: Backbone) -> str | None:
-    """Says so if a sample notices that the one before it is made of NaN."""
+    """A sentence if a sample is affected by NaN in the one before it."""
     first, mine = _random_samples(backbone, LENGTHS)
-    batch = pack_samples([PlacedSample(first), PlacedSample(mine)], None, backbone.device)
+    batch = pack_samples([SlotSample(first), SlotSample(mine)], None, backbone.device)
     clean = backbone.logits(batch)[first.length :]
 
     def spoil(_: nn.Module, given: object, embeds_TD: torch.Tensor) -> torch.Tensor:
@@ -113,16 +113,16 @@ def _leak(backbone: Backbone) -> str | None:
 
 @contextlib.contextmanager
 def _running_plainly(backbone: Backbone) -> Iterator[None]:
-    """Lets a model attend, and run its experts, by transformers' own plain code for a while."""
+    """Makes a model use transformers' own plain attention and experts in this context."""
     model = backbone.model
-    own_attention.restore(model)
+    attention.restore_attention(model)
     model.set_attn_implementation("eager")
     experts.choose(model, "eager")
     try:
         yield
     finally:
         model.set_attn_implementation(attention.NAME)
-        own_attention.prepare(model)
+        attention.prepare_attention(model)
         experts.choose(model, experts.NAME)
 
 

@@ -11,7 +11,7 @@ __all__ = ["train"]
 
 
 def __getattr__(name: str) -> Any:
-    # The process of an actor imports this package before it says how many threads torch takes.
+    # An actor's process imports this package before it sets torch's number of threads.
     if name not in __all__:
         raise AttributeError(f"module 'weft.parallel.ray' has no attribute {name!r}")
     from weft.parallel.ray.api import train

@@ -1,7 +1,7 @@
-"""A rank inside a Ray actor: the actor's methods carry what its controller says, and what the rank tells.
+"""A rank inside a Ray actor: the actor's methods pass on the controller's commands and the rank's reports.
 
-Nothing connects back to the controller, so that may be anywhere from where the cluster can be reached. This module is
-imported in the actor's process before torch is, because how many threads torch takes is said there first.
+Nothing connects back to the controller, which may be anywhere that reaches the cluster. The actor's process imports
+this module before torch, because the number of torch's threads must be set first.
 """
 
 from __future__ import annotations
@@ -17,95 +17,91 @@ from pathlib import Path
 
 from weft.parallel.replicas.messages import Command, Report
 
-HEAR_S = 1.0
-"""Longest that a controller who asks for news waits for some."""
+POLL_S = 1.0
+"""Longest that a request for reports waits for one."""
 CONTROLLER_LOST_S = 60.0
-"""A rank whose controller asks for nothing for so long ends: somebody else may go on with the run."""
+"""Seconds without a request after which a rank ends: another process may continue the run."""
 LOOK_S = 5.0
-"""Seconds between two looks at whether the controller still asks."""
+"""Seconds between two checks of that."""
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What a rank has told since its controller last asked."""
+class ReportBatch:
+    """Reports of a rank since the last request."""
 
     reports: tuple[Report, ...]
     ending: str | None = None
-    """How it ended, if it has, and these are its last words."""
+    """How the rank ended, if these are its last reports."""
 
 
 @dataclass(frozen=True)
 class ActorHost:
-    """Where an actor runs."""
+    """Node of an actor."""
 
     node_id: str
     address: str
 
 
 class QueueConnection:
-    """A rank's side of its connection: two queues of the same process, and no limit to what they hold."""
+    """A rank's side of its connection: two unbounded queues of the same process."""
 
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
     def recv(self) -> object:
-        """The next thing that the controller said; waits for it."""
         return self.commands.get()
 
     def poll(self) -> bool:
-        """Whether there is something that the controller said."""
         return not self.commands.empty()
 
     def send(self, report: Report) -> None:
-        """Tells the controller something, when it asks."""
         self.reports.put(report)
 
 
 class RankActor:
-    """Serves one rank in a thread; its methods may be called at the same time and come in any order."""
+    """Serves one rank in a thread; its methods may be called concurrently and in any order."""
 
     def __init__(self, variables: Mapping[str, str | None], folder: Path) -> None:
-        """`variables`: of the controller's environment, None where it has none; `folder`: its working directory."""
+        """`variables`: of the controller's environment, None if unset; `folder`: its working directory."""
         take_over(variables)
         with suppress(OSError):
-            # Where the node does not see it, names of files that begin there are not found, which says so itself.
+            # If the node does not see it, relative file names fail with their own error.
             os.chdir(folder)
         self._connection = QueueConnection()
         self._ending: str | None = None
-        self._asked_s = time.monotonic()
+        self._polled_s = time.monotonic()
         self._early: dict[int, Command] = {}
-        """What the controller said later than something that has not come yet."""
+        """Commands that arrived before an earlier one."""
         self._num_applied = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._serve, name="weft-rank", daemon=True).start()
         threading.Thread(target=self._end_forsaken, name="weft-forsaken", daemon=True).start()
 
     def where(self) -> ActorHost:
-        """The node that it is on."""
         import ray
 
         return ActorHost(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
-    def obey(self, number: int, command: Command) -> None:
-        """Passes something on that the controller said, in the order of the numbers, which begin at 0."""
+    def apply(self, number: int, command: Command) -> None:
+        """Passes commands to the rank in the order of their numbers, which start at 0."""
         with self._lock:
             self._early[number] = command
             while self._num_applied in self._early:
                 self._connection.commands.put(self._early.pop(self._num_applied))
                 self._num_applied += 1
 
-    def hear(self) -> Heard:
-        """What the rank has told since the last call; waits a little for something."""
-        self._asked_s = time.monotonic()
-        # Looked at first: what it told before its end is there by then.
+    def next_reports(self) -> ReportBatch:
+        """Reports since the last call; waits a little for one."""
+        self._polled_s = time.monotonic()
+        # Read first: all its reports are queued by then.
         ending = self._ending
         reports: list[Report] = []
         with suppress(queue.Empty):
-            reports.append(self._connection.reports.get(timeout=0.0 if ending else HEAR_S))
+            reports.append(self._connection.reports.get(timeout=0.0 if ending else POLL_S))
             while True:
                 reports.append(self._connection.reports.get_nowait())
-        return Heard(tuple(reports), ending)
+        return ReportBatch(tuple(reports), ending)
 
     def _serve(self) -> None:
         ending = "ended"
@@ -118,11 +114,11 @@ class RankActor:
         self._ending = ending
 
     def _end_forsaken(self) -> None:
-        while time.monotonic() - self._asked_s < CONTROLLER_LOST_S:
+        while time.monotonic() - self._polled_s < CONTROLLER_LOST_S:
             time.sleep(LOOK_S)
             if self._ending is not None:
                 return
-        # Threads may be writing; what they write appears whole or not at all.
+        # Threads may be writing; files appear whole or not at all.
         os._exit(1)
 
 

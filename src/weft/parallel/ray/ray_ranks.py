@@ -1,8 +1,8 @@
 """The ranks of a controller as actors of a Ray cluster.
 
-Each has a placement group of its own, and the one that takes the place of a dead rank has the same: where a node is
-lost, Ray finds other room for each group by itself, and would for one of all ranks only if there were room for all. Ray
-restarts nobody: who goes on with which job is for the controller to decide.
+Each has its own placement group, which a replacement of a dead rank takes over: when a node is lost, Ray finds other
+room for each group by itself, but for one group of all ranks only if there were room for all. Ray restarts no actor:
+the controller decides which rank continues which job.
 """
 
 from __future__ import annotations
@@ -23,36 +23,34 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from weft.errors import ConfigError, WeftError, first_line
-from weft.parallel.ray.connect import ClusterConnection
-from weft.parallel.ray.rank_actor import ActorHost, Heard, RankActor
-from weft.parallel.ray.resources import ReplicaRequest, in_words
+from weft.parallel.ray.connect import ClusterConnection, ReplicaRequest, in_words
+from weft.parallel.ray.rank_actor import ActorHost, RankActor, ReportBatch
+from weft.parallel.replicas.connections import Inbox, RankEnded, RankHandle, version_difference
 from weft.parallel.replicas.messages import Command, EndRank, RankFailed, RankJoined, RankOrder, Report, SetUp
-from weft.parallel.replicas.rank_link import Inbox, RankEnded, RankHandle
-from weft.parallel.replicas.rank_listener import version_difference
 
-PLACE_S = 30.0
-"""Seconds that a cluster has to find room for all replicas."""
+ROOM_S = 30.0
+"""Seconds in which a cluster has to find room for all replicas."""
 END_S = 10.0
-"""Seconds a rank has to end by itself, and then to be ended."""
+"""Seconds in which a rank has to exit, and then to be ended."""
 NUM_CALLS = 8
-"""Calls of an actor that can be under way at a time: one hears, the others are commands."""
+"""Concurrent calls of an actor: one waits for reports, the others are commands."""
 TAKEN_OVER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that every rank has as its controller has them: the number of threads decides bits on a CPU."""
+"""Variables that every rank copies from its controller: the number of threads decides bits on a CPU."""
 CONNECTION_ERRORS = (RayError, ConnectionError, RuntimeError)
-"""What a call raises when an actor, or the way to the cluster, is gone."""
+"""Errors of a call when an actor, or the connection to the cluster, is gone."""
 
 LOST = "the cluster does not answer any more"
 
 
 class ActorLine:
-    """What a controller says to an actor; it goes at once, and is obeyed in this order."""
+    """Sends commands to an actor, which applies them in this order."""
 
     def __init__(self, actor: Any, connection: ClusterConnection) -> None:
         self._actor, self._connection = actor, connection
         self._numbers = itertools.count()
 
     def send(self, command: Command) -> None:
-        """Says something, and waits for nothing."""
+        """Sends without waiting."""
         with suppress(*CONNECTION_ERRORS):
             if not self._connection.is_lost:
                 self._actor.obey.remote(next(self._numbers), command)
@@ -63,15 +61,15 @@ class RayRank(RankHandle):
     """A rank in an actor."""
 
     actor: Any = None
-    place: ActorHost | None = None
-    """None until it runs."""
+    host: ActorHost | None = None
+    """Its host; None until it runs."""
     pid: int | None = None
     is_gone: threading.Event = field(default_factory=threading.Event)
 
     @property
     def on_node(self) -> str:
-        """Where it is, for a sentence."""
-        return f"on {self.place.address}" if self.place is not None else "on the cluster"
+        """Its host, for a sentence."""
+        return f"on {self.host.address}" if self.host is not None else "on the cluster"
 
 
 class RayRanks:
@@ -84,7 +82,7 @@ class RayRanks:
         connection: ClusterConnection,
         group: PlacementGroup | None = None,
     ) -> None:
-        """Takes room for all replicas, or raises ConfigError; `group` has room of its owner's, a bundle for each."""
+        """Reserves room for all replicas, or raises ConfigError; `group`: the caller's, with a bundle for each."""
         self._order = order
         self._connection = connection
         self._own_groups = [] if group is not None else _take_room(request)
@@ -95,10 +93,10 @@ class RayRanks:
         self._kind: Any = ray.remote(RankActor)
 
     def start(self, index: int) -> RayRank:
-        """Starts a rank; `RankReady` tells when it can be used, `RankEnded` that there is no cluster any more."""
+        """Starts a rank; `RankReady` follows, or `RankEnded` if the cluster is gone."""
         rank = self._ranks[index] = RayRank(index)
         if self._connection.is_lost:
-            self._tell_end(rank, f"cannot be started: {LOST}")
+            self._report_end(rank, f"cannot be started: {LOST}")
             return rank
         resources = dict(self._resources)
         group, bundle = (self._own_groups[index], 0) if self._group is None else (self._group, index)
@@ -114,19 +112,17 @@ class RayRanks:
         return rank
 
     def kill(self, rank: RankHandle) -> None:
-        """Ends a rank at once; returns when it is gone."""
         assert isinstance(rank, RayRank)
         self._kill_actor(rank)
-        if rank.place is not None and rank.pid is not None and not self._connection.is_lost:
-            # Ray takes an actor for dead before its process is, and waits some seconds for one that hangs.
-            there = NodeAffinitySchedulingStrategy(rank.place.node_id, soft=False)
+        if rank.host is not None and rank.pid is not None and not self._connection.is_lost:
+            # Ray considers an actor dead before its process is, and waits some seconds for one that hangs.
+            there = NodeAffinitySchedulingStrategy(rank.host.node_id, soft=False)
             with suppress(*CONNECTION_ERRORS, GetTimeoutError):
                 ended = ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
                 ray.get(ended.remote(rank.pid), timeout=END_S)
         rank.is_gone.wait(END_S)
 
     def close(self) -> None:
-        """Ends all ranks and gives their room back."""
         for rank in self._ranks.values():
             rank.send(EndRank())
         until = time.monotonic() + END_S
@@ -140,30 +136,30 @@ class RayRanks:
         self._connection.close()
 
     def _read(self, rank: RayRank) -> None:
-        """Hears one rank until it is gone."""
+        """Receives one rank's reports until it is gone."""
         how, is_accident = "ended", False
         try:
-            rank.place = ray.get(rank.actor.where.remote())
-            heard = Heard(())
-            while heard.ending is None:
-                heard = ray.get(rank.actor.hear.remote())
-                rank.heard_s = time.monotonic()
-                for report in heard.reports:
+            rank.host = ray.get(rank.actor.where.remote())
+            batch = ReportBatch(())
+            while batch.ending is None:
+                batch = ray.get(rank.actor.next_reports.remote())
+                rank.last_seen_s = time.monotonic()
+                for report in batch.reports:
                     self._take(rank, report)
-            how = heard.ending
+            how = batch.ending
         except CONNECTION_ERRORS as error:
             how = f"is out of reach: {LOST}" if self._connection.is_lost else _how(rank, error)
             is_accident = True
-        # One that is out of reach for a moment has lost what it was telling: it is as good as dead.
+        # One that was out of reach for a moment has lost reports, so it is ended.
         self._kill_actor(rank)
-        self._tell_end(rank, how, is_accident=is_accident)
+        self._report_end(rank, how, is_accident=is_accident)
 
     def _kill_actor(self, rank: RayRank) -> None:
         with suppress(*CONNECTION_ERRORS):
             if rank.actor is not None and not self._connection.is_lost:
                 ray.kill(rank.actor)
 
-    def _tell_end(self, rank: RayRank, how: str, *, is_accident: bool = False) -> None:
+    def _report_end(self, rank: RayRank, how: str, *, is_accident: bool = False) -> None:
         self.inbox.put((rank, RankEnded(how, is_accident)))
         rank.is_gone.set()
 
@@ -187,7 +183,7 @@ class RayRanks:
 
 
 def end_process(pid: int) -> None:
-    """Ends a process of this machine, and waits until it does nothing any more."""
+    """Ends a process of this machine, and waits until it is gone."""
     with suppress(ProcessLookupError):
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             os.kill(pid, signal.SIGKILL)
@@ -195,24 +191,24 @@ def end_process(pid: int) -> None:
 
 
 def _take_room(request: ReplicaRequest) -> list[PlacementGroup]:
-    """A placement group for each replica, or ConfigError; nobody waits for machines that may never come."""
+    """A placement group for each replica; ConfigError instead of waiting for machines that may never come."""
     groups = [placement_group([dict(request.bundle)]) for _ in range(request.number)]
-    until = time.monotonic() + PLACE_S
+    until = time.monotonic() + ROOM_S
     if all(group.wait(max(0.0, until - time.monotonic())) for group in groups):
         return groups
     for group in groups:
         remove_placement_group(group)
     free = {name: amount for name, amount in ray.available_resources().items() if name in request.bundle}
-    found = f"no room for {request.number} times {in_words(request.bundle)} within {PLACE_S:g} s"
+    found = f"no room for {request.number} times {in_words(request.bundle)} within {ROOM_S:g} s"
     raise ConfigError(f"{found}; free are {in_words(free) or 'none of these'}.", where="--replicas")
 
 
 def _how(rank: RayRank, error: Exception) -> str:
-    """How a rank ended, by what a call of it raised."""
-    return f"died {rank.on_node}" if rank.place is not None else f"cannot be started: {_cause(error)}"
+    """How a rank ended, from the error of a call."""
+    return f"died {rank.on_node}" if rank.host is not None else f"cannot be started: {_cause(error)}"
 
 
 def _cause(error: Exception) -> str:
-    """The last line of what Ray says, which names the error of an actor that could not be made."""
+    """The last line of Ray's message, which names the error of an actor that could not be made."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else first_line(error)

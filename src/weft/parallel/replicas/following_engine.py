@@ -1,27 +1,42 @@
-"""An engine over ranks whose layout follows the jobs: all ranks are closed, and others opened, where that pays.
+"""An engine over ranks whose layout follows the jobs: ranks are closed, and others opened, where that pays.
 
-Every job is saved at a step boundary and goes on from that checkpoint on the new ranks, as it does when it moves from
-one rank to another. The old ranks are closed first, because devices need not have room for both. Where the new ones
-cannot be loaded, ranks of the old layout are started again, so that no step is lost.
+Every job is saved at a step boundary and continues from that checkpoint on the new ranks, as in a move between two
+ranks. The old ranks are closed first, because devices need not have memory for both. If the new ones cannot be loaded,
+ranks of the old layout are started again, so no step is lost.
+
+When the set of jobs changes, a thread predicts the remaining time in the current layout and in others (`LayoutKeeper`);
+if `plan/replan` finds that another one pays, the run moves there. The first prediction rests on measurements of other
+jobs, so it is made again with the measured speed once these jobs have trained for as long as a move takes, and then
+less and less often. Any error in planning or moving leaves the jobs where they are.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor as Workers
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weft.data.dataset import JobData
 from weft.engine.events import LayoutDecided
+from weft.engine.timeline import TimelineRecorder
 from weft.errors import WeftError
-from weft.faults import point
 from weft.job_state import JobState
-from weft.parallel.replicas.layout_keeper import LayoutKeeper
+from weft.methods.registry import cost_ranks
 from weft.parallel.replicas.rank_group import RankGroup
+from weft.parallel.replicas.records import JobRecord
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
-from weft.plan.replan import Decision, MoveCost, Prediction
+from weft.plan.deploy.types import batch_samples
+from weft.plan.layout import Layout
+from weft.plan.replan import Decision, Forecaster, LayoutForecast, MoveCost, Prediction, RemainingJob, decide
 from weft.spec import JobSpec
+from weft.store.faults import point
 from weft.store.rank_dir import revoke_permit
+from weft.store.wall_clock import Activity
 
 
 class FollowingEngine(ReplicatedEngine):
@@ -34,26 +49,24 @@ class FollowingEngine(ReplicatedEngine):
         self._layouts = layouts
         self._load_s = time.monotonic() - begun_s
         self._job_s = 0.0
-        """To save one job or to make it, as far as that has been measured."""
+        """Measured seconds to save or make one job."""
 
     @property
     def cost(self) -> MoveCost:
-        """What a move would take now: as long as ranks took to load last, and jobs to be saved or made."""
+        """Cost of a move now: the last load time of ranks, and saving and making all jobs."""
         return MoveCost(self._job_s * len(self.jobs), self._load_s)
 
     def submit(self, spec: JobSpec, data: JobData, *, base_dir: Path | str = ".") -> None:
-        """Adds a job, and measures how long that takes."""
         begun_s = time.monotonic()
         super().submit(spec, data, base_dir=base_dir)
         self._job_s = max(self._job_s, time.monotonic() - begun_s)
 
     def close(self) -> None:
-        """Ends all ranks, and forecasts."""
         self._layouts.close()
         super().close()
 
-    def _place(self) -> None:
-        """Moves to another layout if one is decided on, then places jobs."""
+    def _assign_jobs(self) -> None:
+        """Moves to another layout if that was decided, then assigns jobs to ranks."""
         if self._ranks.loaded and not any(job.is_leaving for job in self.jobs.values()):
             self._layouts.watch(
                 [job for job in self.jobs.values() if job.wants_rank and job.step < job.num_steps], self.timeline
@@ -61,11 +74,11 @@ class FollowingEngine(ReplicatedEngine):
             if self._layouts.is_ready:
                 event = self._layouts.decide(list(self.jobs.values()), self.timeline, self.cost, self._move)
                 if event is not None:
-                    self._say(event)
-        super()._place()
+                    self._queue_event(event)
+        super()._assign_jobs()
 
     def _move(self, found: Decision) -> LayoutDecided:
-        """Takes all jobs to another layout, from their last step boundary on."""
+        """Moves all jobs to another layout, from their last step boundary on."""
         before, begun_s = str(self._layouts.layout), time.monotonic()
         planned = found.forecast.planned
         with self.timeline.span("move", before=before, layout=str(planned.layout), reason=found.reason) as span:
@@ -77,11 +90,11 @@ class FollowingEngine(ReplicatedEngine):
         self._is_stale = True
         seconds = time.monotonic() - begun_s
         if "failed" in span:
-            return self._layouts.kept(f"{planned.layout} could not be had: {span['failed']}", seconds)
+            return self._layouts.kept(f"{planned.layout} could not be loaded: {span['failed']}", seconds)
         return LayoutDecided(str(planned.layout), before, found.reason, seconds)
 
     def _release_all(self) -> None:
-        """Has every rank save its jobs and let go of them, and waits until all files are written."""
+        """Saves and releases all jobs on all ranks, and waits until their files are written."""
         begun_s = time.monotonic()
         released = [job for job in self.jobs.values() if job.rank is not None and not job.state.is_final]
         for job in released:
@@ -110,7 +123,7 @@ class FollowingEngine(ReplicatedEngine):
             raise
 
     def _open(self, wanted: Prediction) -> None:
-        """Starts ranks in a layout, and waits until they are loaded and write into the run directory."""
+        """Starts ranks in a layout, and waits until they are loaded and use the run directory."""
         begun_s = time.monotonic()
         left = [job.spec for job in self.jobs.values() if not job.state.is_final]
         ranks = self._layouts.open_ranks(wanted, left, self.limits.capacity)
@@ -122,3 +135,146 @@ class FollowingEngine(ReplicatedEngine):
             ranks.abandon()
             raise
         self._load_s = time.monotonic() - begun_s
+
+
+MOST_LENGTHS = 4096
+"""Samples of a job whose lengths are used, the longest among them."""
+OpenRanks = Callable[[Prediction, Sequence[JobSpec], int], RankGroup]
+"""Starts the ranks of a planned layout, for these jobs and this capacity."""
+
+
+class LayoutKeeper:
+    """Forecasts layouts after jobs have changed, and decides whether a run moves."""
+
+    def __init__(
+        self,
+        first: Prediction,
+        forecast: Forecaster,
+        open_ranks: OpenRanks,
+        *,
+        planned_for: Collection[str],
+        workers: Workers | None = None,
+    ) -> None:
+        """`planned_for`: jobs that the first layout was chosen for; `workers`: run the forecasts."""
+        self.now = first
+        """Planned layout of the run."""
+        self.open_ranks = open_ranks
+        self._forecast = forecast
+        self._workers = workers or ThreadPoolExecutor(1, "weft-layout")
+        self._names: frozenset[str] | None = None
+        """Jobs of the last forecast."""
+        self._pending: Future[LayoutForecast] | None = None
+        self._planned_for = frozenset(planned_for)
+        self._is_first = False
+        """True if the forecast is for the jobs that the layout was chosen for: it only serves for comparison with
+        measurements."""
+        self._is_reported = False
+        """True if the decision is an event even if nothing moves: once for each change."""
+        self._again_s: float | None = None
+        """Time of the next forecast for the same jobs, by `time.perf_counter`."""
+        self._waited_s = 0.0
+        """Seconds between their last two forecasts."""
+        self._known: tuple[Prediction, float] | None = None
+        """Prediction for the current layout, with the tokens of a step."""
+        self._since: tuple[list[tuple[JobRecord, int]], float] = ([], 0.0)
+        """Trained tokens of each job when counting began, and seconds of computing."""
+        self.pace = 1.0
+        """Measured seconds per predicted second."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.now.layout
+
+    @property
+    def is_ready(self) -> bool:
+        """True if a forecast is done."""
+        return self._pending is not None and self._pending.done()
+
+    @property
+    def _is_due(self) -> bool:
+        return self._pending is None and self._again_s is not None and time.perf_counter() >= self._again_s
+
+    def watch(self, jobs: Sequence[JobRecord], timeline: TimelineRecorder) -> None:
+        """Starts a forecast for these jobs, if they have changed or the last one is old."""
+        names = frozenset(job.name for job in jobs)
+        has_changed = names != self._names
+        if not names or not (has_changed or self._is_due):
+            return
+        self._note_pace(timeline)
+        self._is_first = self._names is None and names == self._planned_for
+        self._is_reported = has_changed and not self._is_first
+        if has_changed:
+            self._waited_s = 0.0
+        self._names, self._known, self._again_s = names, None, None
+        left = [(job, job.num_steps - job.step) for job in jobs]
+        self._pending = self._workers.submit(lambda: self._forecast([_remaining(*own) for own in left], self.layout))
+
+    def decide(
+        self,
+        jobs: Sequence[JobRecord],
+        timeline: TimelineRecorder,
+        cost: MoveCost,
+        move: Callable[[Decision], LayoutDecided],
+    ) -> LayoutDecided | None:
+        """Decides by a finished forecast, and calls `move` if the run moves; returns the event, if any.
+
+        `jobs`: all of the run; `cost`: of a move.
+        """
+        assert self._pending is not None, "a forecast is ready"
+        pending, self._pending = self._pending, None
+        error = pending.exception()
+        if error is not None:
+            event = self.kept(f"another one could not be planned: {error}")
+        else:
+            forecast = pending.result()
+            found = decide(self.layout, forecast, self.pace, cost)
+            event = self.kept(found.reason)
+            if found.moves and not self._is_first:
+                event = move(found)
+            if event.has_moved:
+                self.now = forecast.planned
+            now = forecast.planned if event.has_moved else forecast.now
+            self._known = None if now is None else (now, forecast.step_tokens)
+            if not (found.moves or self._is_first) and found.planned != self.layout:
+                self._waited_s = max(found.cost.seconds, 2 * self._waited_s)
+                self._again_s = time.perf_counter() + self._waited_s
+        alive = [job for job in jobs if job.name in (self._names or ())]
+        self._since = ([(job, job.num_tokens) for job in alive], _computing_s(timeline))
+        return event if self._is_reported or event.has_moved else None
+
+    def kept(self, reason: str, seconds: float = 0.0) -> LayoutDecided:
+        """The event of a layout that is kept."""
+        return LayoutDecided(str(self.layout), str(self.layout), reason, seconds)
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _note_pace(self, timeline: TimelineRecorder) -> None:
+        """Compares measurements since the last forecast with its prediction."""
+        if self._known is None:
+            return
+        prediction, step_tokens = self._known
+        before, begun_s = self._since
+        tokens = sum(job.num_tokens - then for job, then in before)
+        seconds = _computing_s(timeline) - begun_s
+        if tokens > 0 and seconds > 0:
+            self.pace = (seconds / tokens) / (prediction.step_s / step_tokens)
+
+
+def _computing_s(timeline: TimelineRecorder) -> float:
+    return timeline.wall.split().seconds(Activity.COMPUTING)
+
+
+def _remaining(job: JobRecord, num_steps: int) -> RemainingJob:
+    """A job for the planner; runs beside training, so it reads nothing that changes."""
+    spec, data = job.spec, job.data.train
+    lengths = np.sort(data.samples.lengths)
+    chosen = np.linspace(0, len(lengths) - 1, min(len(lengths), MOST_LENGTHS)).round().astype(int)
+    return RemainingJob(
+        job.name,
+        batch_size=batch_samples(spec.batch_size, data.num_groups, len(lengths)),
+        lengths=(*lengths[chosen].tolist(), job.longest),
+        rank=cost_ranks(spec.adapter).widest,
+        num_steps=num_steps,
+        is_any_order=spec.gradient_sum == "any_order",
+    )

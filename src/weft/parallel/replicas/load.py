@@ -9,13 +9,12 @@ from functools import partial
 from typing import TypeVar
 
 from weft.model.source import load_tokenizer
-from weft.parallel.replicas.following_engine import FollowingEngine
-from weft.parallel.replicas.layout_keeper import LayoutKeeper
+from weft.parallel.replicas.following_engine import FollowingEngine, LayoutKeeper
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.parallel.replicas.steered_engine import SweepReplicas
 from weft.spec import RunSpec
-from weft.wall_clock import Activity, WallClock
+from weft.store.wall_clock import Activity, WallClock
 
 RunT = TypeVar("RunT", bound=RunSpec)
 EngineT = TypeVar("EngineT", bound=ReplicatedEngine)
@@ -28,34 +27,23 @@ def load_replicated(
     clock: datetime.datetime,
     wall: WallClock | None = None,
     notes: tuple[str, ...] = (),
+    layouts: LayoutKeeper | None = None,
 ) -> tuple[RunT, ReplicatedEngine, tuple[str, ...]]:
-    """An engine over ranks with a run's settings and without jobs, and what is worth telling; `notes`: besides.
+    """An engine over ranks with a run's settings and without jobs, and notes for the user; `layouts`: its layout
+    follows the jobs.
 
-    The run comes back with a number where its capacity is `auto`, so that all that follows agrees on it.
+    In the returned run a capacity of `auto` is a number, so that all that follows agrees on it.
     """
-    spec, engine, told = _load(ReplicatedEngine, spec, ranks, clock, wall)
-    return spec, engine, (*notes, *told)
+    kind = ReplicatedEngine if layouts is None else partial(FollowingEngine, layouts=layouts)
+    spec, engine, found = _load(kind, spec, ranks, clock, wall)
+    return spec, engine, (*notes, *found)
 
 
 def load_steered(
     spec: RunT, ranks: RankGroup, *, clock: datetime.datetime, wall: WallClock | None = None
 ) -> tuple[RunT, SweepReplicas, tuple[str, ...]]:
-    """The same for jobs that are steered while they train, such as the trials of a sweep."""
+    """The same for jobs that are controlled while they train, such as the trials of a sweep."""
     return _load(SweepReplicas, spec, ranks, clock, wall)
-
-
-def load_following(
-    spec: RunT,
-    ranks: RankGroup,
-    layouts: LayoutKeeper,
-    *,
-    clock: datetime.datetime,
-    wall: WallClock | None = None,
-    notes: tuple[str, ...] = (),
-) -> tuple[RunT, ReplicatedEngine, tuple[str, ...]]:
-    """The same in a layout that follows the jobs."""
-    spec, engine, told = _load(partial(FollowingEngine, layouts=layouts), spec, ranks, clock, wall)
-    return spec, engine, (*notes, *told)
 
 
 def _load(

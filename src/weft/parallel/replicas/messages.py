@@ -1,8 +1,8 @@
-"""What a controller tells its ranks, and what they tell it: plain values that cross a connection.
+"""Messages between a controller and its ranks: plain values that cross a connection.
 
-A rank is a process with one replica of the backbone and an engine on it. It plans and executes by itself; what crosses
-the connection is which jobs it has and what happened to them. So nothing in a step waits for the controller. Importing
-this brings no torch, so that ranks can be started first and import theirs meanwhile.
+A rank is a process with one replica of the backbone and an engine on it. It plans and executes by itself; only its jobs
+and their events cross the connection, so no step waits for the controller. This module does not import torch, so that
+ranks can be started first and import it meanwhile.
 """
 
 from __future__ import annotations
@@ -16,53 +16,54 @@ from typing import TYPE_CHECKING, Any
 from weft.engine.events import Event
 from weft.errors import ConfigError, StorageError
 from weft.job_state import Reason
-from weft.parallel.replicas.questions import Question
 from weft.plan.admit import Budget
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity
 from weft.store.owner import Owner
 
 if TYPE_CHECKING:
+    from weft.data.load import Prompt
+    from weft.engine.engine import Engine
     from weft.engine.execute.protocol import ReplicaFacts
+    from weft.engine.inference.generate import Decoding
     from weft.parallel.stages.load_stages import StageLayout
 
 ALIVE_S = 1.0
 """Seconds from one sign of life of a rank to the next."""
 SEND_S = 0.05
-"""Steps and microbatches are told together, at most so much late."""
+"""Longest delay of steps and microbatches, which are reported together."""
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """How ranks set up their replicas."""
+    """Set-up of ranks."""
 
     backbone: BackboneSpec
     capacity: Capacity
     longest: int
-    """Tokens of the longest sample that any job may have, wherever it is placed."""
+    """Tokens of the longest sample that any job may have, on any rank."""
     planner: str
     adapters: tuple[AdapterSpec, ...]
-    """Of the jobs to come."""
+    """Adapters of the jobs to come."""
     have_any_order: bool = False
-    """True if some of them have order-independent sums."""
     max_jobs: int | None = None
-    """Most that train here at a time."""
+    """Most jobs that train here at a time."""
     memory_limit: float | str | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     layouts: Sequence[StageLayout | None] = ()
-    """How the replica of each rank is divided, by the rank's number; None, or none at all: it is on one device."""
+    """Division of each rank's replica, by rank; None, or empty: it is on one device."""
     is_controlled: bool = False
-    """Whoever hears of an evaluation may decide something before its job goes on: the rank stands still until then."""
+    """True: after an evaluation the rank waits for `ContinueJob`, because the controller may decide on it."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Something that a rank is asked to do."""
+    """Request to a rank."""
 
 
 @dataclass(frozen=True)
 class SetUp(Command):
-    """Which of the ranks a process is, and how it sets itself up; the first thing it is told."""
+    """Index and set-up of a rank; its first command."""
 
     index: int
     order: RankOrder
@@ -70,64 +71,64 @@ class SetUp(Command):
 
 @dataclass(frozen=True)
 class RefuseRank(Command):
-    """The process cannot be a rank of this run; said instead of `SetUp`."""
+    """Sent instead of `SetUp` to a process that cannot be a rank of this run."""
 
     error: ConfigError
 
 
 @dataclass(frozen=True)
 class OpenDirectory(Command):
-    """From now on jobs are kept in this run directory, which the controller owns; answered by `DirectoryOpened`."""
+    """Keeps jobs in this run directory, which the controller owns; answered by `DirectoryOpened`."""
 
     path: Path
     owner: Owner
     permit: Path
-    """The rank may write there as long as this file is there."""
+    """The rank may write there while this file exists."""
 
 
 @dataclass(frozen=True)
 class JobOrder:
-    """A job and where its data is."""
+    """A job and the directory of its data."""
 
     spec: JobSpec
     base_dir: Path
     clock: datetime.datetime | None = None
-    """What time it is for its chat templates."""
+    """Time for its chat templates."""
 
 
 @dataclass(frozen=True)
 class CheckJob(Command):
-    """Says whether a job fits, without training it; answered by `JobChecked`."""
+    """Checks whether a job fits, without training it; answered by `JobChecked`."""
 
     order: JobOrder
 
 
 @dataclass(frozen=True)
 class TrainJob(Command):
-    """Trains a job, from its last checkpoint if it has one."""
+    """Trains a job, from its last checkpoint if any."""
 
     order: JobOrder
     hold_step: int | None = None
-    """It takes no step beyond this one for now."""
+    """Step at which it stops for now."""
 
 
 @dataclass(frozen=True)
 class ReleaseJob(Command):
-    """Saves a job at its next step boundary and lets go of it: `JobReleased`, unless it ends or is paused first."""
+    """Saves a job at its next step boundary and drops it: `JobReleased`, unless it ends or is paused first."""
 
     job: str
 
 
 @dataclass(frozen=True)
 class CancelJob(Command):
-    """Takes a job off for good."""
+    """Cancels a job."""
 
     job: str
 
 
 @dataclass(frozen=True)
 class HoldJob(Command):
-    """Lets a job take no step beyond this one for now."""
+    """Stops a job at this step for now."""
 
     job: str
     step: int
@@ -135,32 +136,32 @@ class HoldJob(Command):
 
 @dataclass(frozen=True)
 class ForgetJob(Command):
-    """Lets go of a job that has ended; nobody asks about it any more."""
+    """Drops a job that has ended."""
 
     job: str
 
 
 @dataclass(frozen=True)
 class JobQuery(Command):
-    """Asks something of a job once it has come to a step here; answered by `QueryResult`, unless it leaves before."""
+    """A question about a job once it reaches a step here; answered by `QueryResult`, unless it leaves before."""
 
     job: str
     question: Question
     step: int
     is_ended: bool = False
-    """It has ended, so it is asked after its end, wherever it comes to that once more."""
+    """True if it has ended: answered after its end, wherever it reaches that again."""
 
 
 @dataclass(frozen=True)
 class CheckAdapter(Command):
-    """Says whether the backbone can have such an adapter; answered by `AdapterChecked`."""
+    """Checks whether the backbone can have such an adapter; answered by `AdapterChecked`."""
 
     adapter: AdapterSpec
 
 
 @dataclass(frozen=True)
 class ContinueJob(Command):
-    """The evaluation of a job after a step has been heard; a rank that stands still because of it goes on."""
+    """The controller has processed the evaluation of a job after a step; a rank that waits for this continues."""
 
     job: str
     step: int
@@ -168,22 +169,22 @@ class ContinueJob(Command):
 
 @dataclass(frozen=True)
 class StopJobs(Command):
-    """Saves all jobs where they stand; they are paused then."""
+    """Saves and pauses all jobs."""
 
 
 @dataclass(frozen=True)
 class EndRank(Command):
-    """There is nothing more to do."""
+    """Ends the rank."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Something that a rank tells."""
+    """Message from a rank."""
 
 
 @dataclass(frozen=True)
 class RankJoined(Report):
-    """A process that would like to be a rank; the first thing it tells."""
+    """A process that can be a rank; its first report."""
 
     host: str
     pid: int
@@ -197,49 +198,50 @@ class RankReady(Report):
     facts: ReplicaFacts
     capacity: int
     budget: Budget
-    """What jobs may take here together."""
+    """Memory for jobs here."""
     weights: str | None
-    """A digest of some of the frozen weights; None where no process of the rank has all of them."""
+    """Digest of some of the frozen weights; None where no process of the rank has all of them."""
     speed: float = 1.0
-    """Predicted tokens a second, where replicas are divided in different ways; compared with other ranks' alone."""
+    """Predicted tokens per second, where replicas are divided differently; only for comparison between ranks."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DirectoryOpened(Report):
-    """The rank writes into the run directory from now on, or cannot."""
+    """The rank uses the run directory, or the reason why it cannot."""
 
     error: StorageError | None = None
 
 
 @dataclass(frozen=True)
 class RankAlive(Report):
-    """Nothing has happened, but the process runs."""
+    """Sign of life."""
 
 
 @dataclass(frozen=True)
 class RankFailed(Report):
-    """The process ends because of this."""
+    """Error that ends the process."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class JobChecked(Report):
-    """What is known of a job that was only checked."""
+    """Result of `CheckJob`."""
 
     job: str
     num_parameters: int = 0
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """`JobProgress.inputs`."""
     num_bytes: int = 0
-    """That it takes on a device, with its optimizer and its reference."""
+    """Bytes on a device, with optimizer and reference."""
     notes: tuple[str, ...] = ()
     error: Exception | None = None
-    """Why it cannot be trained."""
 
 
 @dataclass(frozen=True)
 class JobReleased(Report):
-    """The job is saved and this rank has forgotten it."""
+    """The job is saved and this rank has dropped it."""
 
     job: str
     step: int
@@ -247,7 +249,7 @@ class JobReleased(Report):
 
 @dataclass(frozen=True)
 class JobRefused(Report):
-    """The job cannot be trained after all, although it could when it was checked."""
+    """The job cannot be trained after all, although its check passed."""
 
     job: str
     reason: Reason
@@ -255,38 +257,37 @@ class JobRefused(Report):
 
 @dataclass(frozen=True)
 class QueryResult(Report):
-    """What was asked of a job, where it stood then."""
+    """Answer about a job at this step."""
 
     job: str
     step: int
     num_tokens: int
     answer: Any = None
     error: Exception | None = None
-    """Why there is no answer."""
 
 
 @dataclass(frozen=True)
 class AdapterChecked(Report):
-    """Whether the backbone can have an adapter."""
+    """Result of `CheckAdapter`."""
 
     error: Exception | None = None
 
 
 @dataclass(frozen=True)
 class JobView:
-    """How a job stood when something was told of it."""
+    """State of a job when its event was sent."""
 
     step: int
     num_tokens: int
     may_end: bool
-    """What its last step leaves to do is not all done, and may end it."""
+    """True if work due after its last step may end it."""
     has_best: bool
-    """The weights of its best evaluation are kept."""
+    """True if the weights of its best evaluation are kept."""
 
 
 @dataclass(frozen=True)
 class RankEvent:
-    """Something that happened, and how its job stood then; None if it has no job, or the controller says so itself."""
+    """An event and its job's state then; None without a job, or if the controller made the event."""
 
     event: Event
     view: JobView | None = None
@@ -294,14 +295,50 @@ class RankEvent:
 
 @dataclass(frozen=True)
 class EventBatch(Report):
-    """What happened, in order."""
+    """Events in order."""
 
     events: tuple[RankEvent, ...]
 
 
 @dataclass(frozen=True)
 class RankIdle(Report):
-    """No job here can go on, and all files are written."""
+    """No job here can continue, and all files are written."""
 
     num_applied: int
-    """Commands it has obeyed so far: with more under way, it is not idle for long."""
+    """Commands applied so far: with more on the way it is not idle for long."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a job; the base class only returns its progress."""
+
+
+@dataclass(frozen=True)
+class ScoreQuery(Question):
+    """Scores on its evaluation data."""
+
+
+@dataclass(frozen=True)
+class AnswerQuery(Question):
+    """Answers to prompts."""
+
+    prompts: Sequence[Prompt]
+    decoding: Decoding
+
+
+@dataclass(frozen=True)
+class AdapterQuery(Question):
+    """Its adapter, written to a directory that all processes see."""
+
+    directory: Path
+
+
+def answer_to(question: Question, engine: Engine, job: str) -> Any:
+    match question:
+        case ScoreQuery():
+            return engine.evaluate(job)
+        case AnswerQuery(prompts, decoding):
+            return engine.answer(job, prompts, decoding)
+        case AdapterQuery(directory):
+            engine.export_adapter(job, directory)
+    return None

@@ -1,7 +1,7 @@
-"""A rank: one replica of the backbone in a process of its own, with an engine that does what a controller asks.
+"""A rank: one replica of the backbone in a process of its own, with an engine that applies a controller's commands.
 
-Between two events of its engine it looks for commands. When the controller is gone it ends at once: what is on disk is
-whole, and whoever comes next goes on from there.
+Between two events of its engine it reads commands. When the controller is gone it exits at once: what is on disk is
+whole, and the next process continues from there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, JobEnded, JobEvent, JobPaused, MicrobatchDone, StepDone
 from weft.engine.execute.local import executor_on
 from weft.engine.execute.memory import COMPILING, ExpectedJobs, load_within
-from weft.engine.execute.protocol import Executor, ReplicaFaultError, ReplicaMemoryError
+from weft.engine.execute.protocol import Executor, Replica, ReplicaFaultError, ReplicaMemoryError
 from weft.errors import StorageError, WeftError
 from weft.job_state import JobState, Reason
+from weft.model.model_part import weight_sample
 from weft.model.resolve import ResolvedModel, resolve
-from weft.model.weight_sample import weight_sample
-from weft.parallel.load_staged import stage_planner
-from weft.parallel.replicas.controller_link import ControllerLink, RankConnection
+from weft.parallel.replicas.connections import ControllerLink, RankConnection
 from weft.parallel.replicas.messages import (
     SEND_S,
     AdapterChecked,
@@ -55,42 +54,42 @@ from weft.parallel.replicas.messages import (
     SetUp,
     StopJobs,
     TrainJob,
+    answer_to,
 )
-from weft.parallel.replicas.questions import answer_to
-from weft.parallel.stages.load_stages import StageLayout, load_stages, stage_cost
-from weft.plan.cost.rows import choose_capacity
+from weft.parallel.stages.load_stages import StageLayout, load_stages, stage_cost, stage_planner
+from weft.plan.cost.shape import choose_capacity
 from weft.plan.cost.types import slot_seconds
 from weft.plan.layout import Layout
 from weft.plan.pack import planner_named
-from weft.plan.program import Planner
+from weft.plan.planner import Planner
 from weft.spec import AdapterSpec
 from weft.store.rank_dir import RankDirectory
-from weft.store.run_record import library_versions
+from weft.store.run_dir import library_versions
 
 
 def run_rank(connection: RankConnection) -> None:
-    """Serves a controller until that ends, or has no more to do; ConfigError if it wants other ranks than this one."""
+    """Serves a controller until it ends or ends the rank; ConfigError if it refuses this rank."""
     link = ControllerLink(connection)
     try:
-        link.tell(RankJoined(socket.gethostname(), os.getpid(), library_versions()))
-        told = connection.recv()
-        if isinstance(told, SetUp):
+        link.send(RankJoined(socket.gethostname(), os.getpid(), library_versions()))
+        first = connection.recv()
+        if isinstance(first, SetUp):
             link.keep_alive()
-            rank = Rank(link, told.order, told.index)
+            rank = Rank(link, first.order, first.index)
             rank.serve()
             rank.close()
     except (EOFError, ConnectionError):
-        # The controller is gone. Threads may be writing; what they write appears whole or not at all.
+        # The controller is gone. Threads may be writing; files appear whole or not at all.
         os._exit(1)
     except Exception as error:
-        link.tell(RankFailed(_tellable(error)))
+        link.send(RankFailed(_sendable(error)))
         raise
-    if isinstance(told, RefuseRank):
-        raise told.error
+    if isinstance(first, RefuseRank):
+        raise first.error
 
 
-def _tellable(error: Exception) -> Exception:
-    """An error as it can cross a connection, whoever raised it."""
+def _sendable(error: Exception) -> Exception:
+    """An error that can cross a connection."""
     return error if isinstance(error, WeftError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -113,73 +112,72 @@ class Rank:
             tenant_weights=order.tenant_weights,
         )
         self._releasing: set[str] = set()
-        """Jobs that are let go of as soon as they are paused."""
-        self._untold: list[RankEvent] = []
-        self._told_s = time.perf_counter()
+        """Jobs that are dropped as soon as they are paused."""
+        self._unsent: list[RankEvent] = []
+        self._sent_s = time.perf_counter()
         self._is_steered = order.is_controlled
-        self._unheard: tuple[str, int] | None = None
-        """The job and the step of an evaluation that nobody has heard of yet."""
-        self._asked: list[JobQuery] = []
-        """What jobs cannot be asked yet."""
+        self._awaited_eval: tuple[str, int] | None = None
+        """Job and step of an evaluation that the controller has not confirmed."""
+        self._queries: list[JobQuery] = []
+        """Queries that cannot be answered yet."""
         self._is_over = False
         self._num_applied = 0
         budget = self.engine.budget(order.adapters)
         facts, capacity = self.engine.executor.facts, self.engine.limits.capacity
         speed = _speed(order, model, facts.layout, self.engine.row_tile, capacity)
-        link.tell(RankReady(facts, capacity, budget, weights, speed, notes))
+        link.send(RankReady(facts, capacity, budget, weights, speed, notes))
 
     def serve(self) -> None:
-        """Trains and obeys until told that it is over."""
+        """Trains and applies commands until the end."""
         while not self._is_over:
-            self._obey(self._link.connection.recv())
+            self._apply(self._link.connection.recv())
             while not self._is_over and self._link.connection.poll():
-                self._obey(self._link.connection.recv())
+                self._apply(self._link.connection.recv())
             num_applied = -1
             while not self._is_over and num_applied != self._num_applied:
-                # Again after a command that came when no job could go on any more and only files were being written.
+                # Again after a command that arrived while only files were still being written.
                 num_applied = self._num_applied
                 self._train_jobs()
             if self._is_over:
                 break
             self.engine.finish_files()
-            self._tell()
-            self._link.tell(RankIdle(self._num_applied))
+            self._send_events()
+            self._link.send(RankIdle(self._num_applied))
 
     def _train_jobs(self) -> None:
-        """Trains until no job can go on, and obeys between two events."""
+        """Trains until no job can continue, and applies commands between two events."""
         for event in self.engine.events():
-            self._hear(event)
-            while not self._is_over and (self._unheard is not None or self._link.connection.poll()):
-                self._obey(self._link.connection.recv())
+            self._report(event)
+            while not self._is_over and (self._awaited_eval is not None or self._link.connection.poll()):
+                self._apply(self._link.connection.recv())
             if self._is_over:
                 return
 
     def close(self) -> None:
-        """Lets go of the run directory, with all files written, and of the replica."""
         self.engine.finish_files()
         self.engine.close()
         if self._directory is not None:
             self._directory.close()
 
-    def _hear(self, event: Event) -> None:
-        """Tells what happened, together with what follows soon unless it matters at once."""
+    def _report(self, event: Event) -> None:
+        """Sends an event, together with those that follow soon unless it is urgent."""
         if isinstance(event, JobPaused) and event.job in self._releasing:
             self._releasing.discard(event.job)
             if event.reason is None:
                 self.engine.forget(event.job)
-                self._asked = [asked for asked in self._asked if asked.job != event.job]
-                self._tell()
-                self._link.tell(JobReleased(event.job, event.step))
+                self._queries = [query for query in self._queries if query.job != event.job]
+                self._send_events()
+                self._link.send(JobReleased(event.job, event.step))
                 return
-            # It could not be saved, or the whole run stops: it stays here, paused.
+            # It could not be saved, or the run is stopping: it stays here, paused.
         if isinstance(event, JobEnded):
             self._releasing.discard(event.job)
         if isinstance(event, EvalDone) and self._is_steered:
-            self._unheard = event.job, event.step
-        self._untold.append(RankEvent(event, self._view(event)))
-        is_old = time.perf_counter() - self._told_s > SEND_S
+            self._awaited_eval = event.job, event.step
+        self._unsent.append(RankEvent(event, self._view(event)))
+        is_old = time.perf_counter() - self._sent_s > SEND_S
         if is_old or not isinstance(event, StepDone | MicrobatchDone):
-            self._tell()
+            self._send_events()
         self._answer_all()
 
     def _view(self, event: Event) -> JobView | None:
@@ -187,38 +185,38 @@ class Rank:
         return None if job is None else JobView(job.step, job.num_tokens, job.may_end, job.has_best)
 
     def _answer_all(self) -> None:
-        """Answers what can be answered by now, after everything that has been told."""
-        for asked in list(self._asked):
-            job = self.engine.jobs.get(asked.job)
-            has_come = job is not None and job.status.has_started and job.step >= asked.step and not asked.is_ended
+        """Answers queries that can be answered, after all earlier events."""
+        for query in list(self._queries):
+            job = self.engine.jobs.get(query.job)
+            has_come = job is not None and job.status.has_started and job.step >= query.step and not query.is_ended
             if job is None or not (has_come or job.state.is_final):
                 continue
-            self._asked.remove(asked)
+            self._queries.remove(query)
             answer, failure = None, None
             try:
-                answer = answer_to(asked.question, self.engine, asked.job)
+                answer = answer_to(query.question, self.engine, query.job)
             except (WeftError, ReplicaMemoryError) as error:
                 failure = error
-            self._tell()
-            self._link.tell(QueryResult(asked.job, job.step, job.num_tokens, answer, failure))
+            self._send_events()
+            self._link.send(QueryResult(query.job, job.step, job.num_tokens, answer, failure))
 
-    def _tell(self) -> None:
-        if self._untold:
-            self._link.tell(EventBatch(tuple(self._untold)))
-        self._untold, self._told_s = [], time.perf_counter()
+    def _send_events(self) -> None:
+        if self._unsent:
+            self._link.send(EventBatch(tuple(self._unsent)))
+        self._unsent, self._sent_s = [], time.perf_counter()
 
-    def _obey(self, command: Command) -> None:
+    def _apply(self, command: Command) -> None:
         engine = self.engine
         self._num_applied += 1
         match command:
             case OpenDirectory():
-                self._link.tell(DirectoryOpened(self._open(command)))
+                self._link.send(DirectoryOpened(self._open(command)))
             case CheckJob(order):
-                self._link.tell(self._checked(order))
+                self._link.send(self._checked(order))
             case TrainJob(order, hold_step):
                 self._train(order, hold_step)
             case ReleaseJob(job):
-                # One that has ended in the meantime has said so.
+                # One that has ended meanwhile has reported it.
                 if job in engine.jobs and engine.jobs[job].is_alive and engine.jobs[job].state is not JobState.PAUSED:
                     self._releasing.add(job)
                     engine.pause(job)
@@ -232,13 +230,13 @@ class Rank:
                 if job in engine.jobs:
                     engine.forget(job)
             case JobQuery():
-                self._asked.append(command)
+                self._queries.append(command)
                 self._answer_all()
             case CheckAdapter(adapter):
-                self._link.tell(AdapterChecked(self._flaw(adapter)))
+                self._link.send(AdapterChecked(self._flaw(adapter)))
             case ContinueJob(job, step):
-                if self._unheard == (job, step):
-                    self._unheard = None
+                if self._awaited_eval == (job, step):
+                    self._awaited_eval = None
             case StopJobs():
                 engine.stop()
             case EndRank():
@@ -247,7 +245,7 @@ class Rank:
                 raise AssertionError(f"no rank knows {command}")
 
     def _open(self, command: OpenDirectory) -> StorageError | None:
-        """Keeps jobs in the run directory; returns what is in the way of that."""
+        """Keeps jobs in the run directory; returns the error, if any."""
         try:
             self._directory = RankDirectory(command.path, self._index, command.owner, command.permit)
         except StorageError as error:
@@ -269,22 +267,22 @@ class Rank:
         except ReplicaFaultError:
             raise
         except Exception as error:
-            return JobChecked(name, error=_tellable(error))
-        return JobChecked(name, job.num_parameters, self.engine.bytes_of(job), job.notes)
+            return JobChecked(name, error=_sendable(error))
+        return JobChecked(name, job.num_parameters, job.inputs, self.engine.bytes_of(job), job.notes)
 
     def _train(self, order: JobOrder, hold_step: int | None) -> None:
         name = order.spec.name
         if name in self.engine.jobs:
-            # It ended here before, or was given up: the files know how far it came.
+            # It ended here before: its files have its progress.
             self.engine.forget(name)
         try:
             self.engine.submit(order.spec, self._data(order), base_dir=order.base_dir)
         except ReplicaFaultError:
             raise
         except Exception as error:
-            # Such as data that has changed since the job was checked: that is no reason to end the others.
+            # Such as data that changed after the check: other jobs continue.
             reason = Reason.of(error) if isinstance(error, WeftError) else Reason.of_bug(error)
-            self._link.tell(JobRefused(name, reason))
+            self._link.send(JobRefused(name, reason))
             return
         if hold_step is not None:
             self.engine.hold(name, hold_step)
@@ -297,7 +295,7 @@ class Rank:
 def _open_replica(
     order: RankOrder, model: ResolvedModel, layout: StageLayout | None
 ) -> tuple[Executor, str | None, tuple[str, ...]]:
-    """A rank's replica, or replicas; a digest of its weights if it has all of them, and what is worth telling."""
+    """A rank's replicas; a digest of its weights if it has all of them, and notes for the user."""
     expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters), order.have_any_order)
     if layout is None:
         backbone, notes = load_within(model, order.memory_limit, expected)
@@ -306,15 +304,15 @@ def _open_replica(
     return staged, None, (COMPILING,) if staged.is_compiling else ()
 
 
-def _planner(order: RankOrder, model: ResolvedModel, layout: StageLayout | None, executor: Executor) -> Planner:
+def _planner(order: RankOrder, model: ResolvedModel, layout: StageLayout | None, replica: Replica) -> Planner:
     if layout is None:
         return planner_named(order.planner)
-    capacity = choose_capacity(order.capacity, executor.facts.device_kind, order.longest)
-    return stage_planner(model, order.planner, layout, executor.row_tile(capacity))
+    capacity = choose_capacity(order.capacity, replica.facts.device_kind, order.longest)
+    return stage_planner(model, order.planner, layout, replica.row_tile(capacity))
 
 
 def _speed(order: RankOrder, model: ResolvedModel, layout: Layout, row_tile: int, capacity: int) -> float:
-    """Tokens that a rank is predicted to train in a second; 1 where all are alike."""
+    """Predicted tokens per second of a rank; 1 where all are alike."""
     if len({str(own) for own in order.layouts}) < 2:
         return 1.0
     found = 0.0

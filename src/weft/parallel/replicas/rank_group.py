@@ -9,43 +9,44 @@ from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 from weft.engine.execute.protocol import ReplicaFaultError
+from weft.engine.jobs.same_inputs import MODEL_FILES
 from weft.errors import ConfigError, JobError
-from weft.parallel.replicas.known_rank import RankRecord
+from weft.parallel.replicas.connections import RankEnded, Ranks
 from weft.parallel.replicas.messages import Command, RankFailed, RankIdle, RankReady, Report
-from weft.parallel.replicas.rank_link import RankEnded, Ranks
+from weft.parallel.replicas.records import RankRecord
 from weft.plan.layout import Layout
 
 SILENT_S = 30.0
-"""A rank that gives no sign of life for so long is ended and replaced."""
+"""Seconds without a sign of life after which a rank is ended and replaced."""
 JOIN_S = 300.0
-"""The same before it has joined: it imports libraries, perhaps over a network, or somebody has to start it."""
+"""The same before it has joined: it imports libraries, perhaps over a network, or a user has to start it."""
 MAX_RESTARTS = 3
-"""So often a rank is started anew without having saved anything in between."""
+"""Most restarts of a rank without a checkpoint in between."""
 LOOK_S = 0.5
-"""Seconds between two looks at who is silent."""
+"""Seconds between two checks for silent ranks."""
 AnswerT = TypeVar("AnswerT", bound=Report)
 
 
 class ReplicasLostError(JobError, ReplicaFaultError):
-    """All ranks are gone, and none can be started: no job is to blame, and each goes on from its last checkpoint."""
+    """All ranks are gone, and none can be started; every job continues from its last checkpoint."""
 
 
 class RankGroup:
-    """Ranks that hold replicas of the same backbone; what each of them tells comes out in order."""
+    """Ranks with replicas of the same backbone; yields their reports in order."""
 
     def __init__(self, ranks: Ranks, number: int, *, silent_s: float = SILENT_S) -> None:
-        """Starts so many; `await_all` waits until they are loaded. One that is silent for `silent_s` is ended."""
+        """Starts the ranks; `await_all` waits until they are loaded. A rank silent for `silent_s` is ended."""
         self.last_end = ""
-        """How the last rank that ended did so."""
+        """How the last rank to end did so."""
         self.notes: tuple[str, ...] = ()
-        """What is worth telling of any of them."""
+        """Notes of all ranks."""
         self._pool = ranks
         self._silent_s = silent_s
         self._looked_s = time.monotonic()
         self._first: RankReady | None = None
-        """What the first that was loaded said; all others must be like it."""
+        """Report of the first loaded rank; all others must equal it."""
         self._layouts: dict[int, Layout] = {}
-        """What each rank that was loaded said of its replica, or replicas."""
+        """Layout of each loaded rank."""
         self._ranks = {index: RankRecord(ranks.start(index)) for index in range(number)}
 
     def __len__(self) -> int:
@@ -62,56 +63,52 @@ class RankGroup:
 
     @property
     def first(self) -> RankReady:
-        """What all that are loaded have in common."""
         assert self._first is not None, "none is loaded yet"
         return self._first
 
     @property
     def layout(self) -> Layout:
-        """That of all ranks together."""
         return Layout(tuple(replica for _, own in sorted(self._layouts.items()) for replica in own.replicas))
 
     @property
     def first_bands(self) -> dict[int, int]:
-        """In a timeline of all ranks, the number of each rank's first band."""
+        """Number of each rank's first band in a timeline of all ranks."""
         sizes = [(index, len(own.stage_names)) for index, own in sorted(self._layouts.items())]
         ends = itertools.accumulate(size for _, size in sizes)
         return {index: end - size for (index, size), end in zip(sizes, ends, strict=True)}
 
     @property
     def loaded(self) -> list[RankRecord]:
-        """Those that can be used."""
         return [rank for rank in self if rank.ready is not None]
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing that they have told is left to hear."""
+        """True if no report is waiting."""
         return self._pool.inbox.empty()
 
     def close(self) -> None:
-        """Ends all of them; what their jobs have not saved is lost."""
         for rank in self:
             if rank.ready is None:
-                # It has nothing to save, and would not hear that it is over before it is loaded.
+                # It has nothing to save, and receives no commands before it is loaded.
                 self._pool.kill(rank.process)
         self._pool.close()
 
     def abandon(self) -> None:
-        """Ends all of them at once: nothing is to be saved."""
+        """Ends all ranks at once; nothing is saved."""
         for rank in self:
             self._pool.kill(rank.process)
         self.close()
 
     def await_all(self) -> None:
-        """Until all replicas are loaded; what keeps one from it is raised, unless it may go better another time.
+        """Waits until all replicas are loaded; raises an error that a new attempt would not avoid.
 
-        For one that was lost meanwhile nobody waits while there are others: its machine may be gone for good.
+        A rank that was lost meanwhile is not waited for if there are others: its machine may be gone for good.
         """
         while not self.loaded or any(rank.ready is None and not rank.num_restarts for rank in self):
-            told = self.next_report()
-            if told is None:
+            received = self.next_report()
+            if received is None:
                 continue
-            rank, report = told
+            rank, report = received
             if isinstance(report, RankFailed):
                 raise report.error
             if isinstance(report, RankEnded):
@@ -121,15 +118,15 @@ class RankGroup:
                 raise JobError(f"{rank.failure or report.how}.", where=f"replica {rank.index}")
 
     def send(self, rank: RankRecord, command: Command) -> None:
-        """Tells a rank something; one that is still being loaded is told all it has to know once it is ready."""
+        """Sends a command; a rank that is still loading gets all it needs once it is ready."""
         if rank.ready is not None:
             rank.is_idle = False
             rank.process.send(command)
 
     def next_report(self) -> tuple[RankRecord, Report] | None:
-        """What a rank tells next, if it comes soon; whoever waits for something looks after the silent meanwhile.
+        """The next report, if it comes soon; silent ranks are ended meanwhile.
 
-        One that has been replaced is not heard any more. After a `RankEnded`, the rank is there until it is replaced.
+        Reports of a replaced rank are dropped. After `RankEnded` the rank stays until it is replaced.
         """
         self._end_silent()
         try:
@@ -149,21 +146,20 @@ class RankGroup:
         return rank, report
 
     def least_loaded(self, loads: Collection[int | None]) -> RankRecord | None:
-        """The loaded rank that comes least often among `loads`; None while none is loaded."""
+        """The loaded rank that occurs least often in `loads`; None while none is loaded."""
         if not self:
             raise self.none_left()
         counts = list(loads)
         return min(self.loaded, key=lambda rank: (counts.count(rank.index), rank.index), default=None)
 
     def give_up(self, rank: RankRecord, why: str) -> None:
-        """Ends a rank; `RankEnded` follows."""
         rank.is_ending, rank.failure = True, why
         self._pool.kill(rank.process)
 
     def replace(self, rank: RankRecord, how: str, *, is_wanted: bool) -> None:
-        """Another process takes the place of one that is gone, if it `is_wanted` and has not died too often.
+        """Starts another process for a rank that is gone, if `is_wanted` and it has not ended too often.
 
-        One that nobody has joined for long is waited for again only while others are there to train.
+        A rank that no process has joined for long is only waited for again while others are there to train.
         """
         self.last_end = how
         never_came = rank.is_ending and rank.process.connection is None
@@ -174,12 +170,11 @@ class RankGroup:
             del self._ranks[rank.index]
 
     def none_left(self) -> ReplicasLostError:
-        """What ends a run whose ranks all end again and again."""
         hint = "Every job goes on from its last checkpoint with --resume."
         return ReplicasLostError(f"no replica is left: the last one {self.last_end}.", hint=hint)
 
     def _note_ready(self, rank: RankRecord, ready: RankReady) -> Report:
-        """A rank is loaded; one that would give other bits than the others is ended."""
+        """Adds a loaded rank, or ends it if it would give other bits than the others."""
         self._first = self._first or ready
         difference = difference_between(self._first, ready, rank.index)
         if difference is not None:
@@ -190,18 +185,18 @@ class RankGroup:
         return ready
 
     def _end_silent(self) -> None:
-        """Ends ranks that have given no sign of life for long: stopped, hung, or on a machine that is."""
+        """Ends ranks without a sign of life: stopped, hung, or on a machine that is."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
             return
-        # After a long time without a look, it was this process that stood still, and nobody could be heard.
+        # After a long time without a check, this process itself stood still.
         has_slept = now_s - self._looked_s > max(self._silent_s / 2, 3 * LOOK_S)
         self._looked_s = now_s
         for rank in self:
             limit_s = self._silent_s if rank.process.connection is not None else JOIN_S
             if has_slept:
-                rank.process.heard_s = now_s
-            elif now_s - rank.process.heard_s > limit_s and not rank.is_ending:
+                rank.process.last_seen_s = now_s
+            elif now_s - rank.process.last_seen_s > limit_s and not rank.is_ending:
                 self.give_up(rank, f"gave no sign of life for {limit_s:g} s and was ended")
 
 
@@ -214,6 +209,9 @@ def difference_between(first: RankReady, ready: RankReady, index: int) -> Config
     here, there = first.facts.environment, ready.facts.environment
     for name in here:
         if here[name] != there.get(name):
+            if name in MODEL_FILES:
+                found = f"has another {name.replace('_', ' ')} of {first.facts.base_model} than replica 0"
+                return ConfigError(f"{found}; all machines need the same files.", where=where)
             found = f"has {name} {there.get(name)}, another one {here[name]}; results would differ in their last bits"
             return ConfigError(f"{found}. Use devices that are alike.", where=where)
     if ready.capacity != first.capacity:

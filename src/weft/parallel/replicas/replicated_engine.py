@@ -1,8 +1,8 @@
-"""An engine over many ranks: it places jobs on replicas of the backbone, and tells what happens on all of them.
+"""An engine over many ranks: it assigns jobs to replicas of the backbone, and reports what happens on all of them.
 
-Every rank trains the jobs it has exactly as one engine would, so who trains where changes no bit. A job moves by being
-saved at a step boundary in one place and gone on with from that checkpoint in another. A rank that dies takes nothing
-with it but the steps since the last checkpoints: its jobs go on elsewhere, and another process takes its place.
+Every rank trains its jobs exactly as one engine would, so the assignment changes no bit. A job moves by a checkpoint at
+a step boundary. When a rank dies, only the steps since the last checkpoints are lost: its jobs continue on other ranks,
+and a new process replaces it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.data.chat.chat_template import Tokenizer
+from weft.data.chat_template import Tokenizer
 from weft.data.dataset import JobData
 from weft.engine.events import (
     CheckpointSaved,
@@ -35,8 +35,8 @@ from weft.engine.execute.protocol import ReplicaFacts
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, StorageError
 from weft.job_state import JobState
-from weft.parallel.replicas.known_job import JobRecord
-from weft.parallel.replicas.known_rank import RankRecord, decide
+from weft.parallel.replicas.connections import RankEnded
+from weft.parallel.replicas.hosts import RankProcess
 from weft.parallel.replicas.messages import (
     CheckJob,
     Command,
@@ -55,15 +55,14 @@ from weft.parallel.replicas.messages import (
     TrainJob,
 )
 from weft.parallel.replicas.rank_group import RankGroup
-from weft.parallel.replicas.rank_link import RankEnded
-from weft.parallel.replicas.rank_pool import RankProcess
+from weft.parallel.replicas.records import JobRecord, RankRecord, decide
 from weft.plan.simulate.timeline import span_event, trace_json
 from weft.plan.types import Limits
 from weft.spec import JobSpec
 from weft.store.atomic import write_file
 from weft.store.rank_dir import grant_permit, revoke_permit, take_timelines
 from weft.store.run_dir import RunDirectory
-from weft.wall_clock import TimeSplit, WallClock
+from weft.store.wall_clock import TimeSplit, WallClock
 
 AnswerT = TypeVar("AnswerT", bound=Report)
 
@@ -88,20 +87,20 @@ class ReplicatedEngine:
         wall: WallClock | None = None,
         tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
-        """Waits until all ranks are loaded. `clock`: what time it is for the chat templates of its jobs."""
+        """Waits until all ranks are loaded. `clock`: time for the chat templates of its jobs."""
         self.timeline = TimelineRecorder(wall)
         self.jobs: dict[str, JobRecord] = {}
         self.clock = clock
         self._weights = tenant_weights or {}
         self._directory: RunDirectory | None = None
-        self._untold: deque[RankEvent] = deque()
+        self._events: deque[RankEvent] = deque()
         self._is_stale = True
-        """Something has changed that decides who trains where."""
+        """True if jobs have to be assigned to ranks again."""
         self._is_stopping = False
         self._num_jobs = 0
         self._tokenizer = tokenizer
         self._past_spans: list[Any] = []
-        """What is to be in the timeline of ranks that are closed."""
+        """Spans of closed ranks for the timeline."""
         self._use(ranks)
 
     def _use(self, ranks: RankGroup) -> None:
@@ -110,42 +109,36 @@ class ReplicatedEngine:
         self._ranks = ranks
         self._close = weakref.finalize(self, ranks.close)
         self.limits = Limits(ranks.first.capacity)
-        """What a microbatch may hold."""
 
     @property
     def executor(self) -> ReplicaInfo:
-        """What all replicas have in common."""
         return ReplicaInfo(self._ranks.first.facts, self._tokenizer)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is worth telling of any replica."""
         return self._ranks.notes
 
     @property
     def num_replicas(self) -> int:
-        """Ranks there are."""
         return len(self._ranks)
 
     @property
     def layout(self) -> str:
-        """All replicas, of which no two share a job unless one rank has both."""
         return str(self._ranks.layout)
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """The process of each rank, by the rank's number."""
+        """Process of each rank by rank number."""
         known = {rank.index: rank.process for rank in self._ranks}
         return {index: rank.process.pid for index, rank in known.items() if isinstance(rank, RankProcess)}
 
     def close(self) -> None:
-        """Ends all ranks; what their jobs have not saved is lost."""
+        """Ends all ranks; unsaved steps of their jobs are lost."""
         self._close()
         for rank in self._ranks:
             revoke_permit(rank.permit)
 
     def submit(self, spec: JobSpec, data: JobData, *, base_dir: Path | str = ".") -> None:
-        """Adds a job; bad data or an adapter that does not fit raises here and changes nothing for the others."""
         if spec.name in self.jobs:
             raise ConfigError(f"there is already a job {spec.name!r}.", where="name")
         order = JobOrder(spec, Path(base_dir).absolute(), self.clock)
@@ -154,12 +147,13 @@ class ReplicatedEngine:
             raise checked.error
         job = JobRecord.of(order, data, self._num_jobs)
         job.num_parameters, job.num_bytes, job.notes = checked.num_parameters, checked.num_bytes, checked.notes
+        job.inputs = checked.inputs
         self._num_jobs += 1
         self.jobs[spec.name] = job
         self._is_stale = True
 
     def keep_in(self, directory: RunDirectory) -> None:
-        """Jobs are written there, and go on from what is there; ranks write the files of their own jobs.
+        """Writes jobs there, and continues from what it holds; ranks write the files of their own jobs.
 
         StorageError if a rank does not see the directory, such as one on a machine that does not share it.
         """
@@ -168,7 +162,7 @@ class ReplicatedEngine:
         self._open_directories()
 
     def _open_directories(self) -> None:
-        """Lets all ranks that are loaded write into the run directory; StorageError if one does not see it."""
+        """Lets all loaded ranks write into the run directory; StorageError if one does not see it."""
         for rank in self._ranks.loaded:
             self._open_directory(rank)
             opened = self._await_report(rank, DirectoryOpened)
@@ -176,24 +170,24 @@ class ReplicatedEngine:
                 raise opened.error
 
     def stop(self) -> None:
-        """Saves every job at its last step boundary; `events` then ends. No finished step is lost."""
+        """Saves every job at its last step boundary; `events` then ends."""
         if not self._is_stopping:
             self._is_stopping = True
             for rank in self._ranks:
                 self._ranks.send(rank, StopJobs())
 
     def finish_files(self) -> None:
-        """Nothing is left to wait for: a rank that is idle has written its files."""
+        """Nothing to wait for: an idle rank has written its files."""
 
     def events(self) -> Iterator[Event]:
-        """Trains, and yields what happens on all ranks; ends when no job can go on."""
+        """Trains, and yields what happens on all ranks; ends when no job can continue."""
         while True:
-            while self._untold:
-                yield from self._tell(self._untold.popleft())
+            while self._events:
+                yield from self._release_event(self._events.popleft())
             if not self._is_stopping and self._ranks.is_drained:
-                # Jobs that end together on many ranks lead to one placement, not to one each.
-                self._place()
-            if self._untold:
+                # Jobs that end together on many ranks cause one placement, not one each.
+                self._assign_jobs()
+            if self._events:
                 continue
             if self._is_over():
                 break
@@ -206,24 +200,23 @@ class ReplicatedEngine:
 
     @property
     def time_split(self) -> TimeSplit:
-        """Where the wall clock of the run went so far, over all its sessions."""
         return self.timeline.wall.of_run()
 
-    def _tell(self, told: RankEvent) -> Iterator[Event]:
-        """Tells something, unless it is of a job that its owner has forgotten."""
-        event = told.event
+    def _release_event(self, rank_event: RankEvent) -> Iterator[Event]:
+        """Yields an event, unless its job has been forgotten."""
+        event = rank_event.event
         job = self.jobs.get(event.job) if isinstance(event, JobEvent) else None
-        if job is not None and told.view is not None:
-            job.show(told.view)
+        if job is not None and rank_event.view is not None:
+            job.show(rank_event.view)
         if job is not None or not isinstance(event, JobEvent):
             yield event
 
-    def _say(self, event: Event) -> None:
-        """Something that no rank tells."""
-        self._untold.append(RankEvent(event))
+    def _queue_event(self, event: Event) -> None:
+        """Queues an event of the controller itself."""
+        self._events.append(RankEvent(event))
 
     def _is_over(self) -> bool:
-        """Whether nothing is under way, and nothing can be."""
+        """True if nothing is under way, and nothing can be."""
         if any(rank.ready is not None and not rank.is_idle for rank in self._ranks):
             return False
         if self._is_stopping:
@@ -233,12 +226,12 @@ class ReplicatedEngine:
             return True
         if not self._ranks:
             raise self._ranks.none_left()
-        # Those that are held keep their places, and others may have to wait for these.
-        is_placed = not self._is_stale and len(self._ranks.loaded) == len(self._ranks)
-        return is_placed and JobState.RUNNING in states
+        # Held jobs keep their seats, and others may have to wait for them.
+        has_assigned = not self._is_stale and len(self._ranks.loaded) == len(self._ranks)
+        return has_assigned and JobState.RUNNING in states
 
-    def _place(self) -> None:
-        """Carries out what placement decides, once nobody is on the way from one rank to another."""
+    def _assign_jobs(self) -> None:
+        """Applies a placement, once no job is moving between ranks."""
         if not self._is_stale or any(job.is_leaving for job in self.jobs.values()):
             return
         if not self._ranks.loaded:
@@ -250,7 +243,7 @@ class ReplicatedEngine:
         for held in decided.admission.preempt:
             job = self.jobs[held.job]
             self._release(job)
-            self._say(JobPreempted(job.name, job.step, held.reason))
+            self._queue_event(JobPreempted(job.name, job.step, held.reason))
         for name in decided.admission.start:
             job = self.jobs[name]
             job.rank = int(decided.replica_of[name])
@@ -259,13 +252,12 @@ class ReplicatedEngine:
             job = self.jobs[held.job]
             if not job.wait_reported and not job.has_started:
                 job.wait_reported = True
-                self._say(JobWaiting(job.name, job.step, held.reason))
+                self._queue_event(JobWaiting(job.name, job.step, held.reason))
         for held in decided.admission.refuse:
             job = self.jobs[held.job]
             self._end(job, JobFailed(job.name, job.step, held.reason))
 
     def _open_directory(self, rank: RankRecord) -> None:
-        """Lets a rank write into the run directory, until it is given up."""
         assert self._directory is not None
         path = self._directory.path.absolute()
         rank.permit = grant_permit(path)
@@ -280,17 +272,17 @@ class ReplicatedEngine:
 
     def _end(self, job: JobRecord, event: JobEnded, *, can_retry: bool = False) -> None:
         """Ends a job that no rank has."""
-        job.hear(event)
+        job.update(event)
         more = {"step": job.step, "num_steps": job.num_steps, **({"can_retry": True} if can_retry else {})}
         try:
             if self._directory is not None:
                 self._directory.write_status(job.name, job.state, reason=job.reason, **more)
         except StorageError as error:
-            self._say(JobWarning((job.name,), f"its end could not be recorded: {error}"))
-        self._say(event)
+            self._queue_event(JobWarning((job.name,), f"its end could not be recorded: {error}"))
+        self._queue_event(event)
 
     def _call_any(self, question: Command, kind: type[AnswerT]) -> AnswerT:
-        """What the rank with the fewest jobs answers; another one, if that is gone before it does."""
+        """Answer of the rank with the fewest jobs; of another one, if that ends before."""
         while True:
             rank = self._least_loaded()
             if rank is None:
@@ -302,26 +294,24 @@ class ReplicatedEngine:
                 return answer
 
     def _least_loaded(self) -> RankRecord | None:
-        """The rank with the fewest jobs; None while none is loaded."""
         return self._ranks.least_loaded([job.rank for job in self.jobs.values() if not job.state.is_final])
 
     def _await_report(self, rank: RankRecord, kind: type[AnswerT]) -> AnswerT | None:
-        """What a rank was asked for; None if it is gone before it has told that."""
+        """A rank's next report of this kind; None if it ends before."""
         while rank in self._ranks:
-            told = self._receive_next()
-            if told is not None and told[0] is rank and isinstance(told[1], kind):
-                return told[1]
+            rank_event = self._receive_next()
+            if rank_event is not None and rank_event[0] is rank and isinstance(rank_event[1], kind):
+                return rank_event[1]
         return None
 
     def _receive_next(self) -> tuple[RankRecord, Report] | None:
-        """Takes note of what a rank tells next, if it comes soon, and returns it."""
-        told = self._ranks.next_report()
-        if told is not None:
-            self._hear(*told)
-        return told
+        """Handles the next report, if it comes soon, and returns it."""
+        rank_event = self._ranks.next_report()
+        if rank_event is not None:
+            self._handle_report(*rank_event)
+        return rank_event
 
-    def _hear(self, rank: RankRecord, report: Report) -> None:
-        """Takes note of what a rank tells."""
+    def _handle_report(self, rank: RankRecord, report: Report) -> None:
         match report:
             case RankReady():
                 self._is_stale = True
@@ -336,30 +326,30 @@ class ReplicatedEngine:
                 self._end(job, JobFailed(name, job.step, reason), can_retry=True)
                 self._is_stale = True
             case EventBatch(events):
-                for told in events:
-                    self._handle_event(rank, told)
+                for rank_event in events:
+                    self._handle_event(rank, rank_event)
             case RankEnded(how):
                 self._replace(rank, rank.failure or how)
 
     def _lose(self, job: JobRecord, step: int) -> None:
-        """A job is on no rank any more, and goes on from a step; one that was cancelled meanwhile ends here."""
+        """Takes a job off its rank at a step; one that was cancelled meanwhile ends here."""
         job.rank_lost(step)
         self._is_stale = True
         if job.is_cancelled and not job.state.is_final:
             self._end(job, JobCancelled(job.name, job.step))
 
-    def _handle_event(self, rank: RankRecord, told: RankEvent) -> None:
-        event, now_s = told.event, time.perf_counter()
+    def _handle_event(self, rank: RankRecord, rank_event: RankEvent) -> None:
+        event, now_s = rank_event.event, time.perf_counter()
         if isinstance(event, MicrobatchDone):
             rank.learn(event)
-            # Whose tokens they are stays with the rank.
+            # Only the rank knows the tokens of each job.
             jobs = dict.fromkeys(event.jobs, event.tokens / len(event.jobs))
             self.timeline.add("forward_backward", event.seconds, now_s, jobs=jobs)
         elif isinstance(event, EvalDone):
             self.timeline.add("eval", event.eval_runtime, now_s, jobs={event.job: 0})
         job = self.jobs.get(event.job) if isinstance(event, JobEvent) else None
         if job is not None and isinstance(event, JobWaiting | JobPreempted):
-            # There is less room than was predicted: somebody else may have some.
+            # There is less room than predicted; another rank may have some.
             others = [other for other in self.jobs.values() if other.rank == rank.index and not other.state.is_final]
             rank.max_jobs = max(1, len(others) - 1)
             self._release(job)
@@ -367,15 +357,15 @@ class ReplicatedEngine:
         if isinstance(event, CheckpointSaved):
             rank.num_restarts = 0
         if job is not None and isinstance(event, JobEvent):
-            job.hear(event, told.view)
-            # One that has ended, or waits for room on the disk, leaves its place to another.
+            job.update(event, rank_event.view)
+            # A job that has ended, or waits for disk space, frees its seat.
             self._is_stale |= job.state is not JobState.RUNNING
-        self._untold.append(told)
+        self._events.append(rank_event)
 
     def _replace(self, rank: RankRecord, how: str) -> None:
-        """Starts another process for a rank that is gone; its jobs go on from their last checkpoints meanwhile."""
+        """Starts another process for a rank that is gone; its jobs continue from their last checkpoints meanwhile."""
         index = rank.index
-        # It may only seem to be gone, on a machine that cannot be reached: then it must not write any more.
+        # It may still run on an unreachable machine: then it must not write any more.
         revoke_permit(rank.permit)
         lost = [job for job in self.jobs.values() if job.rank == index]
         for job in lost:
@@ -383,7 +373,7 @@ class ReplicatedEngine:
         self._is_stale = True
         names = tuple(job.name for job in lost if job.state is JobState.QUEUED)
         follows = "its jobs go on from their last checkpoints" if names else "no job was on it"
-        self._say(JobWarning(names, f"replica {index} {how}; {follows}"))
+        self._queue_event(JobWarning(names, f"replica {index} {how}; {follows}"))
         self._ranks.replace(rank, how, is_wanted=not self._is_stopping)
 
     def _write_times(self) -> None:
@@ -394,6 +384,5 @@ class ReplicatedEngine:
             self._directory.write_time(self.time_split)
 
     def _keep_timelines(self) -> None:
-        """Reads the timelines that ranks have written."""
         if self._directory is not None:
             self._past_spans += take_timelines(self._directory.path, self._ranks.first_bands)

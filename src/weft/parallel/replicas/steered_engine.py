@@ -1,8 +1,8 @@
-"""An engine over many ranks whose jobs are steered while they train: held, asked, put aside and taken off.
+"""An engine over many ranks whose jobs are controlled while they train: held, queried, paused and cancelled.
 
-A rank tells of an evaluation and stands still until it has been heard. So whoever decides something because of it finds
-the job as it was, and no checkpoint is ahead of what has been decided. What is asked of a job is asked where it is; one
-that is nowhere is brought back to where it stood first.
+A rank reports an evaluation and waits until it is processed. So a decision about it finds the job as it was, and no
+checkpoint is ahead of the decisions. A query goes to the rank that has the job; a job without a rank is first restored
+to where it was.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from weft.engine.events import EvalDone, Event, JobCancelled
 from weft.errors import JobError
 from weft.job_state import JobState
-from weft.objectives.metrics import MeanScores
-from weft.parallel.replicas.known_job import JobRecord
-from weft.parallel.replicas.known_rank import RankRecord
+from weft.objectives.objective import MeanScores
 from weft.parallel.replicas.messages import (
     AdapterChecked,
+    AdapterQuery,
+    AnswerQuery,
     CancelJob,
     CheckAdapter,
     ContinueJob,
@@ -28,29 +28,29 @@ from weft.parallel.replicas.messages import (
     HoldJob,
     JobQuery,
     QueryResult,
+    Question,
     RankEvent,
+    ScoreQuery,
     TrainJob,
 )
-from weft.parallel.replicas.questions import AdapterQuery, AnswerQuery, Question, ScoreQuery
+from weft.parallel.replicas.records import JobRecord, RankRecord
 from weft.parallel.replicas.replicated_engine import ReplicaInfo, ReplicatedEngine
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
-    from weft.data.prompts import Prompt
-    from weft.engine.inference.answers import Answer
-    from weft.engine.inference.generate import Decoding
+    from weft.data.load import Prompt
+    from weft.engine.inference.generate import Answer, Decoding
 
 
 @dataclass(frozen=True)
 class CheckingInfo(ReplicaInfo):
-    """What all replicas have in common, and which adapters fit."""
+    """What all replicas have in common, with a check of adapters."""
 
     find_problem: Callable[[AdapterSpec], Exception | None]
     _flaws: dict[str, Exception | None] = field(default_factory=dict)
-    """What has been asked."""
+    """Results of earlier checks."""
 
     def check_adapter(self, adapter: AdapterSpec) -> None:
-        """ConfigError for an adapter that the backbone cannot have."""
         if repr(adapter) not in self._flaws:
             self._flaws[repr(adapter)] = self.find_problem(adapter)
         flaw = self._flaws[repr(adapter)]
@@ -59,37 +59,35 @@ class CheckingInfo(ReplicaInfo):
 
 
 class SweepReplicas(ReplicatedEngine):
-    """Trains jobs on several replicas; what is asked of a job is of its weights as they are at that moment."""
+    """Trains jobs on several replicas and answers queries about their current weights."""
 
     @functools.cached_property
     def executor(self) -> CheckingInfo:
-        """What all replicas have in common, and which adapters fit."""
         return CheckingInfo(self._ranks.first.facts, self._tokenizer, self._find_problem)
 
     @functools.cached_property
     def _standing(self) -> dict[tuple[str, int], RankRecord]:
-        """Ranks that stand still, by the job and the step of the evaluation they have told of."""
+        """Ranks that wait, by the job and the step of the evaluation they have reported."""
         return {}
 
     def hold(self, name: str, step: int) -> None:
-        """Lets a job take no step beyond this one for now; it keeps its place."""
         job = self.jobs[name]
         if job.hold_step != step:
             job.hold_step = step
             self._send_to(job, HoldJob(name, step))
 
     def hold_steps(self, name: str) -> None:
-        """Lets a job take no further step; `jobs` knows where it stands then."""
+        """Stops a job where it is and updates its progress."""
         job = self.jobs[name]
         if not job.has_started or job.state.is_final:
             return
         self._send_to(job, HoldJob(name, 0))
         job.hold_step = job.shown_step
-        self._ask(job, Question())
+        self._query(job, Question())
         job.hold_step = job.step
 
     def pause(self, name: str) -> None:
-        """Lets a job wait without a place: it is saved, and no rank has it."""
+        """Saves a job and takes it off its rank."""
         job = self.jobs[name]
         job.is_parked = True
         if job.rank is None:
@@ -98,7 +96,6 @@ class SweepReplicas(ReplicatedEngine):
             self._release(job)
 
     def resume(self, name: str) -> None:
-        """Lets a paused job go on."""
         job = self.jobs[name]
         job.is_parked = False
         if job.state is JobState.PAUSED:
@@ -106,7 +103,6 @@ class SweepReplicas(ReplicatedEngine):
         self._is_stale = True
 
     def cancel(self, name: str) -> None:
-        """Takes a job off for good."""
         job = self.jobs[name]
         if job.state.is_final:
             return
@@ -117,51 +113,47 @@ class SweepReplicas(ReplicatedEngine):
             self._send_to(job, CancelJob(name))
 
     def forget(self, name: str) -> None:
-        """Lets go of a job that has ended; what is on disk stays."""
         self._send_to(self.jobs.pop(name), ForgetJob(name))
 
     def evaluate(self, name: str) -> MeanScores:
-        """How a job does on its evaluation data."""
-        found: MeanScores = self._ask(self.jobs[name], ScoreQuery())
+        found: MeanScores = self._query(self.jobs[name], ScoreQuery())
         return found
 
     def answer(self, name: str, prompts: Sequence[Prompt], decoding: Decoding) -> list[Answer]:
-        """What a job answers to prompts."""
-        found: list[Answer] = self._ask(self.jobs[name], AnswerQuery(prompts, decoding))
+        found: list[Answer] = self._query(self.jobs[name], AnswerQuery(prompts, decoding))
         return found
 
     def export_adapter(self, name: str, directory: Path | str) -> None:
         """Writes a job's adapter as a PEFT directory; its parent must exist."""
-        self._ask(self.jobs[name], AdapterQuery(Path(directory).absolute()))
+        self._query(self.jobs[name], AdapterQuery(Path(directory).absolute()))
 
-    def _tell(self, told: RankEvent) -> Iterator[Event]:
-        yield from super()._tell(told)
-        event = told.event
+    def _release_event(self, report: RankEvent) -> Iterator[Event]:
+        yield from super()._release_event(report)
+        event = report.event
         if isinstance(event, EvalDone):
-            # All that follows from it has been decided.
+            # Its reader has made all decisions about it.
             rank = self._standing.pop((event.job, event.step), None)
             if rank is not None:
                 self._ranks.send(rank, ContinueJob(event.job, event.step))
 
-    def _handle_event(self, rank: RankRecord, told: RankEvent) -> None:
-        if isinstance(told.event, EvalDone):
-            self._standing[told.event.job, told.event.step] = rank
-        super()._handle_event(rank, told)
+    def _handle_event(self, rank: RankRecord, report: RankEvent) -> None:
+        if isinstance(report.event, EvalDone):
+            self._standing[report.event.job, report.event.step] = rank
+        super()._handle_event(rank, report)
 
     def _send_to(self, job: JobRecord, command: HoldJob | CancelJob | ForgetJob) -> None:
-        """Tells the rank that has a job, if one has."""
+        """Sends to a job's rank, if it has one."""
         rank = self._rank_of(job)
         if rank is not None:
             self._ranks.send(rank, command)
 
     def _rank_of(self, job: JobRecord) -> RankRecord | None:
-        """The rank that has a job, if one has."""
         return next((rank for rank in self._ranks if rank.index == job.rank), None)
 
-    def _ask(self, job: JobRecord, question: Question) -> Any:
-        """What the rank that has the job answers; raises what it raised. A job that is nowhere is brought back first.
+    def _query(self, job: JobRecord, question: Question) -> Any:
+        """Answer of the job's rank; raises its error. A job without a rank gets one first.
 
-        A job that moves is asked where it comes to, and one whose rank ends is asked on another.
+        A job that moves is queried on its new rank, and one whose rank ends on another.
         """
         is_ended = job.state.is_final
         while True:
@@ -178,15 +170,15 @@ class SweepReplicas(ReplicatedEngine):
         return answered.answer
 
     def _await_answer(self, rank: RankRecord, job: JobRecord) -> QueryResult | None:
-        """None if the job is gone from the rank before."""
+        """The answer; None if the job leaves the rank before."""
         while job.rank == rank.index and rank in self._ranks:
-            told = self._receive_next()
-            if told is not None and told[0] is rank and isinstance(told[1], QueryResult):
-                return told[1]
+            report = self._receive_next()
+            if report is not None and report[0] is rank and isinstance(report[1], QueryResult):
+                return report[1]
         return None
 
     def _restore_job(self, job: JobRecord) -> RankRecord:
-        """Gives a job that no rank has to one with room, which trains it to where it was last seen."""
+        """Gives a job without a rank to one with room, which trains it to its last known step."""
         while True:
             rank = self._least_loaded()
             if rank is not None and self._has_room(rank):

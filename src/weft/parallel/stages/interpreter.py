@@ -1,6 +1,6 @@
 """Runs one stage's instructions of a program with tensors, as `simulate/interpret.py` does with a cost model.
 
-What stages tell each other about a job's step is in `step_exchange.py`. A GPU is asked for all of a program before
+Messages between stages about a job's step are in `step_exchange.py`. On a GPU a whole program is launched before
 anything is waited for. Where devices share every layer, the passes of a pair run side by side.
 """
 
@@ -15,22 +15,21 @@ from typing import Any
 
 import torch
 
-from weft.engine.execute.optimizers.optimizer import PartOfStep
-from weft.engine.execute.optimizers.rate_pattern import scaling_changes
-from weft.engine.execute.protocol import MicrobatchOutcome, StagedWork
+from weft.engine.execute.optimizers.optimizer import PartOfStep, scaling_changes
+from weft.engine.execute.protocol import MicrobatchOutcome
 from weft.engine.execute.weights import JobWeights
 from weft.kernels.adamw import Updated
 from weft.kernels.device import is_gpu
 from weft.kernels.device_event import DeviceEvent
+from weft.model.objective_loss import ReferenceRows
 from weft.model.packed import PackedBatch
-from weft.model.reference_rows import ReferenceRows
-from weft.model.scores import PendingScores
+from weft.model.path import PendingScores
 from weft.parallel.stages.gradient import part_of_step
-from weft.parallel.stages.hearing import Hearing, stage_reference_pass
-from weft.parallel.stages.routes import Due, StepOf
 from weft.parallel.stages.stage import Stage
+from weft.parallel.stages.stage_passes import MicrobatchReferences, stage_reference_pass
 from weft.parallel.stages.step_exchange import StepExchange
 from weft.parallel.stages.transport import Channel
+from weft.parallel.stages.work import Due, StagedWork, StageOutcome, StepOf
 from weft.plan.program import Backward, Forward, Instruction, Measure, Receive, Send, Step
 from weft.plan.simulate.interpret import describe
 from weft.plan.simulate.timeline import BESIDE, COMPUTE, Span
@@ -38,68 +37,57 @@ from weft.plan.types import Microbatch
 
 
 @dataclass
-class StageOutcome:
-    """What one stage did of a program."""
-
-    microbatches: dict[int, MicrobatchOutcome] = field(default_factory=dict)
-    """On the last stage of the replica that ran them."""
-    steps: dict[StepOf, Updated] = field(default_factory=dict)
-    """Without those of jobs that have no share of the stage."""
-    spans: list[Span] = field(default_factory=list)
-
-
-@dataclass
 class _Begun:
-    """A program that a stage has been told of."""
+    """A program that the stage has received."""
 
     number: int
     work: StagedWork
     left: int
-    """Of its instructions, those that have not run."""
+    """Instructions that have not run."""
     released_rows: list[set[ReferenceRows]]
-    """What references have said for jobs that left before it, until its first microbatch."""
+    """Reference values of jobs that left before it, until its first microbatch."""
     outcome: StageOutcome = field(default_factory=StageOutcome)
     timed: list[tuple[str, DeviceEvent, DeviceEvent, Mapping[str, Any]]] = field(default_factory=list)
 
     @property
     def pairs(self) -> dict[int, int]:
-        """The second microbatch of each pair by the first, as microbatches are counted through all programs."""
+        """Second microbatch of each pair by the first, numbered through all programs."""
         first = self.work.first
         return {first + one: first + other for one, other in self.work.program.pairs}
 
 
 class StageProgram:
-    """One stage on its way through its instructions, of one program or of several that go on."""
+    """Runs a stage's instructions of one program or of several consecutive ones."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._exchange = StepExchange(stage)
         self._todo: deque[Instruction] = deque()
         self._begun: list[_Begun] = []
-        """Programs of which something is left, the oldest first."""
+        """Unfinished programs, oldest first."""
         self._owners: dict[StepOf, _Begun] = {}
-        """The programs of steps."""
+        """Programs of steps."""
         self.ended: list[tuple[int, StageOutcome]] = []
-        """Programs of which nothing is left, by number; for whoever asks to take away."""
+        """Finished programs by number, for the caller to take."""
         self._batches: dict[int, PackedBatch] = {}
-        self._hearing: dict[int, Hearing] = {}
-        """What each microbatch has to know of references."""
+        self._references: dict[int, MicrobatchReferences] = {}
+        """References of each microbatch."""
         self._entering: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._going_back: dict[int, torch.Tensor] = {}
         self._scores: dict[int, PendingScores] = {}
         self._is_finite: dict[StepOf, torch.Tensor] = {}
-        """On the last stage: above 0 as long as all losses are."""
+        """On the last stage: above 0 as long as all losses are finite."""
         self._stepping: dict[str, tuple[StepOf, Callable[[], Updated]]] = {}
-        """By job, its last step, which nobody has waited for."""
+        """Last step by job, while no result was read."""
         self._origin = DeviceEvent(stage.backbone.device)
         self._origin.wait()
 
     def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction], due: Due) -> None:
-        """The stage is to run these next: the rest of the program before, and this one or its beginning.
+        """Adds instructions: the rest of the program before, and this one or its beginning.
 
-        `due`: what it hears of steps meanwhile.
+        `due`: messages about steps that arrive meanwhile.
         """
         own = work.program.stages[self._stage.device]
         begun = _Begun(number, work, len(own), self._stage.references.pop_released_rows())
@@ -110,27 +98,26 @@ class StageProgram:
         self.go_on(instructions, due)
 
     def go_on(self, instructions: Sequence[Instruction], due: Due) -> None:
-        """The stage is to run these next."""
+        """Adds instructions of known programs."""
         self._exchange.expect(due)
         self._todo += instructions
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something that it may run, or a program to tell of in which it has nothing to do."""
+        """True if it may run something, or has a program to report in which it has nothing to do."""
         return bool(self._todo) or (bool(self._begun) and not self._begun[0].left)
 
     @property
     def oldest(self) -> int:
-        """The number of the first program of which something is left."""
+        """Number of the first unfinished program."""
         return self._begun[0].number
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left of any program."""
         return not self._begun
 
     def run(self) -> Generator[None, None, None]:
-        """Runs what it has been told; it yields where another stage must have its turn first, and now and then."""
+        """Runs its instructions; yields where another stage must run first, and between instructions."""
         while self._todo:
             first, *beside = self._next()
             if beside:
@@ -144,11 +131,11 @@ class StageProgram:
                 if not is_gpu(self._stage.backbone.device):
                     self._end_programs()
                 yield
-        # A GPU is asked for all of it before anything is waited for.
+        # On a GPU everything is launched before anything is waited for.
         self._end_programs()
 
     def _next(self) -> list[Instruction]:
-        """What it runs next: an instruction, or both passes of a pair."""
+        """The next instruction, or both passes of a pair."""
         first = self._todo[0]
         if not isinstance(first, Forward | Backward) or self._stage.side_by_side is None:
             return [first]
@@ -164,7 +151,6 @@ class StageProgram:
         return next(begun for begun in reversed(self._begun) if begun.work.first <= k)
 
     def _end_programs(self) -> None:
-        """Tells of programs of which nothing is left."""
         while self._begun and not self._begun[0].left:
             begun = self._begun[0]
             for job, (step, _) in list(self._stepping.items()):
@@ -173,10 +159,12 @@ class StageProgram:
             first, outcome = begun.work.first, begun.outcome
             for k in range(first, first + len(begun.work.program.microbatches)):
                 batch, scores = self._batches.pop(k, None), self._scores.pop(k, None)
-                hearing = self._hearing.pop(k, None)
-                if batch is not None and scores is not None and hearing is not None:
-                    rows, heard = batch.num_rows + hearing.num_rows, hearing.num_rows
-                    found = MicrobatchOutcome(scores.scores(), rows, scores.seconds(), scores.wait(), heard)
+                references = self._references.pop(k, None)
+                if batch is not None and scores is not None and references is not None:
+                    rows = batch.num_rows + references.num_rows
+                    found = MicrobatchOutcome(
+                        scores.scores(), rows, scores.seconds(), scores.wait(), references.num_rows
+                    )
                     outcome.microbatches[k - first] = found
             outcome.spans += [self._span(*timed) for timed in begun.timed]
             self._owners = {step: owner for step, owner in self._owners.items() if owner is not begun}
@@ -184,7 +172,7 @@ class StageProgram:
             self.ended.append((begun.number, outcome))
 
     def _run(self, instruction: Instruction) -> Generator[None, None, None]:
-        """Runs one; it yields as long as what it needs of another stage is not there."""
+        """Runs one instruction; yields while it waits for another stage."""
         match instruction:
             case Measure(job, step):
                 yield from self._measure((job, step))
@@ -206,7 +194,7 @@ class StageProgram:
                 yield from self._receive(k, instruction)
             case Send(is_gradient=is_gradient, to_stage=to_stage):
                 if not is_gradient:
-                    self._hearing[k].send()
+                    self._references[k].send()
                 tensor = (self._going_back if is_gradient else self._leaving).pop(k)
                 self._stage.transport.send(tensor, to_stage, Channel.GRADIENT if is_gradient else Channel.ACTIVATION)
             case Forward() | Backward():
@@ -215,22 +203,22 @@ class StageProgram:
                     run()
 
     def _run_pair(self, *pair: Instruction) -> None:
-        """Runs two passes side by side; the references of both come before either."""
+        """Runs two passes side by side; the references of both run before either."""
         assert self._stage.side_by_side is not None and pair == (self._todo[0], self._todo[1]), "pairs are checked"
         passes = [i for i in pair if isinstance(i, Forward | Backward)]
         one, other = (each.microbatch for each in passes)
         self._stage.side_by_side.run([self._pass(passes[0], beside=other), self._pass(passes[1], beside=one)])
 
     def _pass(self, visit: Forward | Backward, beside: int | None = None) -> Callable[[], None]:
-        """One microbatch one way, once its references have been heard; `beside`: the other of a pair."""
+        """One pass of a microbatch, after its references; `beside`: the other of a pair."""
         k = visit.microbatch
         if isinstance(visit, Backward):
             return lambda: self._time_pass("backward", k, lambda: self._backward(k), beside=beside)
-        self._hear(k)
+        self._run_references(k)
         return lambda: self._time_pass("forward", k, lambda: self._forward(k), beside=beside)
 
     def _before_next(self) -> AbstractContextManager[object]:
-        """In this context the next pass runs; where devices share the frozen weights, they know which one follows."""
+        """Context of the next pass; where devices share the frozen weights, they learn which one follows."""
         ring = self._stage.backbone.ring
         if ring is None:
             return nullcontext()
@@ -240,7 +228,7 @@ class StageProgram:
     def _receive(self, k: int, receive: Receive) -> Generator[None, None, None]:
         stage, batch = self._stage, self._batch(k)
         if not receive.is_gradient:
-            yield from self._hearing[k].receive()
+            yield from self._references[k].receive()
             self._entering[k] = yield from stage.receive_activation(batch)
             return
         shape, dtype = stage.border(batch.num_rows), stage.backbone.dtype
@@ -253,30 +241,32 @@ class StageProgram:
         return work.program.microbatches[k - work.first]
 
     def _batch(self, k: int) -> PackedBatch:
-        """A microbatch; when it is first asked for, it is also settled what references run in front of it."""
+        """A microbatch; the first call also decides which references run before it."""
         if k not in self._batches:
             begun, microbatch = self._of_microbatch(k), self._microbatch(k)
             begun.released_rows.clear()
             self._batches[k] = self._stage.packed(microbatch, begun.work.row_tile)
-            self._hearing[k] = stage_reference_pass(self._stage, microbatch, self._batches[k], begun.work.row_tile)
+            self._references[k] = stage_reference_pass(self._stage, microbatch, self._batches[k], begun.work.row_tile)
         return self._batches[k]
 
-    def _hear(self, k: int) -> None:
-        """Runs the references in front of a microbatch."""
+    def _run_references(self, k: int) -> None:
+        """Runs the references before a microbatch."""
         self._batch(k)
-        hearing = self._hearing[k]
-        num_empty = self._num_more(k, hearing.num_passes)
-        if hearing.num_passes:
-            self._time_pass("reference", k, hearing.run, hearing.num_rows)
+        references = self._references[k]
+        num_empty = self._num_more(k, references.num_passes)
+        if references.num_passes:
+            self._time_pass("reference", k, references.run, references.num_rows)
         self._go_empty(num_empty)
 
     def _num_more(self, k: int, num_passes: int) -> int:
-        """Where devices share the frozen weights, how many passes more any of them runs in front of a microbatch.
+        """Passes that other devices with the same frozen weights run in addition before a microbatch.
 
-        All ask before any of them runs one.
+        All exchange their numbers before any of them runs one.
         """
         ring = self._stage.backbone.ring
-        return ring.most(num_passes) - num_passes if ring is not None and self._of_microbatch(k).work.hears else 0
+        if ring is None or not self._of_microbatch(k).work.reads_references:
+            return 0
+        return ring.most(num_passes) - num_passes
 
     def _go_empty(self, num_passes: int) -> None:
         ring = self._stage.backbone.ring
@@ -287,7 +277,7 @@ class StageProgram:
     def _forward(self, k: int) -> None:
         entering_TD = self._entering.pop(k, None)
         left_TD = self._stage.runner.forward(k, self._batch(k), self._of_microbatch(k).work.row_tile, entering_TD)
-        self._hearing[k].end()
+        self._references[k].end()
         if not self._stage.is_last:
             self._leaving[k] = left_TD
 
@@ -311,24 +301,24 @@ class StageProgram:
         yield from self._exchange.measure(step, is_finite)
 
     def _step(self, step: StepOf) -> Generator[None, None, None]:
-        """Steps a job's share as soon as the verdict is there."""
+        """Steps a job's share once the norm has arrived."""
         begun, stage = self._owners[step], self._stage
         if not self._exchange.is_measured(step):
             yield from self._measure(step)
-        verdict = yield from self._exchange.verdict(step)
+        norm = yield from self._exchange.gradient_norm(step)
         job, weights = step[0], stage.weights_of(step[0])
         if weights is not None:
             self._end_step(job)
             started = DeviceEvent(stage.backbone.device)
-            part = part_of_step(verdict.norm, stage.replica_shares(job), stage.index)
-            self._stepping[job] = step, take_step(weights, begun.work.rates[step], verdict.is_finite, part)
+            part = part_of_step(norm.norm, stage.replica_shares(job), stage.index)
+            self._stepping[job] = step, take_step(weights, begun.work.rates[step], norm.is_finite, part)
             begun.timed.append(self._timed("step", started, {"jobs": {job: 0}, "step": step[1]}))
             if step in begun.work.kept:
                 self._end_step(job)
                 stage.keep(job, step[1] + 1, begun.work.kept[step])
 
     def _end_step(self, job: str) -> None:
-        """Learns what a job's last step did, if it has taken one here."""
+        """Reads the result of a job's last step here, if any."""
         if job in self._stepping:
             step, wait = self._stepping.pop(job)
             self._owners[step].outcome.steps[step] = wait()
@@ -336,7 +326,7 @@ class StageProgram:
     def _time_pass(
         self, name: str, k: int, run: Callable[[], None], num_rows: int | None = None, beside: int | None = None
     ) -> None:
-        """`num_rows`: that run; None: those of the microbatch. `beside`: the microbatch that ran meanwhile."""
+        """`num_rows`: rows that run; None: the microbatch's. `beside`: microbatch that ran meanwhile."""
         devices, started = self._stage.backbone.devices, DeviceEvent(self._stage.backbone.device)
         waited_s = 0.0 if devices is None else devices.waited_s
         run()
@@ -361,9 +351,9 @@ class StageProgram:
 
 
 def take_step(weights: JobWeights, rate: float, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
-    """Starts to clip and apply a part of a job's gradient, as one device would all of it.
+    """Starts to clip and apply a part of a job's gradient, as one device would the whole.
 
-    What is returned waits for it; to be asked before the job's next step.
+    Returns a function that waits for it; call it before the job's next step.
     """
     optimizer, patterns = weights.optimizer, weights.optimizer.spec.learning_rate_pattern
     optimizer.set_rate(rate)

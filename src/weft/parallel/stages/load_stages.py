@@ -1,60 +1,67 @@
-"""Loads replicas in stages, after everything is refused that cannot be cut."""
+"""Opens engines on replicas in stages, after everything is refused that cannot be cut."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from weft.engine.execute.memory import ExpectedJobs
-from weft.errors import ConfigError, ModelError
+from weft.engine.engine import Engine
+from weft.engine.execute.memory import COMPILING, ExpectedJobs
+from weft.engine.execute.protocol import Executor, Replica
+from weft.errors import ConfigError, ModelError, counted
+from weft.model.divided import why_not_divisible
 from weft.model.model_part import ModelPart
 from weft.model.resolve import ResolvedModel
 from weft.model.source import load_tokenizer
-from weft.model.tensor_parallel import why_not_divisible
-from weft.parallel.stages.refusals import refuse_divided, refuse_indivisible, refuse_without_kernels
-from weft.parallel.stages.stage_devices import find_gpus
+from weft.parallel.stages.shares import refuse_divided, refuse_indivisible, refuse_without_kernels
 from weft.parallel.stages.stage_pool import StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
+from weft.parallel.stages.transport import find_gpus
+from weft.plan.choose_layout import split_model
 from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
-from weft.plan.cost.gather import GatherCost
+from weft.plan.cost.divided import GatherCost
 from weft.plan.cost.hardware import DEVICES
 from weft.plan.cost.memory import MemoryModel
-from weft.plan.cost.shape import ModelShape
-from weft.plan.families.registry import FAMILIES
-from weft.plan.homes import PlannedReplicas
+from weft.plan.cost.shape import ModelShape, choose_capacity
+from weft.plan.families import FAMILIES
 from weft.plan.layout import copies
-from weft.plan.pipeline.build import Schedule
-from weft.plan.pipeline.split import split_model
+from weft.plan.level import PlannedReplicas
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
+from weft.plan.planner import Planner
+from weft.plan.simulate.choose import FastestSpread, pipeline_planner
+from weft.plan.spread import SpreadPlanner
 from weft.spec import JobSpec, RunSpec
-from weft.wording import counted
+from weft.store.wall_clock import Activity, WallClock
 
 WHERE = "--layout"
 ANY_GPU = "a100-40"
-"""What one is taken for that the table does not have: plans are compared with each other, not with a clock."""
+"""Stand-in for a GPU that the table lacks: plans are only compared with each other."""
 UNTRIED = "no layout has been run on several GPUs yet: compare an adapter with one device's."
 
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How replicas are divided, and how their stages share the work."""
+    """Division of replicas, and the schedule of their stages."""
 
     replica_sizes: tuple[int, ...]
-    """Stages of each replica, or of each that shares its frozen weights with others."""
+    """Stages of each replica."""
     schedule: Schedule | None = None
-    """None: whatever is fastest."""
+    """Schedule; None: the fastest."""
     shards: tuple[int, ...] = ()
-    """How many replicas, one behind the other, share each copy of the frozen weights; empty: none do."""
+    """Numbers of consecutive replicas that share one copy of the frozen weights; empty: none do."""
     tensor: int = 1
     """Devices that share every layer of a stage."""
     gpus: str | None = None
     """Numbers of GPUs, one for each device; None: the first ones."""
     planned: PlannedReplicas | None = None
-    """What the plan says of the replicas that they were chosen by; None: there was none."""
+    """Prediction by which the replicas were chosen; None: there was none."""
 
     @property
     def num_devices(self) -> int:
-        """Of all replicas."""
         return sum(self.replica_sizes) * self.tensor
 
 
@@ -64,10 +71,10 @@ def load_stages(
     memory_limit: float | str | None = None,
     expected: ExpectedJobs | None = None,
 ) -> StagedExecutor:
-    """Replicas whose stages are processes of this machine; `memory_limit`: what each may take of its GPU.
+    """Replicas whose stages are processes of this machine; `memory_limit`: of each GPU.
 
-    The kernels that the expected jobs need are compiled meanwhile, once for all stages: a part of a model has those of
-    the whole.
+    Kernels that the expected jobs need are compiled meanwhile, once for all stages: a part of a model has those of the
+    whole.
     """
     replicas = [find_parts(model, size, layout.tensor) for size in layout.replica_sizes]
     tokenizer = load_tokenizer(model.source)
@@ -85,32 +92,29 @@ def load_stages(
 
 
 def stage_cost(model: ResolvedModel, num_stages: int, row_tile: int, tensor: int = 1) -> AnalyticCost:
-    """The cost model of stages on this machine: enough to compare plans."""
+    """Cost model of stages on this machine: enough to compare plans."""
     split = split_model(model.shape, num_stages)
     hardware = model.hardware or DEVICES[ANY_GPU]
     return BackboneSetup(model.shape).cost(hardware, num_stages, tensor, row_tile=row_tile, split=split)
 
 
 def why_no_pairs(model: ResolvedModel, planner: str, layout: StageLayout) -> str | None:
-    """Why no two microbatches of devices that share every layer run side by side; None if they may.
-
-    `planner`: that of the run, by its name.
-    """
+    """Why no two microbatches run side by side on devices that share every layer; None if they may."""
     if len(layout.replica_sizes) > 1:
         return "pairs are for one replica."
     if layout.schedule is not None:
-        return "the schedule that was asked for knows no pairs."
+        return "the requested schedule has no pairs."
     if planner == "greedy":
-        return "the greedy planner knows no pairs."
+        return "the greedy planner makes no pairs."
     is_plain = model.spec.kernels == "reference" or model.spec.dtype == "float32"
     if is_plain and not model.is_cpu:
-        # Of one GPU, autograd goes back through one graph at a time.
+        # On one GPU, autograd runs backward through one graph at a time.
         return "on GPUs pairs are for the fused kernels."
     return None
 
 
 def layout_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tuple[str, ...]:
-    """What a user should know of a layout, but for pairs."""
+    """Notes on a layout for the user, apart from pairs."""
     untried = () if model.is_cpu else (UNTRIED,)
     if layout.tensor > 1:
         found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
@@ -120,20 +124,20 @@ def layout_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tu
 
 
 def pair_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tuple[str, ...]:
-    """Why devices that share every layer run no two microbatches side by side; nothing where that is decided later."""
+    """Why devices that share every layer run no pairs; empty where that is decided later."""
     alone = why_no_pairs(model, spec.planner, layout) if layout.tensor > 1 else None
     return () if alone is None else (f"every microbatch runs alone: {alone}",)
 
 
 def _rounding(model: ResolvedModel) -> str:
-    """How far devices that share layers are from one device, whose sums are not split."""
+    """Difference between devices that share layers and one device, whose sums are not divided."""
     if model.spec.quantize == "fp8":
         return "a rounding to 8-bit floats"
     return "1e-5" if model.dtype == torch.float32 else "a rounding to bfloat16"
 
 
 def _gather_costs(model: ResolvedModel, layout: StageLayout) -> list[GatherCost]:
-    """What gathering takes devices that share weights, for each kind of copy; empty if the table lacks the device."""
+    """Cost of gathering shared weights, for each kind of copy; empty if the table lacks the device."""
     sizes = layout.replica_sizes
     kinds = {(len(own), sizes[own.start]): None for own in copies(len(sizes), layout.shards) if len(own) > 1}
     if model.hardware is None:
@@ -153,7 +157,7 @@ def _gather_costs(model: ResolvedModel, layout: StageLayout) -> list[GatherCost]
 
 
 def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
-    """Why jobs are not grouped, where replicas in stages would try it."""
+    """Why staged replicas do not group jobs."""
     sizes = layout.replica_sizes
     if len(sizes) == 1 or max(sizes) == 1 or len(spec.jobs) == 1 or spec.planner == "greedy":
         return ()
@@ -163,24 +167,24 @@ def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
 
 
 def check_layout(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> None:
-    """Raises what keeps a run from being trained by such replicas, as far as is known before any weight is read."""
+    """Raises what prevents a run on such replicas, as far as is known before any weight is read."""
     for size in layout.replica_sizes:
         find_parts(model, size, layout.tensor)
     if model.elsewhere is None:
         find_gpus(model, layout.num_devices, layout.gpus)
     if layout.shards and model.source.gguf_file is not None:
         raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
-    for place, job in enumerate(spec.jobs):
+    for index, job in enumerate(spec.jobs):
         try:
             check_job(model, job, layout)
         except ConfigError as error:
-            raise error.at(f"jobs.{place}.{error.where}") from None
+            raise error.at(f"jobs.{index}.{error.where}") from None
 
 
 def check_job(model: ResolvedModel, job: JobSpec, layout: StageLayout) -> None:
-    """ConfigError for settings of a job that keep it from being trained by such replicas."""
+    """ConfigError for settings of a job that such replicas cannot train."""
     refuse_divided(job, layout.replica_sizes)
-    # What auto will mean on a GPU is only sure once the weights are there; who wants no kernels can say so.
+    # On a GPU auto is only decided once the weights are loaded; kernels: reference avoids the check.
     is_auto = model.spec.kernels == "auto" and not model.is_cpu
     if is_auto or model.spec.kernels == "fused":
         refuse_without_kernels(job.adapter, "adapter.method")
@@ -189,7 +193,7 @@ def check_job(model: ResolvedModel, job: JobSpec, layout: StageLayout) -> None:
 
 
 def find_parts(model: ResolvedModel, num_stages: int, tensor: int = 1) -> list[ModelPart]:
-    """Which layers each stage gets; raises what stands in the way, before any weight is read."""
+    """Layers of each stage; ConfigError or ModelError if the model cannot be divided so."""
     spec = model.spec
     if spec.kernels != "fused" and (spec.recompute != "none" or spec.offload):
         raise ConfigError("recompute and offload are for the fused kernels; set kernels=fused too.", where=WHERE)
@@ -209,9 +213,59 @@ def find_parts(model: ResolvedModel, num_stages: int, tensor: int = 1) -> list[M
 
 
 def cut_layers(shape: ModelShape, num_stages: int) -> list[ModelPart]:
-    """Runs of layers that take about as long as each other; the last one has the output head besides."""
+    """Parts of consecutive layers that take about the same time; the last one includes the output head."""
     parts, first = [], 0
     for size in split_model(shape, num_stages):
         parts.append(ModelPart(first, first + size, shape.num_layers))
         first += size
     return parts
+
+
+RunT = TypeVar("RunT", bound=RunSpec)
+
+
+def load_staged(
+    spec: RunT, model: ResolvedModel, jobs: Sequence[JobSpec], layout: StageLayout, wall: WallClock | None = None
+) -> tuple[RunT, Engine, tuple[str, ...]]:
+    """The engine of a run on replicas whose stages are processes of this machine; like `load_engine`."""
+    wall = wall or WallClock()
+    executor = load_stages(model, layout, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
+    planner = stage_planner(model, spec.planner, layout, _row_tile(spec, jobs, executor))
+    engine = _engine(spec, jobs, executor, planner, wall)
+    notes = (
+        *layout_notes(spec, model, layout),
+        *pair_notes(spec, model, layout),
+        *((COMPILING,) if executor.is_compiling else ()),
+    )
+    return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
+
+
+def _row_tile(spec: RunSpec, jobs: Sequence[JobSpec], replica: Replica) -> int:
+    longest = max(job.max_length for job in jobs)
+    return replica.row_tile(choose_capacity(spec.capacity, replica.facts.device_kind, longest))
+
+
+def _engine(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor, planner: Planner, wall: WallClock) -> Engine:
+    wall.add_start(Activity.LOADING)
+    return Engine(
+        executor,
+        capacity=spec.capacity,
+        longest=max(job.max_length for job in jobs),
+        planner=planner,
+        max_jobs=spec.max_jobs,
+        tenant_weights=spec.tenant_weights,
+        wall=wall,
+    )
+
+
+def stage_planner(model: ResolvedModel, name: str, layout: StageLayout, row_tile: int) -> Planner:
+    """The planner with this name for replicas that are divided."""
+    sizes = layout.replica_sizes
+    if layout.schedule is not None:
+        return PipelinePlanner(layout.schedule, *sizes)
+    costs = {size: stage_cost(model, size, row_tile, layout.tensor) for size in sizes}
+    if len(sizes) == 1:
+        in_pairs = layout.tensor > 1 and why_no_pairs(model, name, layout) is None
+        return pipeline_planner(name, costs[sizes[0]], in_pairs=in_pairs)
+    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned, layout.shards)
+    return planner if max(sizes) == 1 or name == "greedy" else FastestSpread(planner, row_tile)

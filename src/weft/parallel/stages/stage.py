@@ -5,23 +5,22 @@ A job without a module here, because of `layers_to_transform`, has no share: its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from weft.adapters.devices import SideBySide
 from weft.adapters.method import ModuleTensors
-from weft.adapters.side_by_side import SideBySide
+from weft.adapters.parts import INPUT_ROWS
 from weft.adapters.targets import leaf_names
-from weft.adapters.token_rows import INPUT_ROWS
-from weft.engine.execute.evaluate import ScoreRequest
+from weft.engine.execute.evaluate import ScoreRequest, evaluated
 from weft.engine.execute.local import LocalExecutor, device_errors_as_replica_errors, replica_facts
 from weft.engine.execute.microbatch import ExecutedJob, packed_sample
-from weft.engine.execute.optimizers.optimizer import Optimizer
-from weft.engine.execute.optimizers.rate_pattern import refuse_idle_rates
-from weft.engine.execute.optimizers.registry import OPTIMIZER_KINDS
-from weft.engine.execute.protocol import NewJob, ReplicaFacts, ReplicaMemory
+from weft.engine.execute.optimizers import OPTIMIZER_KINDS
+from weft.engine.execute.optimizers.optimizer import Optimizer, refuse_idle_rates
+from weft.engine.execute.protocol import NewJob, ReplicaFacts
 from weft.engine.execute.references import ReferenceRequest
 from weft.engine.execute.weights import JobWeights
 from weft.errors import ConfigError
@@ -29,12 +28,16 @@ from weft.kernels.device import CPU, Stream, current_stream, has_streams, is_cpu
 from weft.methods.registry import method_of
 from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, pack_samples
-from weft.model.stage_runner import stage_runner
+from weft.model.stages import stage_runner
 from weft.parallel.stages.gradient import JobShare
-from weft.parallel.stages.refusals import refuse_indivisible, refuse_method
-from weft.parallel.stages.stage_references import StageReferences
-from weft.parallel.stages.stage_start import StagePassResult, StageStart
-from weft.parallel.stages.state_parts import without_tied
+from weft.parallel.stages.shares import (
+    StagePassResult,
+    StageReferences,
+    StageStart,
+    refuse_indivisible,
+    refuse_method,
+    without_tied,
+)
 from weft.parallel.stages.transport import Channel, Transport
 from weft.plan.program import Program
 from weft.plan.types import Microbatch
@@ -44,23 +47,22 @@ from weft.store.row_files import ROWS
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Where a stage is among all of them: those of the first replica come first, in their order."""
+    """Position of a stage; stages of the first replica come first."""
 
     replica: int
     index: int
-    """Among the stages of its replica."""
+    """Index within its replica."""
     num_stages: int
-    """Of its replica."""
+    """Stages of its replica."""
     device: int
-    """Among all stages of all replicas."""
+    """Index among all stages of all replicas."""
 
 
 UNPAIRED = 4
-"""Programs without pairs, one behind the other, from which on it is worth to capture graphs."""
+"""Consecutive programs without pairs after which capturing graphs is worth it."""
 
 
 def stage_positions(replica_sizes: Sequence[int]) -> list[StagePosition]:
-    """The places of all stages of replicas with so many each."""
     pairs = [(replica, index, size) for replica, size in enumerate(replica_sizes) for index in range(size)]
     return [StagePosition(*pair, device) for device, pair in enumerate(pairs)]
 
@@ -68,17 +70,17 @@ def stage_positions(replica_sizes: Sequence[int]) -> list[StagePosition]:
 class Stage:
     """A part of a backbone, and its share of the jobs."""
 
-    def __init__(self, place: StagePosition, backbone: Backbone, transport: Transport) -> None:
-        self.index, self.num_stages, self.device = place.index, place.num_stages, place.device
-        self.replica = place.replica
+    def __init__(self, position: StagePosition, backbone: Backbone, transport: Transport) -> None:
+        self.index, self.num_stages, self.device = position.index, position.num_stages, position.device
+        self.replica = position.replica
         self.backbone = backbone
         self.transport = transport
         self.runner = stage_runner(backbone)
         self.side_by_side: SideBySide | None = None
-        """What runs the passes of a pair, where devices share every layer; without it one follows the other."""
+        """Runs the passes of a pair where devices share every layer; None: one after another."""
         self._num_unpaired = UNPAIRED
         """Programs since the last one with pairs."""
-        # Of one GPU, autograd goes back through one graph at a time.
+        # On one GPU, autograd runs backward through one graph at a time.
         if backbone.devices is not None and (is_cpu(backbone.device) or backbone.path.name == "fused"):
             self.side_by_side = SideBySide(backbone.devices, backbone.routing, backbone.device)
         self._stream: Stream | None = None
@@ -90,70 +92,46 @@ class Stage:
         self._given: dict[str, NewJob] = {}
         self.references = StageReferences(backbone)
         self.shares: dict[str, Mapping[int, Sequence[JobShare]]] = {}
-        """What every stage holds of a job, by the replicas that have it."""
+        """Shares of a job on all stages, by replica."""
         self._kept: dict[str, dict[int, Callable[[], dict[str, torch.Tensor]]]] = {}
-        """Copies of jobs' tensors as they were at a step, by step."""
+        """Copies of jobs' tensors by step."""
         self._starts: dict[str, StageStart] = {}
-        """Jobs whose data is being looked at for their start."""
+        """Jobs whose start is being computed from their data."""
 
     def at_work(self) -> AbstractContextManager[object]:
-        """In this context launches go to the stage's own stream; all that it does on a GPU is launched in there."""
+        """Context in which launches go to the stage's own stream; all its work on a GPU is launched there."""
         return nullcontext() if self._stream is None else on_stream(self._stream)
 
     def expect(self, program: Program) -> None:
-        """Hears of the next program: while there are pairs, passes run without graphs, and so do a few behind them.
+        """Prepares for a program: passes run without graphs while there are pairs, and for a few programs after.
 
-        Some programs in between are planned at once and have none, and graphs take long to be captured.
+        Some programs in between are planned at once and have no pairs, and capturing graphs takes long.
         """
         devices = self.backbone.devices
         if self.side_by_side is None or devices is None:
             return
         self._num_unpaired = 0 if program.pairs else self._num_unpaired + 1
         if program.pairs and not devices.runs_pairs:
-            # Graphs would keep memory that is not counted twice.
+            # Graphs would keep memory that is counted only once.
             self.backbone.path.forget()
         devices.runs_pairs = self._num_unpaired < UNPAIRED
 
     @property
     def is_first(self) -> bool:
-        """Whether samples enter here."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether losses are found here."""
         return self.index + 1 == self.num_stages
 
     def facts(self) -> ReplicaFacts:
-        """What does not change about it."""
         return replica_facts(self.backbone)
 
-    def row_tile(self, capacity: int) -> int:
-        """Rows that every frozen product is computed in."""
-        return self.local.row_tile(capacity)
-
-    def check_adapter(self, adapter: AdapterSpec) -> None:
-        """ConfigError if an adapter does not fit the backbone."""
-        self.local.check_adapter(adapter)
-
-    def activation_bytes(self, capacity: int, adapters: Sequence[AdapterSpec]) -> int:
-        """What a microbatch may hold here between forward and backward."""
-        return self.local.activation_bytes(capacity, adapters)
-
-    def memory(self) -> ReplicaMemory | None:
-        """What its GPU holds; None on a CPU."""
-        return self.local.memory()
-
-    def release_memory(self) -> None:
-        """Gives back what failed work held."""
-        self.local.release_memory()
-
     def weights_of(self, job: str) -> JobWeights | None:
-        """The tensors of a job's share, if it has one."""
+        """Tensors of a job's share, if it has one."""
         return self.local.jobs[job].weights if job in self.local.jobs else None
 
     def optimizer_kind(self, job: str) -> type[Optimizer]:
-        """What a job steps with, whether it has a share here or not."""
         return OPTIMIZER_KINDS[self._given[job].spec.optim]
 
     def add(self, job: NewJob) -> JobShare:
@@ -181,11 +159,11 @@ class Stage:
         free = adapter.any_order_sums() if spec.gradient_sum == "any_order" else {}
         summed = {group: words.sizes for group, words in free.items()}
         groups = tuple(adapter.groups)
-        twins = () if self.is_first else tuple({INPUT_ROWS} & adapter.groups.keys())
-        return JobShare(sizes, groups, tuple(own), names, adapter.shared, summed, num_compared, compared, twins)
+        tied = () if self.is_first else tuple({INPUT_ROWS} & adapter.groups.keys())
+        return JobShare(sizes, groups, tuple(own), names, adapter.shared, summed, num_compared, compared, tied)
 
     def _refuse_parts(self, job: NewJob) -> None:
-        """ConfigError if a job without a module here has something else here."""
+        """ConfigError if a job without a module here has other parts here."""
         what = "head is on the last" if self.is_last and job.batches.data.head is not None else ""
         if self.backbone.embeddings.shapes_here(job.spec.adapter):
             what = f"rows of tokens are on the {'first' if self.is_first else 'last'}"
@@ -196,35 +174,33 @@ class Stage:
     def _own_start(
         self, start: Mapping[str, ModuleTensors], own: Sequence[str], targets: Sequence[str]
     ) -> dict[str, ModuleTensors]:
-        """What of an adapter file concerns this stage; what concerns none is left for the last to refuse."""
+        """Tensors of an adapter file for this stage; those for no stage are left for the last to refuse."""
         elsewhere = {*targets, *ROWS} - {*own} if self.is_last else start.keys() - {*own}
         return {path: tensors for path, tensors in start.items() if path not in elsewhere}
 
     def know_shares(self, job: str, shares: Mapping[int, Sequence[JobShare]]) -> None:
-        """Learns what the other stages hold of a job, by replica."""
+        """Stores the shares of a job on all stages, by replica."""
         self.shares[job] = shares
 
     def replica_shares(self, job: str) -> Sequence[JobShare]:
-        """What the stages of this replica hold of a job, in their order."""
+        """Shares of a job on the stages of this replica, in order."""
         return self.shares[job][self.replica]
 
     def remove(self, job: str) -> None:
-        """Forgets a job whether it has a slot or not."""
         self.unseat(job)
         self.drop(job)
 
     def drop(self, job: str) -> None:
-        """Forgets a job, if it is known."""
         self._given.pop(job, None)
         self.references.drop(job)
         self.shares.pop(job, None)
         self._kept.pop(job, None)
         self.local.jobs.pop(job, None)
 
-    def hear_pass(self, job: str, entering_TD: torch.Tensor | None) -> StagePassResult | None:
-        """Runs the next of a job's first samples for its start; None if there are no more, or if others have the job.
+    def run_start_pass(self, job: str, entering_TD: torch.Tensor | None) -> StagePassResult | None:
+        """Runs the next pass for a job's start; None if there are no more, or if others have the job.
 
-        Where devices share the frozen weights, they all come by nevertheless.
+        Where devices share the frozen weights, all of them take part.
         """
         found, ring = None, self.backbone.ring
         with device_errors_as_replica_errors():
@@ -233,19 +209,18 @@ class Stage:
                 adapter = None if weights is None else weights.adapter
                 if job not in self._starts:
                     self._starts[job] = StageStart(self.backbone, self._given[job], adapter)
-                found = self._starts[job].hear(entering_TD)
+                found = self._starts[job].run_pass(entering_TD)
             if found is None and ring is not None:
                 ring.run_empty_pass(back=False)
         return found
 
     def end_passes(self, job: str, is_given: bool) -> None:
-        """Lets a job begin with what has been heard, or forgets it."""
+        """Gives a job its start, or drops it."""
         start = self._starts.pop(job, None)
         if start is not None and is_given:
             start.give()
 
     def seat(self, job: str) -> None:
-        """Takes a slot for a job's share, and one for what it compares with."""
         reference = self.references.of(job)
         if job in self.local.jobs:
             self.local.seat(job)
@@ -254,7 +229,6 @@ class Stage:
                 reference.take_slot()
 
     def unseat(self, job: str) -> None:
-        """Frees a job's slots."""
         reference = self.references.of(job)
         self.references.leave(job)
         if job in self.local.jobs:
@@ -263,45 +237,38 @@ class Stage:
             reference.free_slot()
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Gives a job's share the state that `tensors` once brought."""
         self._kept.pop(job, None)
         if job in self.local.jobs:
             self.local.restore(job, tensors)
 
     def rewind(self, job: str) -> None:
-        """Forgets the gradients of a job's current global batch."""
         if job in self.local.jobs:
             self.local.rewind(job)
 
     def keep_best(self, job: str) -> None:
-        """Keeps a copy of a job's weights as the best so far."""
         if job in self.local.jobs:
             self.local.keep_best(job)
 
     def use_best(self, job: str) -> None:
-        """Puts the copy that was kept into the adapter, if there is one."""
         if job in self.local.jobs:
             self.local.use_best(job)
 
     def keep(self, job: str, step: int, oldest: int) -> None:
-        """Keeps a copy of a job's tensors, now of this step, and drops those of steps before `oldest`."""
+        """Keeps a copy of a job's tensors of this step, and drops copies of steps before `oldest`."""
         weights = self.weights_of(job)
         if weights is not None:
             kept = {known: copy for known, copy in self._kept.get(job, {}).items() if known >= oldest}
             self._kept[job] = {**kept, step: weights.snapshot(moments=True)}
 
     def tensors(self, job: str, step: int | None = None) -> dict[str, torch.Tensor]:
-        """All tensors of a job's share by name, on the CPU: as they are, or of a step of which a copy is kept.
-
-        Those that the first stage has as well are left out.
-        """
+        """All tensors of a job's share by name, on the CPU: current, or the kept copy of a step; without tied ones."""
         weights = self.weights_of(job)
         if weights is None:
             return {}
         return without_tied(self._copy(job, weights, step, moments=True), self.replica_shares(job)[self.index])
 
     def modules(self, job: str, best: bool, step: int | None = None) -> dict[str, ModuleTensors]:
-        """The adapter's tensors of a job's share by module path, as files hold them."""
+        """Adapter tensors of a job's share by module path, as in files."""
         weights = self.weights_of(job)
         return {} if weights is None else weights.modules(self._copy(job, weights, step, moments=False), best=best)
 
@@ -313,69 +280,55 @@ class Stage:
         return weights.snapshot(moments=moments)()
 
     def named(self, job: str) -> tuple[AdapterSpec, Mapping[str, str]]:
-        """A job's adapter in the words of the model, and the paths of the modules that it may have rows of."""
+        """A job's adapter with the model's module names, and the paths of modules that it may have rows of."""
         embeddings = self.backbone.embeddings
         return embeddings.named(self._given[job].spec.adapter), embeddings.paths
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
-        """The same as they are now."""
         return self.local.adapter_of(job) if job in self.local.jobs else {}
 
     def packed(self, microbatch: Microbatch, row_tile: int) -> PackedBatch:
-        """One buffer with every segment's sample; it is the same on all stages but for the slots."""
-        placed = []
+        """One buffer with every segment's sample; the same on all stages but for the slots."""
+        samples = []
         for segment in microbatch.segments:
             weights = self.weights_of(segment.job)
             slot = None if weights is None else weights.slot
             reference = self.references.of(segment.job)
-            placed.append(packed_sample(self._given[segment.job], slot, segment, reference, row_tile))
-        return pack_samples(placed, row_tile, self.backbone.device)
+            samples.append(packed_sample(self._given[segment.job], slot, segment, reference, row_tile))
+        return pack_samples(samples, row_tile, self.backbone.device)
 
     def border(self, num_rows: int) -> tuple[int, int]:
-        """The shape of what crosses a border."""
+        """Shape of the tensor that crosses a border."""
         return num_rows, int(self.backbone.model.config.get_text_config().hidden_size)
 
     def receive_activation(self, batch: PackedBatch) -> Generator[None, None, torch.Tensor]:
-        """Waits for what the stage before has made of a microbatch; it yields where that must have its turn first."""
+        """Waits for the previous stage's hidden states of a microbatch; yields where that stage must run first."""
         shape, dtype = self.border(batch.num_rows), self.backbone.dtype
         while (tensor := self.transport.receive(shape, dtype, self.device - 1, Channel.ACTIVATION)) is None:
             yield
         return tensor
 
-    def asker(self, job: str) -> ReferenceRequest | None:
-        """A job, where it compares."""
+    def request(self, job: str) -> ReferenceRequest | None:
         reference, weights = self.references.of(job), self.weights_of(job)
         if reference is None:
             return None
         slot = None if weights is None else weights.slot
-        # Of a job that is spread, other replicas run samples too.
+        # Other replicas run samples of a spread job too.
         return ReferenceRequest(reference, slot, self._given[job].batches, looks_ahead=len(self.shares[job]) == 1)
 
     def slot_of(self, job: str) -> AbstractContextManager[int | None]:
-        """The slot of a job's share, or one for the moment; None where it has no share."""
+        """Slot of a job's share, or a temporary one; None where it has no share."""
         return self.local.slot_of(job) if job in self.local.jobs else nullcontext()
 
     def leading_rows(self, job: str) -> int:
-        """Rows in front of each sample that a job's adapter fills, whether it has a share here or not."""
         return self._given[job].spec.adapter.num_leading_rows
 
-    @contextmanager
-    def evaluated(self, job: str) -> Iterator[ScoreRequest]:
-        """A job's evaluation, while it and what it compares with have slots, as far as they have modules here."""
-        data, reference = self._given[job].eval_data, self.references.of(job)
-        assert data is not None, "only jobs with evaluation data are asked for"
-        is_passing = reference is not None and not reference.has_place
-        if reference is not None and is_passing:
-            reference.take_slot()
-        try:
-            with self.slot_of(job) as slot:
-                yield ScoreRequest(slot, data, reference)
-        finally:
-            if reference is not None and is_passing:
-                reference.free_slot()
+    def evaluated(self, job: str) -> AbstractContextManager[ScoreRequest]:
+        """A job's evaluation, while it and its reference have slots, where they have modules here."""
+        return evaluated(self._given[job], self.references.of(job), self.slot_of(job))
 
     def forget(self) -> None:
-        """Lets go of what is under way."""
+        """Drops all work under way."""
         self.runner.forget()
         if self.backbone.ring is not None:
             self.backbone.ring.forget()

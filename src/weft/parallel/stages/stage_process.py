@@ -1,119 +1,286 @@
-"""A stage in a process of its own: it answers what its coordinator asks, and ends when that is gone."""
+"""A stage in a process of its own: it answers its coordinator's requests, and ends when that is gone."""
 
 from __future__ import annotations
 
 import datetime
 import faulthandler
 import gc
+import io
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from weft.engine.execute.memory import load_part_within_memory
-from weft.engine.execute.protocol import ReplicaMemoryError
-from weft.errors import WeftError
-from weft.model.out_of_memory import is_out_of_memory
+from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemoryError
+from weft.errors import JobError, WeftError
+from weft.kernels.device import is_out_of_memory
+from weft.model.model_part import ModelPart
 from weft.model.resolve import resolve
-from weft.model.shards.peers import TorchHostPeers, TorchPeers
-from weft.parallel.stages.host_transport import HostTransport
-from weft.parallel.stages.stage import Stage
-from weft.parallel.stages.stage_devices import goes_through_host
-from weft.parallel.stages.stage_group import RunningStage, answer
-from weft.parallel.stages.stage_messages import JOIN, StageAlive, StageAnswer, StageMemoryError, StageOrder, hear, tell
-from weft.parallel.stages.tensor_devices import TorchDevices, join_devices, tensor_devices
-from weft.parallel.stages.transport import TorchTransport, Transport
+from weft.model.shards import TorchHostPeers, TorchPeers
+from weft.parallel.stages.interpreter import StageProgram
+from weft.parallel.stages.stage import Stage, StagePosition
+from weft.parallel.stages.stage_passes import answer_prompts, evaluate_jobs
+from weft.parallel.stages.transport import (
+    HostTransport,
+    TorchDevices,
+    TorchTransport,
+    Transport,
+    goes_through_host,
+    join_devices,
+    tensor_devices,
+)
+from weft.parallel.stages.work import Due, StagedWork, StageOutcome, all_routes, due_at, routes_of, steps_due
+from weft.plan.program import Instruction
+from weft.spec import BackboneSpec
+
+JOIN = "join"
+"""First call of a process: to meet all stages through a file."""
+
+
+@dataclass(frozen=True)
+class StageOrder:
+    """Set-up of a stage process."""
+
+    position: StagePosition
+    backbone: BackboneSpec
+    part: ModelPart
+    num_devices: int
+    """Stages of all replicas."""
+    tensor: int
+    """Index among the processes that share the stage's layers."""
+    num_tensor: int
+    """Number of those processes; 1: it has its layers alone."""
+    rings: tuple[tuple[int, ...], ...] = ()
+    """Groups of stages that share the frozen weights of the same layers."""
+    backend: str = "gloo"
+    """Backend of torch.distributed."""
+    memory_limit: float | str | None = None
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """Stages that share its frozen weights, with itself; empty: it has them alone."""
+        return next((ring for ring in self.rings if self.position.device in ring), ())
+
+    @property
+    def process(self) -> int:
+        """Index among all processes."""
+        return self.position.device * self.num_tensor + self.tensor
+
+
+@dataclass(frozen=True)
+class StageAnswer:
+    """Result or error of a call."""
+
+    number: int
+    """Number of the call."""
+    found: Any = None
+    error: Exception | None = None
+
+
+class StageMemoryError(JobError, ReplicaFaultError):
+    """A stage ran out of memory during work of all stages, so that none can continue."""
+
+
+@dataclass(frozen=True)
+class StageAlive:
+    """A sign of life."""
+
+
+class _Copies(ForkingPickler):
+    """Pickles like multiprocessing, but tensors as bytes instead of shared memory."""
+
+    def reducer_override(self, what: Any) -> Any:
+        if not isinstance(what, torch.Tensor):
+            return NotImplemented
+        data = what.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, what.dtype, tuple(what.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def send_message(connection: Connection, what: Any) -> None:
+    """Sends plain values and tensors."""
+    buffer = io.BytesIO()
+    _Copies(buffer).dump(what)
+    connection.send_bytes(buffer.getvalue())
+
+
+def receive_message(connection: Connection) -> Any:
+    return connection.recv()
+
+
+def answer(stage: Stage, what: str, given: tuple[Any, ...]) -> Generator[None, None, Any]:
+    """A stage's result of a call; yields where another stage must run first."""
+    if what in TOGETHER:
+        try:
+            return (yield from TOGETHER[what](stage, *given))
+        except BaseException:
+            stage.references.forget()
+            raise
+    # Calls about the backbone alone go to its executor.
+    return getattr(stage if hasattr(stage, what) else stage.local, what)(*given)
+
+
+def run_program(stage: Stage, work: StagedWork) -> Generator[None, None, StageOutcome]:
+    """Runs a stage's instructions of a program; drops the rest if it fails."""
+    program = StageProgram(stage)
+    stage.transport.open(routes_of(work.program))
+    program.append(0, work, work.program.stages[stage.device], due_at(steps_due(work.program), stage.device))
+    try:
+        yield from program.run()
+        stage.transport.finish()
+    finally:
+        stage.forget()
+    ((_, outcome),) = program.ended
+    return outcome
+
+
+TOGETHER: dict[str, Callable[..., Generator[None, None, Any]]] = {
+    "run": run_program,
+    "evaluate": evaluate_jobs,
+    "answer": answer_prompts,
+}
+"""Calls in which stages wait for each other."""
+
+
+class RunningStage:
+    """A stage that runs consecutive programs."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.program = StageProgram(stage)
+        self._running: Generator[None, None, None] | None = None
+
+    def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction], due: Due) -> None:
+        """Adds a program: the rest of the one before, and its own beginning."""
+        if self.program.is_over:
+            self.stage.transport.open(all_routes(work.program))
+        self.program.append(number, work, instructions, due)
+
+    def turn(self) -> list[tuple[int, StageOutcome]]:
+        """Runs an instruction, unless it has to wait for another stage; returns the programs that ended."""
+        self._running = self._running or self.program.run()
+        try:
+            with self.stage.at_work():
+                next(self._running)
+        except StopIteration:
+            self._running = None
+        except BaseException:
+            self.fail()
+            raise
+        ended, self.program.ended = self.program.ended, []
+        if ended and self.program.is_over:
+            self.forget()
+        return ended
+
+    def forget(self) -> None:
+        """Drops everything; microbatches are numbered from 0 again."""
+        self.program, self._running = StageProgram(self.stage), None
+        self.stage.forget()
+
+    def fail(self) -> None:
+        self.forget()
+        self.stage.references.forget()
+
 
 ALIVE_S = 1.0
-"""Seconds from one sign of life to the next."""
+"""Seconds between signs of life."""
 LONGEST_WAIT = datetime.timedelta(hours=12)
-"""For another stage. The coordinator ends all stages when one is gone or silent, so nobody waits for that long."""
+"""Longest wait for another stage; the coordinator ends all stages long before, if one is gone or silent."""
 
 
 def main(connection: Connection) -> None:
     """Serves the coordinator at the other end of a pipe."""
-    # Whoever wonders what a stage waits for asks with `kill -USR1`, and reads it in the stage's log.
+    # `kill -USR1` writes to the stage's log what it waits for.
     faulthandler.register(signal.SIGUSR1)
     lock = threading.Lock()
 
-    def say(what: StageAnswer | StageAlive) -> None:
+    def reply(what: StageAnswer | StageAlive) -> None:
         try:
             with lock:
-                tell(connection, what)
+                send_message(connection, what)
         except OSError:
-            # The coordinator is gone; nothing that this process has is worth keeping.
+            # The coordinator is gone, and this process has nothing to save.
             os._exit(1)
 
     def beat() -> None:
         while True:
-            say(StageAlive())
+            reply(StageAlive())
             time.sleep(ALIVE_S)
 
     threading.Thread(target=beat, name="weft-alive", daemon=True).start()
     try:
-        member = _loaded(hear(connection), say)
+        member = _loaded(receive_message(connection), reply)
         if member is not None:
-            _serve(member, connection, say)
+            _serve(member, connection, reply)
     except EOFError:
         os._exit(0)
 
 
-def _loaded(order: StageOrder, say: Callable[[StageAnswer], None]) -> StageMember | None:
-    """The stage, or None once what keeps it from being loaded is told."""
+def _loaded(order: StageOrder, reply: Callable[[StageAnswer], None]) -> StageMember | None:
+    """The stage, or None after reporting why it cannot be loaded."""
     try:
         member = StageMember(order)
     except Exception as error:
-        say(StageAnswer(0, error=tellable(error, order.place.device)))
+        reply(StageAnswer(0, error=sendable(error, order.position.device)))
         return None
-    say(StageAnswer(0))
+    reply(StageAnswer(0))
     return member
 
 
-def _serve(member: StageMember, connection: Connection, say: Callable[[StageAnswer], None]) -> None:
-    """Answers questions; those that come while programs go on, between two instructions."""
+def _serve(member: StageMember, connection: Connection, reply: Callable[[StageAnswer], None]) -> None:
+    """Answers calls; during programs, between two instructions."""
     going: RunningStage | None = None
     while True:
-        if going is not None and going.has_work and not connection.poll():
-            number = going.oldest
+        if going is not None and going.program.has_work and not connection.poll():
+            number = going.program.oldest
             try:
                 for number, outcome in going.turn():
-                    say(StageAnswer(number, outcome))
+                    reply(StageAnswer(number, outcome))
             except Exception as error:
-                _report_failure(member, number, error, say)
+                _report_failure(member, number, error, reply)
             continue
-        number, what, given = hear(connection)
+        number, what, given = receive_message(connection)
         if what == "append":
-            going = going if going is not None and going.stage is member.stage else RunningStage(member.stage)
+            going = going or RunningStage(member.stage)
             going.append(number, *given)
         elif what == "go_on":
             assert going is not None, "a program goes on that was begun"
-            going.go_on(*given)
+            going.program.go_on(*given)
         else:
             try:
                 found = StageAnswer(number, _answered(member, what, given))
             except Exception as error:
-                _report_failure(member, number, error, say, what)
+                _report_failure(member, number, error, reply, what)
                 continue
-            say(found)
+            reply(found)
 
 
 def _report_failure(
-    member: StageMember, number: int, error: Exception, say: Callable[[StageAnswer], None], what: str = ""
+    member: StageMember, number: int, error: Exception, reply: Callable[[StageAnswer], None], what: str = ""
 ) -> None:
-    found = tellable(error, member.device, what)
+    found = sendable(error, member.device, what)
     if not isinstance(found, WeftError | ReplicaMemoryError):
-        # Whoever waits for this stage hears of it by that.
+        # Stages that wait for this one notice the closed connections.
         member.leave()
-    say(StageAnswer(number, error=found))
+    reply(StageAnswer(number, error=found))
 
 
-def tellable(error: Exception, stage: int, what: str = "") -> Exception:
-    """An error as it can cross a pipe, whoever raised it; `what` the stage was asked."""
+def sendable(error: Exception, stage: int, what: str = "") -> Exception:
+    """An error that can cross a pipe; `what`: the call that raised it."""
     if isinstance(error, WeftError) or (what == "seat" and isinstance(error, ReplicaMemoryError)):
         return error
     if isinstance(error, ReplicaMemoryError) or is_out_of_memory(error):
@@ -124,7 +291,7 @@ def tellable(error: Exception, stage: int, what: str = "") -> Exception:
 
 
 class StageMember:
-    """A stage whose layers are loaded, and that joins the others then."""
+    """A stage process with loaded layers, before and after it joins the others."""
 
     def __init__(self, order: StageOrder) -> None:
         self._order = order
@@ -134,7 +301,7 @@ class StageMember:
         self._peers: TorchPeers | None = None
         if ring := order.ring:
             kind = TorchHostPeers if self._is_by_host else TorchPeers
-            self._peers = kind(ring.index(order.place.device), len(ring), device)
+            self._peers = kind(ring.index(order.position.device), len(ring), device)
         self._devices: TorchDevices | None = None
         if order.num_tensor > 1:
             self._devices = tensor_devices(order.tensor, order.num_tensor, device, order.backend)
@@ -143,8 +310,7 @@ class StageMember:
 
     @property
     def device(self) -> int:
-        """Its number among all stages."""
-        return self._order.place.device
+        return self._order.position.device
 
     @property
     def stage(self) -> Stage:
@@ -153,9 +319,7 @@ class StageMember:
         return self._stage
 
     def join(self, store: str) -> None:
-        """Meets all others through a file."""
-        order, backbone = self._order, self._backbone
-        self.leave()
+        order = self._order
         dist.init_process_group(
             order.backend,
             init_method=f"file://{store}",
@@ -164,27 +328,22 @@ class StageMember:
             timeout=LONGEST_WAIT,
         )
         for ring in order.rings:
-            # What is gathered and what is sent do not wait for each other.
+            # Gathering and sending have separate groups, so neither waits for the other.
             group = dist.new_group(ring, timeout=LONGEST_WAIT)
             if self._peers is not None and ring == order.ring:
                 self._peers.group = group
-                assert backbone.ring is not None
-                backbone.ring.restart()
         if self._devices is not None:
-            self._devices.groups = join_devices(order.place.device, order.num_devices, order.num_tensor, LONGEST_WAIT)
-        transport = self._transport()
-        if self._stage is None:
-            self._stage = Stage(order.place, backbone, transport)
-        self._stage.transport = transport
+            self._devices.groups = join_devices(self.device, order.num_devices, order.num_tensor, LONGEST_WAIT)
+        self._stage = Stage(order.position, self._backbone, self._transport())
 
     def _transport(self) -> Transport:
         order, device = self._order, self._backbone.device
         if self._is_by_host:
-            return HostTransport(order.place.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
-        return TorchTransport(order.place.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
+            return HostTransport(order.position.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
+        return TorchTransport(order.position.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
 
     def leave(self) -> None:
-        """Hangs up on all others, if it has met them."""
+        """Closes all connections to other stages, if any."""
         if not dist.is_initialized():
             return
         if self._stage is not None:
@@ -197,7 +356,7 @@ class StageMember:
 
 
 def _answered(member: StageMember, what: str, given: tuple[Any, ...]) -> Any:
-    """Lets the stage run to its answer; receiving waits, so it never has to give others a turn."""
+    """Runs the stage to its answer; receiving blocks, so it never has to yield."""
     if what == JOIN:
         member.join(*given)
         return None

@@ -1,7 +1,7 @@
 """The executor of one or more replicas whose layers are divided into stages.
 
-It holds no tensor of a model: it asks all stages, and puts together what they answer, so that checkpoints and adapters
-are those of one device. Which replicas have a job, `staged_jobs.py` knows.
+It holds no tensor of a model: it calls all stages and merges their answers, so that checkpoints and adapters are those
+of one device. `staged_jobs.py` knows which replicas have a job.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from weft.adapters.method import ModuleTensors
-from weft.data.chat.chat_template import Tokenizer
-from weft.data.tokens.tokenise import with_new_tokens
+from weft.data.chat_template import Tokenizer
+from weft.data.tokenise import with_new_tokens
 from weft.engine.execute.protocol import (
     AdapterWork,
     AddedJob,
@@ -24,28 +24,22 @@ from weft.engine.execute.protocol import (
     CheckpointWork,
     EvaluationOutcome,
     EvaluationWork,
-    Executor,
-    FinishWork,
-    MemoryTrial,
-    MicrobatchWork,
-    MoveWork,
     NewJob,
     OutcomeT,
+    ReplicaFacts,
     ReplicaMemory,
-    StagedWork,
     StateWork,
     Ticket,
     Work,
 )
-from weft.engine.inference.answers import Answer, refuse_long, worded
-from weft.errors import ConfigError, StorageError
+from weft.engine.inference.generate import Answer, refuse_long, worded
+from weft.engine.program_run import ProgramRun
+from weft.errors import StorageError
 from weft.model.ahead.compile_ahead import CompileAhead
-from weft.parallel.stages.refusals import refuse_divided
-from weft.parallel.stages.routes import StepOrders
-from weft.parallel.stages.stage_group import StageGroup
+from weft.parallel.staged_run import StagedRun
+from weft.parallel.stages.shares import join_state, refuse_divided
 from weft.parallel.stages.staged_jobs import StagedJobs
-from weft.parallel.stages.stages_together import facts_of, program_outcome
-from weft.parallel.stages.state_parts import join_state
+from weft.parallel.stages.work import FinishWork, MoveWork, StagedWork, StageGroup, StepOrders, program_outcome
 from weft.plan.layout import copies
 from weft.plan.program import Program
 from weft.spec import AdapterSpec
@@ -54,11 +48,13 @@ from weft.store.peft_files import write_adapter
 
 
 class StagedExecutor:
-    """Runs the engine's work on all stages of its replicas, at once when it is started.
+    """Runs work on all stages of its replicas, as soon as it is started.
 
-    Only programs that go on are under way until they are waited for. Meanwhile jobs that they do not run may come, move
-    and go, and files may be written.
+    Only consecutive programs run on until they are waited for. Meanwhile other jobs may be added, moved and dropped,
+    and files may be written.
     """
+
+    run_kind: type[ProgramRun] = StagedRun
 
     def __init__(
         self,
@@ -68,9 +64,9 @@ class StagedExecutor:
         shards: Sequence[int] = (),
         ahead: CompileAhead | None = None,
     ) -> None:
-        """`shards`: how many replicas, one behind the other, share each copy of the frozen weights; empty: none do.
+        """`shards`: numbers of consecutive replicas that share one copy of the frozen weights; empty: none do.
 
-        `ahead`: kernels that are being compiled for all of them.
+        `ahead`: kernels that are being compiled for all stages.
         """
         self.stages = stages
         self._ahead, self._compiling_s = ahead, 0.0
@@ -78,40 +74,34 @@ class StagedExecutor:
         ends = [*itertools.accumulate(stages.replica_sizes)]
         self._replicas = [range(end - size, end) for end, size in zip(ends, stages.replica_sizes, strict=True)]
         self._copies = copies(len(self._replicas), shards)
-        """Replicas of which none works while those that share its frozen weights do not."""
-        self.facts = facts_of(stages.ask("facts"), self._replicas, shards)
+        """Replicas that share one copy of the frozen weights; they only work together."""
+        self.facts = facts_of(stages.call_all("facts"), self._replicas, shards)
         self._jobs = StagedJobs(stages, self._replicas, self._copies)
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
         self._orders = StepOrders()
-        """Of programs that go on."""
-
-    def beside(self) -> Executor:
-        """Is not to be had: jobs of stages are known by their names."""
-        raise ConfigError("jobs beside others need a whole replica; train without stages.", where="--layout")
+        """Order of messages in consecutive programs."""
 
     def check_adapter(self, adapter: AdapterSpec) -> None:
-        """ConfigError if an adapter does not fit the backbone."""
-        self.stages.ask("check_adapter", adapter)
+        self.stages.call_all("check_adapter", adapter)
 
     def row_tile(self, capacity: int) -> int:
-        """Rows that every frozen product is computed in."""
-        return int(self.stages.ask("row_tile", capacity)[0])
+        return int(self.stages.call_all("row_tile", capacity)[0])
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
-        """What microbatches may hold on all stages of a replica together, if each held as much as the fullest.
+        """Bytes of microbatches on all stages of a replica, if each held as much as the fullest.
 
-        The earlier a stage, the more of them are on their way behind it.
+        The earlier a stage, the more microbatches it holds at a time.
         """
-        found: list[int] = self.stages.ask("activation_bytes", capacity, list(adapters))
+        found: list[int] = self.stages.call_all("activation_bytes", capacity, list(adapters))
         fullest = [max(found[device] * (devices.stop - device) for device in devices) for devices in self._replicas]
         return max(most * len(devices) for most, devices in zip(fullest, self._replicas, strict=True))
 
     def memory(self) -> ReplicaMemory | None:
-        """Of the replica with least room, if each of its stages had no more than the fullest; None on CPUs."""
+        """Memory of the replica with the least room, as if all its stages were as full as the fullest; None on CPUs."""
         if self.facts.device_kind == "cpu":
             return None
-        found: list[ReplicaMemory] = self.stages.ask("memory")
+        found: list[ReplicaMemory] = self.stages.call_all("memory")
         held = [sum(found[device].allocated_bytes for device in devices) for devices in self._replicas]
         left = [
             len(devices) * min(found[device].usable_bytes - found[device].allocated_bytes for device in devices)
@@ -120,75 +110,52 @@ class StagedExecutor:
         fullest = left.index(min(left))
         return ReplicaMemory(held[fullest] + left[fullest], held[fullest])
 
-    def peak_bytes(self) -> int:
-        """Nobody counts."""
-        return 0
-
-    def reset_peak(self) -> None:
-        """Has nothing to reset."""
-
     def release_memory(self) -> None:
-        """Gives back what failed work held."""
-        self.stages.ask("release_memory")
+        self.stages.call_all("release_memory")
 
     @property
     def is_compiling(self) -> bool:
-        """Whether kernels that the first program needs are not there yet."""
+        """True if kernels for the first program are still being compiled."""
         return self._ahead is not None and not self._ahead.is_ready
 
     def compiling_s(self) -> float:
-        """Seconds in which work has waited for kernels that are compiled ahead, so far."""
         return self._compiling_s
 
     def add(self, job: NewJob) -> AddedJob:
-        """Makes a job's shares."""
         refuse_divided(job.spec, self.stages.replica_sizes)
         own = self._jobs.add(job)
         num_trained = sum(share.run_of(group) for share in own for group in share.trained)
         return AddedJob(num_trained, "", sum(s.num_compared for s in own))
 
     def drop(self, job: str) -> None:
-        """Forgets a job."""
         self._jobs.drop(job)
 
     def seat(self, job: str) -> None:
-        """Takes a slot for a job on every stage that has a share, or on none."""
         self._jobs.seat(job)
 
     def unseat(self, job: str) -> None:
-        """Frees a job's slots."""
         self._jobs.unseat(job)
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Gives every stage its part of a job's state."""
         self._jobs.restore(job, tensors)
 
     def rewind(self, job: str) -> None:
-        """Forgets the gradients of a job's current global batch."""
-        self._jobs.ask("rewind", job)
+        self._jobs.call("rewind", job)
 
     def keep_best(self, job: str) -> None:
-        """Keeps a copy of a job's weights as the best so far."""
-        self._jobs.ask("keep_best", job)
+        self._jobs.call("keep_best", job)
 
     def use_best(self, job: str) -> None:
-        """Puts the copy that was kept into the adapter, if there is one."""
-        self._jobs.ask("use_best", job)
+        self._jobs.call("use_best", job)
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
-        """The adapter's tensors of a job by module path."""
         return _merged(self._jobs.call_home("adapter_of", job))
 
     def target_names(self, job: str) -> list[str]:
-        """The adapted modules in the words of PEFT's target_modules."""
         known = self._jobs[job]
         return list(known.shares[known.home][0].target_names)
 
-    def prepare(self, work: MicrobatchWork) -> None:
-        """Has nothing to make ready: stages take whole programs."""
-
     def start(self, work: Work[OutcomeT]) -> Ticket[OutcomeT]:
-        """Does the work; what it raises about files, whoever waits hears."""
         self._num_started += 1
         if isinstance(work, StagedWork | EvaluationWork):
             self._await_kernels()
@@ -196,24 +163,18 @@ class StagedExecutor:
         return Ticket(self._num_started)
 
     def wait(self, ticket: Ticket[OutcomeT]) -> OutcomeT:
-        """What came of it."""
         outcome: OutcomeT = self._done.pop(ticket.number)()
         return outcome
 
     def is_written(self, ticket: Ticket[None]) -> bool:
-        """Files are written when they are asked for."""
+        """Files are written when `start` returns."""
         return True
 
-    def try_out(self, work: MicrobatchWork) -> MemoryTrial:
-        """Is not to be had: stages take whole programs."""
-        raise ConfigError("one microbatch is tried on one device; leave --layout out.", where="--layout")
-
     def close(self) -> None:
-        """Ends the stages."""
         self.stages.close()
 
     def _await_kernels(self) -> None:
-        """Waits for those that are compiled ahead: else every stage would compile them for itself."""
+        """Waits for kernels that are compiled ahead: else every stage would compile them itself."""
         if self._ahead is not None:
             begun_s = time.perf_counter()
             self._ahead.wait()
@@ -225,8 +186,8 @@ class StagedExecutor:
         match work:
             case StagedWork() if work.lists is not None:
                 self._orders.know(work.program)
-                told = dataclasses.replace(work, lists=None)
-                number = self.stages.append(told, work.lists, self._orders.due(work.lists))
+                results = dataclasses.replace(work, lists=None)
+                number = self.stages.append(results, work.lists, self._orders.due(work.lists))
                 return lambda: program_outcome(work, self.stages.outcomes(number))
             case MoveWork(program):
                 self._jobs.gather_to_home(program)
@@ -236,8 +197,8 @@ class StagedExecutor:
                 done = None
             case StagedWork():
                 self._jobs.gather_to_home(work.program)
-                told = dataclasses.replace(work, hears=self._hears(work.program))
-                done = program_outcome(work, self.stages.ask("run", told))
+                results = dataclasses.replace(work, reads_references=self._reads_references(work.program))
+                done = program_outcome(work, self.stages.call_all("run", results))
             case EvaluationWork():
                 done = self._evaluate(work)
             case AnswersWork():
@@ -250,44 +211,41 @@ class StagedExecutor:
                 raise AssertionError(f"no stage knows {work}")
         return lambda: done
 
-    def _hears(self, program: Program) -> bool:
-        """Whether a job of a program compares with a reference."""
+    def _reads_references(self, program: Program) -> bool:
         jobs = {job for microbatch in program.microbatches for job in microbatch.job_tokens}
         return any(self._jobs[job].given.batches.data.reads_reference for job in jobs)
 
     def _evaluate(self, work: EvaluationWork) -> EvaluationOutcome:
         """Evaluates every job on a replica that has it."""
         begun_s = time.perf_counter()
-        found = self._ask_of("evaluate", work.jobs, lambda jobs: dataclasses.replace(work, jobs=jobs))
-        means = {job: mean for jobs, told in found for job, mean in zip(jobs, told, strict=True)}
+        found = self._call_owners("evaluate", work.jobs, lambda jobs: dataclasses.replace(work, jobs=jobs))
+        parts = {job: part for jobs, results in found for job, part in zip(jobs, results, strict=True)}
         ended_s = time.perf_counter()
-        return EvaluationOutcome([means[job] for job in work.jobs], ended_s - begun_s, ended_s)
+        return EvaluationOutcome([parts[job] for job in work.jobs], ended_s - begun_s, ended_s)
 
     def _answer(self, work: AnswersWork) -> dict[str, list[Answer]]:
-        """Has every job answer on a replica that has it."""
         refuse_long([prompt for prompts in work.prompts.values() for prompt in prompts], self.facts.max_positions)
-        found = self._ask_of(
+        found = self._call_owners(
             "answer", work.prompts, lambda jobs: dataclasses.replace(work, prompts={j: work.prompts[j] for j in jobs})
         )
-        written = {job: tokens for jobs, told in found for job, tokens in zip(jobs, told, strict=True)}
+        written = {job: tokens for jobs, results in found for job, tokens in zip(jobs, results, strict=True)}
         return {
             job: [worded(*pair, self._tokenizer_of(job, work)) for pair in zip(prompts, written[job], strict=True)]
             for job, prompts in work.prompts.items()
         }
 
     def _tokenizer_of(self, job: str, work: AnswersWork) -> Tokenizer:
-        """What a job's answers are written with."""
         new_tokens = () if work.is_bare else self._jobs[job].given.spec.adapter.new_tokens
         tokenizer: Tokenizer = with_new_tokens(self.tokenizer, new_tokens)
         return tokenizer
 
-    def _ask_of(
+    def _call_owners(
         self, what: str, jobs: Iterable[str], order: Callable[[tuple[str, ...]], Work[Any]]
     ) -> list[tuple[tuple[str, ...], Any]]:
-        """Asks all replicas at once of jobs that they have: the jobs of each, and what its last stage tells of them."""
+        """Calls all replicas at once for jobs that they have: the jobs of each, and the answer of its last stage."""
         own: list[list[str]] = [[] for _ in self._replicas]
         for job in sorted(jobs, key=lambda job: len(self._jobs[job].shares)):
-            # Those that are everywhere go where the fewest are.
+            # Jobs on all replicas go to the one with the fewest.
             min((own[replica] for replica in self._jobs[job].shares), key=len).append(job)
         given = {
             device: (order(tuple(own[replica])),)
@@ -298,7 +256,7 @@ class StagedExecutor:
         }
         found = dict(zip(given, self.stages.call_each(what, given), strict=True))
         last = [found.get(devices[-1]) for devices in self._replicas]
-        return [(tuple(named), told) for named, told in zip(own, last, strict=True) if named]
+        return [(tuple(named), results) for named, results in zip(own, last, strict=True) if named]
 
     def _write(self, work: CheckpointWork | AdapterWork) -> None:
         if isinstance(work, CheckpointWork):
@@ -328,7 +286,7 @@ def _merged(parts: list[Mapping[str, ModuleTensors]]) -> dict[str, ModuleTensors
 
 
 def _kept(write: Callable[[], None]) -> Callable[[], None]:
-    """Does it now, and keeps what could not be written for whoever waits."""
+    """Writes now; returns a function that raises the StorageError, if any."""
     try:
         write()
     except StorageError as error:
@@ -339,3 +297,31 @@ def _kept(write: Callable[[], None]) -> Callable[[], None]:
 
         return again
     return lambda: None
+
+
+def facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], shards: Sequence[int]) -> ReplicaFacts:
+    """Facts of all replicas from those of their stages; the configuration is the last stage's, which is the model's
+    own."""
+    sizes = tuple(len(devices) for devices in replicas)
+    return dataclasses.replace(
+        stages[-1],
+        modules=tuple(path for device in replicas[0] for path in stages[device].modules),
+        backbone_bytes=sum(facts.backbone_bytes * facts.tensor for facts in stages),
+        kernels=f"{stages[-1].kernels}; {_in_words(sizes, shards, stages[-1].tensor)}",
+        replica_sizes=sizes,
+        shards=tuple(shards),
+    )
+
+
+def _in_words(replica_sizes: Sequence[int], shards: Sequence[int], tensor: int) -> str:
+    owners = copies(len(replica_sizes), shards)
+    found = [] if len(owners) == 1 else [f"{len(owners)} replicas"]
+    for word, numbers in (
+        ("shards", [len(own) for own in owners]),
+        ("stages", [replica_sizes[own.start] for own in owners]),
+    ):
+        if max(numbers) > 1:
+            found.append(f"{', '.join(map(str, numbers))} {word}")
+    if tensor > 1:
+        found.append(f"{tensor} devices that share every layer")
+    return " of ".join(found)

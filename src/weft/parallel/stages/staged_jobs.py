@@ -1,7 +1,7 @@
-"""The jobs of an executor in stages: what each replica holds of them, and where they are at home.
+"""The jobs of an executor in stages: what each replica holds of them, and which replica is their home.
 
 A job with order-independent sums is on every replica, whose adapters stay equal; any other is at home on one, and moves
-with all its state where a program has it run on another. At any moment some replica has it whole.
+with all its state when a program runs it on another. At any moment some replica has it whole.
 """
 
 from __future__ import annotations
@@ -14,36 +14,34 @@ from typing import Any
 import torch
 
 from weft.engine.execute.protocol import NewJob, ReplicaMemoryError
-from weft.parallel.stages.find_start import find_start
 from weft.parallel.stages.gradient import JobShare
-from weft.parallel.stages.refusals import refuse_unlike
-from weft.parallel.stages.stage_group import StageGroup
-from weft.parallel.stages.state_parts import cut_state, join_state
+from weft.parallel.stages.shares import StagePassResult, cut_state, join_state, refuse_unlike
+from weft.parallel.stages.work import StageGroup
 from weft.plan.program import Program, Step
 
 
 @dataclass
 class StagedJob:
-    """A job, and what each stage holds of it."""
+    """A job of the executor, with each stage's part of its adapter on every replica that has it."""
 
     given: NewJob
     shares: dict[int, list[JobShare]]
-    """By the replicas that have it."""
+    """Shares by replica."""
     has_seat: bool = False
     is_unknown: bool = False
-    """Its start is to be found in its data, which nobody has looked at."""
+    """True while its start has to be computed from its data."""
 
     @property
     def home(self) -> int:
-        """The replica that is asked about it: what others have is equal."""
+        """Replica that answers for the job: others have equal state."""
         return min(self.shares)
 
 
 class StagedJobs:
-    """All jobs that an executor has, on the stages of its replicas."""
+    """All jobs of an executor, on the stages of its replicas."""
 
     def __init__(self, stages: StageGroup, replicas: Sequence[range], owners: Sequence[Sequence[int]]) -> None:
-        """`replicas`: the stages of each; `owners`: those that share the frozen weights of a copy, together."""
+        """`replicas`: stages of each; `owners`: replicas that share one copy of the frozen weights."""
         self._stages, self._replicas, self._owners = stages, replicas, owners
         self._jobs: dict[str, StagedJob] = {}
 
@@ -51,43 +49,40 @@ class StagedJobs:
         return self._jobs[name]
 
     def add(self, job: NewJob) -> list[JobShare]:
-        """Makes a job's shares, on all replicas or on the one where the least is trained so far; those of its home."""
+        """Makes a job's shares, on all replicas or on the one that trains least; returns those of its home."""
         where = range(len(self._replicas)) if job.spec.gradient_sum == "any_order" else [self._emptiest()]
-        shares = self._place(job, where)
+        shares = self._make_shares(job, where)
         added = self._jobs[job.spec.name] = StagedJob(job, shares, is_unknown=job.spec.adapter.eva is not None)
         return shares[added.home]
 
     def drop(self, job: str) -> None:
-        """Forgets a job."""
-        self.ask("drop", job)
+        self.call("drop", job)
         del self._jobs[job]
 
     def seat(self, job: str) -> None:
-        """Takes a slot for a job on every stage that has a share, or on none."""
+        """Takes a slot on every stage that has a share, or on none."""
         try:
             if self._jobs[job].is_unknown:
                 homes = self._jobs[job].shares.keys()
                 owners = [[self._replicas[k] for k in own] for own in self._owners if homes & {*own}]
                 find_start(self._stages, owners, job)
                 self._jobs[job].is_unknown = False
-            self.ask("seat", job)
+            self.call("seat", job)
         except ReplicaMemoryError:
-            self.ask("unseat", job)
+            self.call("unseat", job)
             raise
         self._jobs[job].has_seat = True
 
     def unseat(self, job: str) -> None:
-        """Frees a job's slots."""
-        self.ask("unseat", job)
+        self.call("unseat", job)
         self._jobs[job].has_seat = False
 
     def restore(self, job: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Gives every stage its part of a job's state."""
         self._jobs[job].is_unknown = False
         self._restore(job, self._jobs[job].shares, tensors)
 
     def gather_to_home(self, program: Program) -> None:
-        """Moves every job that a program runs on another replica than the one it is at home on."""
+        """Moves every job to the replica that a program trains it on."""
         homes = {
             i.job: replica
             for replica, devices in enumerate(self._replicas)
@@ -98,17 +93,17 @@ class StagedJobs:
             if home not in self._jobs[name].shares:
                 self._move(name, home)
 
-    def ask(self, what: str, job: str, *given: Any) -> list[Any]:
-        """What every stage answers that has a job."""
+    def call(self, what: str, job: str, *given: Any) -> list[Any]:
+        """Answers of every stage that has a job."""
         devices = [device for replica in self._jobs[job].shares for device in self._replicas[replica]]
         return self._stages.call_each(what, dict.fromkeys(devices, (job, *given)))
 
     def call_home(self, what: str, job: str, *given: Any) -> list[Any]:
-        """What every stage answers of the replica that is asked about a job."""
+        """Answers of the stages of a job's home."""
         return self._stages.call_each(what, dict.fromkeys(self._replicas[self._jobs[job].home], (job, *given)))
 
-    def _place(self, job: NewJob, replicas: Iterable[int]) -> dict[int, list[JobShare]]:
-        """Makes a job's shares on some replicas; what cannot be leaves nothing behind."""
+    def _make_shares(self, job: NewJob, replicas: Iterable[int]) -> dict[int, list[JobShare]]:
+        """Makes a job's shares on some replicas; an error leaves nothing there."""
         name, where = job.spec.name, list(replicas)
         devices = [device for replica in where for device in self._replicas[replica]]
         try:
@@ -131,7 +126,7 @@ class StagedJobs:
         self._stages.call_each("restore", given)
 
     def _emptiest(self) -> int:
-        """The replica with the fewest trained numbers for each of its stages."""
+        """The replica with the fewest trained numbers per stage."""
         counts = [0.0] * len(self._replicas)
         for job in self._jobs.values():
             for replica, shares in job.shares.items():
@@ -139,11 +134,11 @@ class StagedJobs:
         return counts.index(min(counts))
 
     def _move(self, name: str, home: int) -> None:
-        """Moves a job with all its state; it leaves the replica that it was on when it is whole on the other."""
+        """Moves a job with all its state; it leaves its replica once it is complete on the other."""
         job = self._jobs[name]
         tensors = join_state(self.call_home("tensors", name))
         try:
-            shares = self._place(job.given, [home])
+            shares = self._make_shares(job.given, [home])
             self._restore(name, shares, tensors)
             if job.has_seat:
                 self._stages.call_each("seat", dict.fromkeys(self._replicas[home], (name,)))
@@ -154,6 +149,36 @@ class StagedJobs:
         job.shares = shares
 
     def _remove(self, name: str, replicas: Iterable[int]) -> None:
-        """Takes a job off replicas that are not its home."""
         devices = [device for replica in sorted(replicas) for device in self._replicas[replica]]
         self._stages.call_each("remove", dict.fromkeys(devices, (name,)))
+
+
+PassResults = list[StagePassResult | None]
+"""Results of a pass by stage; None where there are no more samples, or where others have the job."""
+
+
+def find_start(stages: StageGroup, owners: Sequence[Sequence[range]], job: str) -> None:
+    """Runs a job's first samples through replicas until all their stages have enough.
+
+    `owners`: for each copy of the frozen weights, the stages of the replicas that share it, one of which has the job.
+    """
+    is_found = False
+    try:
+        while not is_found:
+            results = [each for together in owners for each in _run_pass(stages, together, job)]
+            is_found = not results or all(each.is_enough for each in results)
+    finally:
+        devices = [device for together in owners for own in together for device in own]
+        stages.call_each("end_passes", dict.fromkeys(devices, (job, is_found)))
+
+
+def _run_pass(stages: StageGroup, together: Sequence[range], job: str) -> list[StagePassResult]:
+    """One pass from stage to stage, through all replicas that gather weights together; empty once it is over."""
+    results: list[StagePassResult] = []
+    entering: PassResults = [None] * len(together)
+    for devices in zip(*together, strict=True):
+        left = [None if found is None else found.left_TD for found in entering]
+        given = {device: (job, left_TD) for device, left_TD in zip(devices, left, strict=True)}
+        entering = stages.call_each("run_start_pass", given)
+        results += [each for each in entering if each is not None]
+    return results

@@ -1,15 +1,24 @@
-"""How tensors go from one stage to another: within one process, or between processes by torch.distributed.
+"""Sends tensors between the processes of stages by torch.distributed, and assigns GPUs to processes.
 
-What one stage sends another by one channel arrives in the order in which it was sent; channels keep activations,
-gradients and what concerns a job's step apart. On GPUs no host waits: a stage computes on a stream of its own, and what
-crosses is on its way meanwhile.
+Messages of one channel between two stages arrive in the order in which they were sent; channels keep activations,
+gradients and messages about a job's step apart. On GPUs no host waits: a stage computes on its own stream while tensors
+cross.
+
+GPUs that NCCL does not serve (two processes on one GPU, or a torch without it) use gloo, which sends from the machine's
+memory. A tensor is copied there on a separate stream, and a thread sends it once it has arrived.
+
+With `tensor:N`, N processes share every layer of a stage (`TorchDevices`). Each runs the program of the stage on its
+own part of the layers; what enters and leaves a stage is whole on all of them, so each has a neighbour in the next
+stage. With gloo the host waits for their sums, so no graph captures them.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+import os
+import socket
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,22 +27,26 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from weft.kernels.device import Stream, has_streams, mark, on_stream, wait_for
+from weft.adapters.devices import Devices
+from weft.errors import ConfigError
+from weft.kernels.device import CPU, Stream, has_streams, host_memory, is_cpu, mark, on_stream, wait_for
+from weft.model.resolve import ResolvedModel
+from weft.processes import VISIBLE, check_cpu_processes, choose_gpus, visible_gpus
 
 
 class Channel(IntEnum):
-    """Kinds of what stages send."""
+    """Kinds of messages between stages."""
 
     ACTIVATION = 0
-    """To the next stage."""
+    """Hidden states to the next stage."""
     GRADIENT = 1
-    """To the one before."""
+    """Gradients to the stage before."""
     PART = 2
-    """Of a job's gradient, to its judge: the first stage that has one."""
+    """Part of a job's gradient to its root stage: the first one that has a part."""
     NORM = 3
-    """Of the judge, to every stage that steps."""
+    """Norm from the root stage to every stage that steps."""
     CHOICE = 4
-    """The next tokens of answers, from the last stage to all before it."""
+    """Next tokens of answers from the last stage to all before it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -46,7 +59,7 @@ class Route:
 
     @property
     def direction(self) -> tuple[Channel, bool]:
-        """The channel, and whether it goes to a later stage."""
+        """Channel, and whether it goes to a later stage."""
         return self.channel, self.target > self.source
 
 
@@ -58,83 +71,33 @@ DIRECTIONS = (
     (Channel.NORM, False),
     (Channel.CHOICE, False),
 )
-"""All there are: a job's judge need not be on the first replica, if that had no sample of it."""
+"""All directions; a job's root stage need not be on the first replica, if that had no sample of it."""
 
 
 class StageGoneError(Exception):
-    """The process at the other end is gone; whoever coordinates the stages hears of it too."""
+    """The process at the other end is gone; the coordinator notices it too."""
 
 
 class Transport(Protocol):
     """What one stage sends to others and receives from them."""
 
     def open(self, routes: Collection[Route]) -> None:
-        """Makes ways ready that will be taken; all stages ask for the same ones, before anything else."""
+        """Prepares routes; all stages open the same ones, before anything else."""
         ...
 
     def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
-        """Starts to send a tensor, which nobody changes any more."""
+        """Starts to send a tensor, which does not change any more."""
         ...
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel
     ) -> torch.Tensor | None:
-        """The next tensor that was sent; None where it has not been, and waiting for it would not help."""
+        """The next tensor; None if it has not been sent and waiting would not help."""
         ...
 
     def finish(self) -> None:
-        """Until all that was sent has left."""
+        """Waits until everything has been sent."""
         ...
-
-
-Parcel = tuple[torch.Tensor, Any]
-"""What was sent, and a mark of the stream that made it."""
-Boxes = defaultdict[Route, deque[Parcel]]
-"""What has been sent, by its way."""
-
-
-class LocalTransport:
-    """Between stages that take turns in one process; those of one GPU work at the same time, each on its stream."""
-
-    def __init__(self, stage: int, boxes: Boxes) -> None:
-        """`boxes` are shared by all stages."""
-        self._stage = stage
-        self._boxes = boxes
-        self._missed: Route | None = None
-
-    @property
-    def awaited(self) -> Route | None:
-        """On which way something was looked for in vain in this turn, and still is not there; None: it may go on."""
-        return self._missed if self._missed is not None and not self._boxes[self._missed] else None
-
-    def begin_turn(self) -> None:
-        """Its stage runs now, until it must wait."""
-        self._missed = None
-
-    def open(self, routes: Collection[Route]) -> None:
-        """Has nothing to make ready; says no to ways that processes would not have."""
-        assert all(route.direction in DIRECTIONS for route in routes)
-
-    def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
-        """Puts it where the other finds it."""
-        self._boxes[Route(channel, self._stage, to_stage)].append((tensor, mark(tensor.device)))
-
-    def receive(
-        self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel
-    ) -> torch.Tensor | None:
-        """What lies there, or None: the other stage must have its turn first."""
-        route = Route(channel, from_stage, self._stage)
-        box = self._boxes[route]
-        if not box:
-            self._missed = route
-            return None
-        tensor, ready = box.popleft()
-        assert tensor.shape == torch.Size(shape) and tensor.dtype == dtype, "stages disagree about what is sent"
-        wait_for(tensor, ready)
-        return tensor
-
-    def finish(self) -> None:
-        """Has nothing to wait for."""
 
 
 class TorchTransport:
@@ -150,7 +113,7 @@ class TorchTransport:
     ) -> None:
         """All processes of the default group make theirs at the same time.
 
-        Among `num_tensor` processes that share a stage, each talks to those that have its own place in others.
+        Among `num_tensor` processes that share a stage, each is connected to those with its own index in other stages.
         """
         self._stage = stage
         self._tensor, self._num_tensor = tensor, num_tensor
@@ -161,7 +124,7 @@ class TorchTransport:
         self._streams = {direction: Stream(device) for direction in DIRECTIONS} if has_streams(device) else {}
 
     def open(self, routes: Collection[Route]) -> None:
-        """Sends a number along each of its own ways that is new, in an order that all have.
+        """Sends a number along each of its new routes, in the same order everywhere.
 
         NCCL connects two processes when they first send, and both wait for it: in the middle of a program each might
         wait for the other.
@@ -170,13 +133,13 @@ class TorchTransport:
             if route.source == self._stage:
                 self.send(torch.zeros(1, device=self._device), route.target, route.channel)
             elif route.target == self._stage:
-                # One that is gone is missed when something is expected of it.
+                # A stage that is gone is noticed when its next message is awaited.
                 with suppress(StageGoneError):
                     self.receive((1,), torch.float32, route.source, route.channel)
         self._open |= {*routes}
 
     def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
-        """Starts to send it; it is kept until it has left. To one that is gone nothing leaves."""
+        """Starts to send a tensor, which is kept until it has left; to a process that is gone nothing leaves."""
         self._leaving = [(work, kept) for work, kept in self._leaving if work is not None and not work.is_completed()]
         tensor = tensor.contiguous()
         group = self._groups[Route(channel, self._stage, to_stage).direction]
@@ -184,7 +147,7 @@ class TorchTransport:
             self._leaving.append((dist.isend(tensor, self._process(to_stage), group=group), tensor))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel) -> torch.Tensor:
-        """Waits for it; on a GPU only what is launched from now on does. StageGoneError if nobody sends it."""
+        """Waits for it; on a GPU only what is launched from now on does. StageGoneError if the sender is gone."""
         direction = Route(channel, from_stage, self._stage).direction
         with on_stream(self._streams[direction]) if self._streams else nullcontext():
             tensor = self._room(shape, dtype)
@@ -197,7 +160,6 @@ class TorchTransport:
         return tensor
 
     def finish(self) -> None:
-        """Waits for the other side to take it."""
         for work, _ in self._leaving:
             if work is not None:
                 with suppress(RuntimeError):
@@ -205,8 +167,166 @@ class TorchTransport:
         self._leaving.clear()
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Where something is received."""
         return torch.empty(*shape, dtype=dtype, device=self._device)
 
     def _process(self, stage: int) -> int:
         return stage * self._num_tensor + self._tensor
+
+
+class HostTransport(TorchTransport):
+    """Through pinned memory."""
+
+    def __init__(
+        self, stage: int, device: torch.device, longest_wait: datetime.timedelta, tensor: int = 0, num_tensor: int = 1
+    ) -> None:
+        super().__init__(stage, CPU, longest_wait, tensor, num_tensor)
+        self._gpu = device
+        self._out, self._in = (Stream(device) if has_streams(device) else None for _ in range(2))
+        # A stage's results are ready in the order of its stream, so one thread can wait for them.
+        self._thread = ThreadPoolExecutor(1, "weft-send")
+        self._handed: list[Future[None]] = []
+
+    def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
+        ready = mark(tensor.device)
+        with nullcontext() if self._out is None else on_stream(self._out):
+            wait_for(tensor, ready)
+            host = host_memory(tensor.shape, tensor.dtype, self._gpu)
+            host.copy_(tensor, non_blocking=True)
+            copied = mark(self._gpu)
+        self._handed = [handed for handed in self._handed if not handed.done()]
+        self._handed.append(self._thread.submit(self._hand_over, host, copied, to_stage, channel))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel) -> torch.Tensor:
+        """Waits until it is in the machine's memory; later launches wait for its copy to the GPU."""
+        host = super().receive(shape, dtype, from_stage, channel)
+        with nullcontext() if self._in is None else on_stream(self._in):
+            tensor = host.to(self._gpu, non_blocking=True)
+            ready = mark(self._gpu)
+        wait_for(tensor, ready)
+        return tensor
+
+    def finish(self) -> None:
+        for handed in self._handed:
+            handed.result()
+        self._handed.clear()
+        super().finish()
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return host_memory(shape, dtype, self._gpu)
+
+    def _hand_over(self, host: torch.Tensor, copied: Any, to_stage: int, channel: Channel) -> None:
+        if copied is not None:
+            copied.synchronize()
+        super().send(host, to_stage, channel)
+
+
+WHERE = "--devices"
+LOOPBACKS = ("lo", "lo0")
+"""Names of the loopback interface."""
+
+
+def find_gpus(model: ResolvedModel, num_devices: int, chosen: str | None) -> tuple[str, ...]:
+    """GPU of each process by CUDA's name; empty on a CPU. ConfigError if there are too few.
+
+    `chosen`: numbers of GPUs, one for each process; naming one twice puts two processes on it, for tests.
+    """
+    if model.is_cpu:
+        if chosen is not None:
+            raise ConfigError("are for GPUs, and this run is on a CPU; leave them out.", where=WHERE)
+        check_cpu_processes(num_devices, "--layout")
+        return ()
+    gpus = choose_gpus(chosen, visible_gpus())
+    if chosen is not None and len(gpus) != num_devices:
+        found = f"got {chosen}, which names {len(gpus)}; the layout has {num_devices} devices, so name one for each."
+        raise ConfigError(found, where=WHERE)
+    if num_devices > len(gpus):
+        there = "there is 1 GPU" if len(gpus) == 1 else f"there are {len(gpus)} GPUs"
+        found = f"takes {num_devices} GPUs, and {there}; use a layout of at most {len(gpus)}"
+        raise ConfigError(f"{found}, or to try it out put several on one with {WHERE}.", where="--layout")
+    return tuple(gpus[:num_devices])
+
+
+def choose_backend(gpus: Sequence[str]) -> str:
+    """NCCL where every process has its own GPU; it refuses two on one. Else gloo."""
+    has_own = len({*gpus}) == len(gpus) > 0
+    return "nccl" if has_own and dist.is_nccl_available() else "gloo"
+
+
+def process_variables(gpu: str | None) -> dict[str, str]:
+    """Environment of a process: it sees its own GPU alone, and gloo uses the loopback interface.
+
+    Otherwise gloo would resolve the machine's name, which takes long without a network.
+    """
+    loopbacks = [name for _, name in socket.if_nameindex() if name in LOOPBACKS]
+    own = {} if gpu is None else {VISIBLE: gpu}
+    return {**({"GLOO_SOCKET_IFNAME": loopbacks[0]} if loopbacks else {}), **os.environ, **own}
+
+
+def goes_through_host(device: torch.device, backend: str) -> bool:
+    """True if tensors are sent from the machine's memory."""
+    return backend == "gloo" and not is_cpu(device)
+
+
+class TorchDevices(Devices):
+    """One of the processes that share every layer, with groups of torch.distributed: gloo on CPUs, or NCCL."""
+
+    def __init__(self, index: int, count: int, *, can_be_recorded: bool = False) -> None:
+        """`can_be_recorded`: the groups are NCCL's, whose exchanges are launched as kernels are."""
+        self.index = index
+        self.count = count
+        self.can_be_recorded = can_be_recorded
+        self.groups: Sequence[dist.ProcessGroup] = ()
+        """One group for each of two passes that may run side by side; set once all have met."""
+
+    def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
+        """Starts to exchange a tensor with all; returns a function that waits."""
+        tensor = tensor.contiguous()
+        found = [self._room(tensor) for _ in range(self.count)]
+        work = dist.all_gather(found, tensor, group=self.groups[pass_number], async_op=True)
+
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            return found
+
+        return wait
+
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+
+class HostDevices(TorchDevices):
+    """The same on a GPU with groups of gloo: through pinned memory."""
+
+    def __init__(self, index: int, count: int, gpu: torch.device) -> None:
+        super().__init__(index, count)
+        self._gpu = gpu
+
+    def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
+        host = self._room(tensor)
+        host.copy_(tensor, non_blocking=True)
+        copied = mark(self._gpu)
+        if copied is not None:
+            copied.synchronize()
+        wait = super().start(host, pass_number)
+        return lambda: [part.to(self._gpu, non_blocking=True) for part in wait()]
+
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+        return host_memory(tensor.shape, tensor.dtype, self._gpu)
+
+
+def tensor_devices(index: int, count: int, device: torch.device, backend: str) -> TorchDevices:
+    """One of the processes that share a stage, for this backend; they have not met yet."""
+    if goes_through_host(device, backend):
+        return HostDevices(index, count, device)
+    return TorchDevices(index, count, can_be_recorded=backend == "nccl")
+
+
+def join_devices(
+    device: int, num_devices: int, count: int, longest_wait: datetime.timedelta
+) -> list[dist.ProcessGroup]:
+    """Two groups of the processes that share a stage; all processes of all stages call it at once."""
+    ranks = [[stage * count + other for other in range(count)] for stage in range(num_devices)]
+    teams: list[list[dist.ProcessGroup]] = [
+        [dist.new_group(own, timeout=longest_wait) for _ in range(2)] for own in ranks
+    ]
+    return teams[device]

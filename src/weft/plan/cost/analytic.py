@@ -1,14 +1,14 @@
-"""Seconds from shapes and a hardware table: where planning starts before anything has been measured.
+"""Seconds from shapes and a hardware table: the start of planning, before anything is measured.
 
-Of one layer over T rows in samples of n tokens, forward (F) and backward (B):
+One layer over T rows in samples of n tokens, forward (F) and backward (B):
     products   2·weights·T FLOP each way, at the rate products reach inside a step; never less than reading the weights
     attention  4·width·Σ n(n+1)/2 FLOP forward, 2.5 times that backward (it makes the scores again)
     passes     norms, rotation, gated activation: bytes read and written
     adapters   bytes of shrink, expand and their gradients over every row, 12·rank·(in + out) FLOP per token in all, and
                each job's gradients read and written once per microbatch
     fixed      launches
-plus two all-reduces per layer and pass for tensor parallelism, the head on the last stage, and whatever `recompute`
-runs again. The shares below were chosen on an H200 (benchmarks/h200.json), which the result meets within 10 %.
+plus two all-reduces per layer and pass for tensor parallelism, the head on the last stage, and recomputation. The
+shares below were chosen on an H200 (benchmarks/h200.json), which the result meets within 10 %.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from dataclasses import dataclass
 
 from weft.plan.cost.hardware import Hardware
 from weft.plan.cost.memory import MemoryModel
-from weft.plan.cost.rows import estimated_row_tile
-from weft.plan.cost.shape import ALL_LINEAR, ModelShape
+from weft.plan.cost.shape import ALL_LINEAR, ModelShape, estimated_row_tile
 
 PRODUCT_IN_STEP = 0.92
-"""What a layer's products reach of the rate of one large square product."""
+"""Rate of a layer's products relative to one large square product."""
 ATTENTION_SHARE = 0.55
 """The same for attention over samples of some hundred tokens."""
 ATTENTION_BACKWARD = 2.5
 RANK_SHARE = 0.5
-"""The same for products with one side a rank."""
+"""The same for products with a rank as one side."""
 KERNELS_PER_LAYER = 14
-"""Launches of one layer and pass."""
+"""Kernel launches of one layer and pass."""
 OPTIMIZER_BYTES = 42
-"""Moved per parameter and step: gradient twice, master and moments read and written, the 16-bit copy, zeroing."""
+"""Bytes per parameter and step: gradient twice, master and moments read and written, the 16-bit copy, zeroing."""
 OPTIMIZER_S = 5e-5
 USUAL_RANKS = (16,)
-"""Of the adapters in a microbatch, where they come and go."""
+"""Ranks assumed where adapters come and go."""
 
 
 @dataclass(frozen=True)
 class BackboneSetup:
-    """A backbone and how it trains: all cost models are made from it."""
+    """A backbone and its training settings, from which cost models are made."""
 
     shape: ModelShape
     ranks: tuple[int, ...] = USUAL_RANKS
-    """Of the adapters in a microbatch."""
+    """Ranks of the adapters in a microbatch."""
     quantize: str = "none"
     recompute: str = "none"
 
@@ -81,19 +80,18 @@ class BackboneSetup:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Where the time of one layer goes, one way."""
+    """Seconds of one layer and pass, by part."""
 
     products: float
     attention: float
     passes: float
     adapters: float
     reduces: float
-    """Of the results that devices have parts of; nothing else is sent within a layer."""
+    """All-reduces; nothing else is sent within a layer."""
     launches: float
 
     @property
     def total(self) -> float:
-        """One after another."""
         return self.products + self.attention + self.passes + self.adapters + self.reduces + self.launches
 
 
@@ -108,14 +106,14 @@ class AnalyticCost:
     quantize: str = "none"
     recompute: str = "none"
     rank: int = 16
-    """Of the adapters in a microbatch; 0: none."""
+    """Rank of the adapters in a microbatch; 0: none."""
     num_jobs: int = 1
     """Adapters in a microbatch."""
     targets: str | tuple[str, ...] = ALL_LINEAR
     row_tile: int = 1
-    """Rows are computed in whole tiles."""
+    """Rows are computed in whole tiles of this size."""
     split: tuple[int, ...] | None = None
-    """Layers of every stage; None: as equal as can be."""
+    """Layers of every stage; None: as equal as possible."""
 
     def __post_init__(self) -> None:
         self.shape.chosen(self.targets)
@@ -123,7 +121,6 @@ class AnalyticCost:
 
     @property
     def memory(self) -> MemoryModel:
-        """The bytes that go with it."""
         return MemoryModel(
             self.shape,
             self.quantize,
@@ -135,11 +132,9 @@ class AnalyticCost:
         )
 
     def rows(self, lengths: Sequence[int]) -> int:
-        """Rows a microbatch is computed in."""
         return -(-sum(lengths) // self.row_tile) * self.row_tile
 
     def forward_s(self, lengths: Sequence[int], stage: int) -> float:
-        """One microbatch forward through one stage; an empty one takes no time."""
         if not lengths:
             return 0.0
         layers = self.memory.layers(stage)
@@ -147,7 +142,6 @@ class AnalyticCost:
         return layers * self.layer(lengths, is_forward=True).total + head
 
     def backward_s(self, lengths: Sequence[int], stage: int) -> float:
-        """The same, backward."""
         if not lengths:
             return 0.0
         layer = self.layer(lengths, is_forward=False).total
@@ -160,22 +154,19 @@ class AnalyticCost:
         return self.memory.layers(stage) * layer + head
 
     def transfer_s(self, num_tokens: int) -> float:
-        """Activations, or their gradients, of so many tokens from one stage to the next in the same machine."""
         return num_tokens * self.shape.hidden * self.hardware.activation_bytes / self.hardware.link_rate
 
     def step_s(self, stage: int) -> float:
-        """One job's optimizer step on one stage."""
         if not self.rank:
             return 0.0
         parameters = self.memory.adapter_bytes(self.rank, self.targets, stage) / self.memory.adapter_bytes_each
         return OPTIMIZER_S + parameters * OPTIMIZER_BYTES / self.hardware.memory_rate
 
     def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
-        """What a stage keeps of a microbatch between its forward and its backward."""
         return self.memory.kept_bytes(self.rows(lengths), self.rank or 1, stage)
 
     def layer(self, lengths: Sequence[int], *, is_forward: bool) -> LayerSeconds:
-        """One microbatch through one layer, with nothing computed again."""
+        """Seconds of one microbatch through one layer, without recomputation."""
         ratio = 1 if is_forward else 2
         return LayerSeconds(
             self._products_s(lengths, is_forward=is_forward),
@@ -202,7 +193,7 @@ class AnalyticCost:
     def _passes_s(self, lengths: Sequence[int]) -> float:
         shape = self.shape
         wide = 3 * shape.qkv_width + shape.attention_width + 3 * shape.ffn
-        # Two more norms on the way back read what they normed and write its gradient.
+        # Norms of results read their input again and write its gradient in the backward.
         narrow = (10 if shape.form.norms_results else 8) * shape.hidden
         return self._moved_s(self.rows(lengths) * (narrow + wide / self.tensor_parallel))
 
@@ -219,7 +210,7 @@ class AnalyticCost:
         return self._moved_s(self.rows(lengths) * numbers / self.tensor_parallel) + arithmetic + weights
 
     def _adapter_numbers(self, *, is_forward: bool) -> int:
-        """Numbers per row that go through memory for the adapters' sake.
+        """Numbers per row that the adapters move through memory.
 
         Forward: read x, add to y. Backward: read dy twice and x once, add to dx. The widest (gate and up forward, the
         input of down backward) are counted as added inside their products.

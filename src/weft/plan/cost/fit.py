@@ -1,12 +1,13 @@
 """Non-negative least squares on measured microbatches: seconds or bytes as a sum of terms, each with a price.
 
     minimise  Σᵢ (xᵢ·β / yᵢ − 1)²  +  w² Σⱼ (βⱼ / β⁰ⱼ − 1)²     subject to  β ≥ 0
-Relative errors count, so that small microbatches matter as much as large ones. β⁰ is where the fit starts, e.g. the
-analytic model's prices; the second sum holds the prices that measurements say nothing about and fades as they come in.
+
+Errors are relative, so that small microbatches matter as much as large ones. β⁰ is the start of the fit, e.g. the
+analytic model's prices; the second sum holds the prices that measurements do not determine and fades as they come in.
 The terms extend mLoRA's β0 + β1·B·L + β2·B·L² to packed samples: rows, Σ length², Σ rank · tokens, jobs, and the
 parameters of attached adapters. O(n·k²) for n measurements of k terms.
 
-`OnlineFit` predicts every measurement before it learns from it: its error is that of a model in use.
+`OnlineFit` predicts every measurement before it learns from it, so its error is that of a model in use.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ TIME_TERMS = ("fixed", "rows", "pairs", "rank_tokens", "jobs")
 MEMORY_TERMS = ("fixed", "rows", "pairs", "longest_pairs", "rank_tokens", "rank_rows", "parameters")
 STEP_TERMS = ("fixed", "jobs", "parameters")
 START_WEIGHT = 0.1
-"""Of a price that a fit starts from, beside a value of weight 1."""
+"""Weight of a starting price, relative to 1 for a measurement."""
 
 
 @dataclass(frozen=True)
 class MicrobatchLoad:
-    """What a microbatch asks of a device."""
+    """The load of a microbatch on a device, by terms."""
 
     rows: int
-    """Computed rows: the tokens, filled up to whole tiles."""
+    """Computed rows: tokens rounded up to whole tiles."""
     pairs: int
     """Σ length² of the samples."""
     longest_pairs: int
-    """length² of the longest: plain attention works on one sample at a time."""
+    """length² of the longest sample: plain attention works on one sample at a time."""
     rank_tokens: int
     """Σ rank · tokens over the jobs."""
     rank_rows: int
-    """Rows times what all ranks are padded to."""
+    """Rows times the rank that all ranks are padded to."""
     jobs: int
     parameters: int
-    """Of all attached adapters, in the microbatch or not."""
+    """Parameters of all attached adapters, in the microbatch or not."""
     fixed: int = 1
 
     @staticmethod
     def of(
         jobs: Sequence[tuple[int, Sequence[int]]], parameters: int, row_tile: int = 1, widest_rank: int = 0
     ) -> MicrobatchLoad:
-        """From each job's rank and the lengths of its samples; `widest_rank` is that of any attached adapter."""
+        """The load of each job's rank and sample lengths; `widest_rank`: that of any attached adapter."""
         lengths = [length for _, own in jobs for length in own]
         rows = -(-sum(lengths) // row_tile) * row_tile
         ranks = [rank for rank, _ in jobs if rank]
@@ -67,23 +68,21 @@ class MicrobatchLoad:
         )
 
     def features(self, terms: Sequence[str]) -> list[float]:
-        """The amounts of the named terms."""
         return [float(getattr(self, term)) for term in terms]
 
 
 @dataclass(frozen=True)
 class FitError:
-    """How far predictions were off, relative to what was measured."""
+    """Relative error of predictions."""
 
     mape: float
     """Mean absolute error."""
     p95: float
-    """95 of 100 were no further off; the margin to plan with."""
+    """95th percentile, the margin to plan with."""
     count: int
 
     @staticmethod
     def of(predicted: Sequence[float], measured: Sequence[float]) -> FitError:
-        """The error of predictions; zero of nothing."""
         if not measured:
             return FitError(0.0, 0.0, 0)
         off = np.abs(np.asarray(predicted) / np.asarray(measured) - 1.0)
@@ -97,11 +96,9 @@ class Fit:
     prices: Mapping[str, float]
 
     def predict(self, load: MicrobatchLoad) -> float:
-        """Seconds or bytes of a load."""
         return sum(price * float(getattr(load, term)) for term, price in self.prices.items())
 
     def error(self, loads: Sequence[MicrobatchLoad], values: Sequence[float]) -> FitError:
-        """How well it predicts these."""
         return FitError.of([self.predict(load) for load in loads], values)
 
 
@@ -117,17 +114,17 @@ def fit(
     x_NK = np.array([load.features(terms) for load in loads]) / np.asarray(values, dtype=float)[:, None]
     y_N = np.ones(len(values))
     if start is not None:
-        known = [place for place, term in enumerate(terms) if start.prices.get(term, 0.0) > 0]
+        known = [column for column, term in enumerate(terms) if start.prices.get(term, 0.0) > 0]
         rows = np.zeros((len(known), len(terms)))
-        for row, place in enumerate(known):
-            rows[row, place] = START_WEIGHT / start.prices[terms[place]]
+        for row, column in enumerate(known):
+            rows[row, column] = START_WEIGHT / start.prices[terms[column]]
         x_NK = np.concatenate([x_NK, rows])
         y_N = np.concatenate([y_N, np.full(len(known), START_WEIGHT)])
     return Fit(dict(zip(terms, solve_nonnegative(x_NK, y_N), strict=True)))
 
 
 def solve_nonnegative(x_NK: np.ndarray, y_N: np.ndarray) -> list[float]:
-    """argmin |x β − y|, β ≥ 0, with columns brought to one size: terms differ by ten orders of magnitude."""
+    """argmin |x β − y|, β ≥ 0, with columns scaled alike: terms differ by ten orders of magnitude."""
     from scipy.optimize import nnls
 
     scale_K = np.linalg.norm(x_NK, axis=0)
@@ -138,25 +135,24 @@ def solve_nonnegative(x_NK: np.ndarray, y_N: np.ndarray) -> list[float]:
 
 @dataclass
 class OnlineFit:
-    """A fit that learns while training runs, and knows its own error.
+    """A fit that learns during training and measures its own error.
 
-    Noting a measurement takes microseconds. `learn` solves, so it is for whoever has the time, such as another thread.
+    `observe` takes microseconds; `learn` solves and belongs into another thread.
     """
 
     terms: tuple[str, ...]
     window: int = 256
-    """Measurements it remembers; older ones fade with the device's temper."""
+    """Number of measurements remembered; device conditions change."""
     current: Fit | None = None
     _seen: deque[tuple[MicrobatchLoad, float]] = field(default_factory=deque)
     _errors: deque[tuple[float, float]] = field(default_factory=deque)
 
     @property
     def seen(self) -> tuple[tuple[MicrobatchLoad, float], ...]:
-        """The measurements it remembers."""
         return tuple(self._seen)
 
     def observe(self, load: MicrobatchLoad, value: float) -> None:
-        """Notes one measurement; values that are no measurement (zero, not finite) are left out."""
+        """Records a measurement; invalid values (zero, not finite) are ignored."""
         if not (math.isfinite(value) and value > 0):
             return
         if self.current is not None:
@@ -167,16 +163,46 @@ class OnlineFit:
                 kept.popleft()
 
     def learn(self, seen: Sequence[tuple[MicrobatchLoad, float]]) -> None:
-        """Fits measurements; what they do not tell is held by the fit there was before."""
         loads, values = zip(*seen, strict=True) if seen else ((), ())
         self.current = fit(loads, values, self.terms, self.current)
 
     def predict(self, load: MicrobatchLoad) -> float | None:
-        """Seconds or bytes of a load, from what has been learnt; None before anything has."""
+        """Predicted seconds or bytes; None before anything was learnt."""
         return None if self.current is None else self.current.predict(load)
 
     @property
     def error(self) -> FitError:
-        """Of the predictions made before each measurement was known."""
+        """Error of the predictions made before each measurement."""
         predicted, measured = zip(*self._errors, strict=True) if self._errors else ((), ())
         return FitError.of(predicted, measured)
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """A measured batch: `num_passes` passes of one layer over b × s."""
+
+    size: int
+    length: int
+    num_passes: float
+    """Layers × microbatches in sequence; (m + p − 1) · layers / p in a pipeline."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PaddedTime:
+    """t(b, s) of one layer: prices of b·s², s², b·s, s, b and 1."""
+
+    coefficients: tuple[float, float, float, float, float, float]
+
+
+def fit_padded(batches: Sequence[PaddedBatch]) -> PaddedTime:
+    """The coefficients that explain measured batches of one tensor-parallel degree best, by relative error."""
+    if not batches:
+        raise ConfigError("got no batches; a fit needs some.", where="fit_padded")
+    rows = []
+    for batch in batches:
+        b, s = batch.size, batch.length
+        terms = (b * s**2, s**2, b * s, s, b, 1.0)
+        rows.append([batch.num_passes * term / batch.seconds for term in terms])
+    found = solve_nonnegative(np.array(rows), np.ones(len(rows)))
+    return PaddedTime(tuple(found))  # type: ignore[arg-type]

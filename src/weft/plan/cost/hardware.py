@@ -1,8 +1,8 @@
-"""What devices sustain: products, memory, links. A start until `weft profile` has measured the device itself.
+"""Sustained rates of devices: products, memory, links. A start until `weft profile` has measured the device itself.
 
-The H200's rates were measured (8192³ products in bf16 739 and in FP8 1,433 TFLOP/s, 2026-11, torch 2.11); those of the
-other GPUs are their published peaks times the share the H200 reaches of its own (0.747 and 0.724). Memory and links
-count with a fixed share of their published peaks.
+The H200's rates were measured (8192³ products in bf16 739 and in FP8 1,433 TFLOP/s, 2026-11, torch 2.11); those of
+other GPUs are their published peaks times the H200's shares (0.747 and 0.724). Memory and links count with a fixed
+share of their published peaks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weft.errors import ConfigError, closest
 
 PRODUCT_SHARE = 739 / 989.5
-"""Of the published bf16 peak, in one large product."""
+"""Share of the published bf16 peak in one large product."""
 FP8_SHARE = 1433 / 1979
 MEMORY_SHARE = 0.85
 LINK_SHARE = 0.8
@@ -22,13 +22,13 @@ GB, TFLOP = 1e9, 1e12
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device; rates are sustained ones, per second."""
+    """One kind of device; rates are sustained, per second."""
 
     name: str
     product_flop: float
-    """Of matrix products in the activations' type: bf16, on a CPU fp32."""
+    """FLOP of matrix products in the activations' type: bf16, on a CPU fp32."""
     fp8_flop: float | None
-    """None: products of FP8 weights run with the weights made dense."""
+    """None: FP8 weights are made dense before products."""
     memory_rate: float
     """Bytes read or written."""
     memory_bytes: int
@@ -37,14 +37,14 @@ class Hardware:
     network_rate: float
     """Bytes to another machine, one way."""
     launch_s: float = 4e-6
-    """Between two kernels inside a captured graph; on a CPU, between two operations."""
+    """Gap between kernels of a captured graph; on a CPU, between operations."""
     activation_bytes: int = 2
 
 
 def _gpu(
     name: str, bf16: float, fp8: float | None, memory: float, size_gib: float, link: float, network: float = 50.0
 ) -> Hardware:
-    """From published peaks in TFLOP/s, GB/s and GiB."""
+    """A device from published peaks in TFLOP/s, GB/s and GiB."""
     return Hardware(
         name,
         bf16 * TFLOP * PRODUCT_SHARE,
@@ -78,11 +78,11 @@ _MARKS = (
     (r"\b4090\b", "rtx-4090"),
     (r"\bcpu\b", "cpu"),
 )
-"""What a device calls itself, in whole words, and its row; the first that is found counts."""
+"""Patterns of a device's own names, and its row; the first match counts."""
 
 
 def find_hardware(name: str) -> Hardware:
-    """The row of a device, by its name here or by what its driver calls it, e.g. `NVIDIA H200`."""
+    """The row of a device, by its name here or by its driver's, e.g. `NVIDIA H200`."""
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
     for mark, found in _MARKS:

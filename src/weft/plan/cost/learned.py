@@ -1,18 +1,14 @@
-"""What stages take, learnt from the microbatches that have run on them.
+"""Seconds of stages and adapters, learnt from the microbatches that have run.
 
-Every pass of a stage is fitted on the terms of `cost/fit.py`. What adapters take is told apart from the rest: it grows
-with the jobs of a microbatch and not with its rows, which decides whether jobs should share microbatches. Where all
-microbatches have the same jobs, nothing can be told apart, and all counts as the backbone's.
+Every pass of a stage is fitted on the terms of `cost/fit.py`. Adapters are separated from the backbone: their time
+grows with the jobs of a microbatch and not with its rows, which decides whether jobs should share microbatches. If all
+microbatches have the same jobs, they cannot be separated, and all time counts as the backbone's.
 
-What a job's adapter adds to a pass of every microbatch that the job is in.
+Adapters are measured as they run in training, side by side in one microbatch, so the time of several is the sum: each
+has a share of 1 of the device in MuxTune's terms, which profile adapters one by one.
 
-Measured as adapters run in training, side by side in one microbatch: what several of them take is the sum. So each has
-a share of 1 of the device in MuxTune's terms, which profile adapters one by one.
-
-What devices that share every layer wait for sums, and what two passes took side by side, learnt from those that ran.
-
-A pass that runs alone tells how much of it was waiting, which is what another beside it could hide. Once pairs have
-run, what they took counts instead, against what their passes are known to take alone.
+For devices that share every layer: a pass that runs alone shows its share of waiting for all-reduces, which another
+pass beside it could hide. Once pairs have run, their measured time counts instead, relative to their passes alone.
 """
 
 from __future__ import annotations
@@ -28,97 +24,88 @@ from weft.plan.cost.types import CostModel
 
 @dataclass(frozen=True)
 class AdapterTimes:
-    """Of one pass on one stage, the mean over passes and stages."""
+    """Seconds of adapters per pass on one stage, the mean over passes and stages."""
 
     job_s: float
-    """However few its tokens: launches, its weights and gradients read and written."""
+    """Fixed part of a job: launches, its weights and gradients read and written."""
     rank_token_s: float
-    """Per rank and token."""
+    """Part per rank and token."""
     ranks: Mapping[str, int] = field(default_factory=dict)
 
     def seconds(self, job: str, num_tokens: float) -> float:
-        """Of one job with so many tokens in the microbatch."""
         return self.job_s + self.rank_token_s * self.ranks.get(job, 0) * num_tokens
 
     def microbatch_s(self, tokens: Mapping[str, int]) -> float:
-        """Of all jobs of a microbatch, with the tokens of each."""
         return sum(self.seconds(job, count) for job, count in tokens.items())
 
 
+PassCosts = tuple[CostModel, AdapterTimes | None]
+"""Expected costs of passes on a replica, without and with adapters."""
 PASSES = ("forward", "backward")
 ADAPTER_TERMS = ("rank_tokens", "jobs")
 WINDOW = 256
 """Passes of a stage that are remembered."""
 FEWEST = 12
-"""Passes of each stage before anything is concluded."""
+"""Passes of each stage needed to learn."""
 
 
 @dataclass(frozen=True)
 class LearnedCost:
-    """A `CostModel` of measured passes without adapters; what was not measured comes from a table."""
+    """A `CostModel` of measured passes without adapters; the rest comes from a table."""
 
     passes: Mapping[tuple[str, int], Fit]
-    """By name and stage."""
     steps_s: Mapping[int, float]
-    """One job's step, by stage."""
     row_tile: int
     table: CostModel
 
     def forward_s(self, lengths: Sequence[int], stage: int) -> float:
-        """One microbatch forward through one stage."""
         return self._seconds("forward", lengths, stage)
 
     def backward_s(self, lengths: Sequence[int], stage: int) -> float:
-        """The same, backward."""
         return self._seconds("backward", lengths, stage)
 
     def transfer_s(self, num_tokens: int) -> float:
-        """As the table says."""
         return self.table.transfer_s(num_tokens)
 
     def step_s(self, stage: int) -> float:
-        """One job's optimizer step on one stage."""
         return self.steps_s.get(stage, self.table.step_s(stage))
 
     def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
-        """As the table says."""
         return self.table.held_bytes(lengths, stage)
 
     def _seconds(self, name: str, lengths: Sequence[int], stage: int) -> float:
         if not lengths:
             return 0.0
-        # Without jobs of any rank, what is left is the backbone's own.
+        # A job of rank 0 leaves the backbone's part.
         return self.passes[name, stage].predict(MicrobatchLoad.of([(0, lengths)], 0, self.row_tile))
 
 
 @dataclass
 class StagePace:
-    """Collects what passes and steps of stages take."""
+    """Collects measured passes and steps of stages."""
 
     row_tile: int = 1
     _passes: dict[tuple[str, int], deque[tuple[MicrobatchLoad, float]]] = field(default_factory=dict)
     _steps: dict[int, deque[float]] = field(default_factory=dict)
 
     def note_pass(self, name: str, stage: int, load: MicrobatchLoad, seconds: float) -> None:
-        """One microbatch forward or backward on a stage."""
         if seconds > 0:
             self._passes.setdefault((name, stage), deque(maxlen=WINDOW)).append((load, seconds))
 
     def note_step(self, stage: int, seconds: float) -> None:
-        """One job's optimizer step on a stage."""
         self._steps.setdefault(stage, deque(maxlen=WINDOW)).append(seconds)
 
     @property
     def num_seen(self) -> int:
-        """Passes of the stage that is known least."""
+        """Passes of the least observed stage."""
         return min((len(own) for own in self._passes.values()), default=0)
 
     def learn(
         self, num_stages: int, table: CostModel, ranks: Mapping[str, int], first: int = 0
     ) -> tuple[LearnedCost, AdapterTimes] | None:
-        """What the backbone takes, and what adapters add; None before enough has been seen.
+        """The costs of the backbone, and of adapters; None before enough passes were seen.
 
-        `first`: the first stage of the replica, where there are several.
+        `first`: the replica's first stage.
         """
         wanted = [(name, stage) for name in PASSES for stage in range(num_stages)]
         if any(len(self._passes.get((name, first + stage), ())) < FEWEST for name, stage in wanted):
@@ -134,44 +121,44 @@ class StagePace:
 
 
 def _guess(loads: Sequence[MicrobatchLoad], seconds: Sequence[float]) -> Fit:
-    """Where a fit starts: all time is the rows'. So a price for jobs has to be shown by measurements."""
+    """The start of a fit: all time depends on rows, so measurements must prove a price for jobs."""
     rows = sum(load.rows for load in loads)
     return Fit({"rows": sum(seconds) / rows})
 
 
 Pair = tuple[MicrobatchLoad, MicrobatchLoad]
 PassOf = tuple[str, int]
-"""The name of a pass, and its stage."""
+"""Name of a pass, and its stage."""
 
 
 @dataclass(frozen=True)
 class MeasuredPairs:
-    """What was learnt of passes; nothing of those that have not been seen often enough."""
+    """Learnt ratios of passes that were seen often enough."""
 
     sums: Mapping[PassOf, float] = field(default_factory=dict)
-    """The part of a pass that is waiting for sums."""
+    """Share of a pass that waits for all-reduces."""
     pairs: Mapping[PassOf, float] = field(default_factory=dict)
-    """What two passes take side by side, as a part of what they take one after another."""
+    """Ratio of the time of two passes side by side to that of both in sequence."""
 
 
 @dataclass
 class PairPace:
-    """Collects what sums and pairs take."""
+    """Collects measured all-reduces and pairs."""
 
     _sums: dict[PassOf, deque[tuple[float, float]]] = field(default_factory=dict)
     _pairs: dict[PassOf, deque[tuple[Pair, float]]] = field(default_factory=dict)
 
     def note_sums(self, name: PassOf, sums_s: float, seconds: float) -> None:
-        """One pass that ran alone, and how long of that it waited."""
+        """Records a pass that ran alone, and its waiting time."""
         self._sums.setdefault(name, deque(maxlen=WINDOW)).append((sums_s, seconds))
 
     def note_pair(self, name: PassOf, loads: Pair, seconds: float) -> None:
-        """Two passes, from the beginning of the first to the end of the last."""
+        """Records two passes side by side, from the start of the first to the end of the last."""
         self._pairs.setdefault(name, deque(maxlen=WINDOW)).append((loads, seconds))
 
     def learn(self, alone: Mapping[PassOf, Fit]) -> MeasuredPairs:
-        """What is known; `alone`: what passes take by themselves, as far as that has been learnt."""
-        # Copies: others go on noting meanwhile.
+        """The learnt ratios; `alone`: fits of single passes, as far as learnt."""
+        # Copies, because other threads add to them.
         waits = {name: list(seen) for name, seen in list(self._sums.items()) if len(seen) >= FEWEST}
         taken = {name: list(seen) for name, seen in list(self._pairs.items()) if len(seen) >= FEWEST and name in alone}
         sums = {

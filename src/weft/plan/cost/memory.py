@@ -1,17 +1,16 @@
-"""How much memory training takes, from shapes alone: weights, adapters, what is kept of a microbatch, working space.
+"""Memory of training, from shapes alone: weights, adapters, kept activations, working space.
 
 Per device of stage s with tensor-parallel degree t, for one microbatch of T rows in the fused step:
     weights       linears by their storage / t, norms and biases; embedding on the first stage, head on the last,
-                  whole on each of t devices; with shards of N devices a layer's linears / N, and two layers that are
-                  gathered
+                  whole on each of t devices; with shards of N devices a layer's linears / N, and two gathered layers
     adapters      18 bytes per parameter: fp32 master, gradient and two moments, 16-bit copy; whole on each of t
-    kept          per row and layer what `families/kept` lists; with `offload` the large ones are elsewhere, but for
+    kept          per row and layer what `kept_tensors` lists; with `offload` the large ones are elsewhere, but for
                   two layers
-    workspace     the widest moment of one layer's way back, and what surrounds the layers
+    workspace     the peak of one layer's backward, and what surrounds the layers
     loss          one block of logits
-LoRA's parts follow PLoRA's appendix A (an indicator per linear, parameters, optimizer, activations b·s·r), with what
-this engine really stores. What is kept equals the fused step to the byte, and totals meet peaks measured on an H200
-within 1 % (tests/plan/cost).
+LoRA's parts follow PLoRA's appendix A (an indicator per linear, parameters, optimizer, activations b·s·r), with this
+engine's storage. Kept bytes equal the fused step's exactly, and totals meet peaks measured on an H200 within 1 %
+(tests/plan/cost).
 """
 
 from __future__ import annotations
@@ -22,28 +21,29 @@ from dataclasses import dataclass
 
 from weft.errors import ConfigError
 from weft.plan.cost.shape import ALL_LINEAR, ModelShape, stage_layers
-from weft.plan.families.kept import RECOMPUTE, KeptTensor, kept_tensors
+from weft.plan.decoder import RECOMPUTE, KeptTensor, kept_tensors
+from weft.spec import JobSpec
 
 STORED_BITS = {"none": 16.0, "fp8": 8.0, "int8": 8.0, "nf4": 4.5}
-"""Per weight of a frozen linear; fp8 may be held twice."""
+"""Bits per weight of a frozen linear; fp8 may be held twice."""
 MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
 LOSS_ROWS = 1024
 """Rows of logits that exist at once."""
 MIN_RANK_CLASS = 16
 GATHERED_LAYERS = 2
-"""Whole on a device at a time where weights are sharded: the one that is worked on, and the one that follows."""
+"""Sharded layers that are whole on a device: the current one and the next."""
 OFFLOAD_LAYERS = 2
-"""Whose large tensors are on the device at a time: the one that is worked on, and the one that follows."""
+"""Offloaded layers whose large tensors are on the device: the current one and the next."""
 
 
 def rank_class(ranks: Sequence[int]) -> int:
-    """What every rank is padded to in the step's S buffers: a power of two that none is above."""
+    """The rank that every rank is padded to in the step's S buffers: a power of two."""
     return max(MIN_RANK_CLASS, 1 << (max([1, *ranks]) - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes on one device of a replica; exact in form, and as close as the shapes are known."""
+    """Bytes on one device of a replica."""
 
     shape: ModelShape
     quantize: str = "none"
@@ -53,7 +53,7 @@ class MemoryModel:
     num_stages: int = 1
     tensor_parallel: int = 1
     split: tuple[int, ...] | None = None
-    """Layers of every stage; None: as equal as can be."""
+    """Layers of every stage; None: as equal as possible."""
     shards: int = 1
     """Devices that share the weights of the layers' linears."""
 
@@ -70,18 +70,17 @@ class MemoryModel:
         stage_layers(self.shape.num_layers, self.num_stages, self.split)
 
     def layers(self, stage: int) -> int:
-        """Layers on a stage."""
         return stage_layers(self.shape.num_layers, self.num_stages, self.split)[stage]
 
     @property
     def weight_bytes_each(self) -> float:
-        """Of one weight of a frozen linear."""
+        """Bytes of one weight of a frozen linear."""
         if self.quantize == "none":
             return float(self.activation_bytes)
         return STORED_BITS[self.quantize] / 8 * (self.fp8_copies if self.quantize == "fp8" else 1)
 
     def weight_bytes(self, stage: int = 0) -> int:
-        """The frozen backbone's part on a stage."""
+        """Bytes of the frozen backbone on a stage."""
         shape, size = self.shape, self.activation_bytes
         held = self.layers(stage) / self.shards + (min(GATHERED_LAYERS, self.layers(stage)) if self.shards > 1 else 0)
         linears = held * shape.layer_weights * self.weight_bytes_each / self.tensor_parallel
@@ -93,41 +92,40 @@ class MemoryModel:
 
     @property
     def adapter_bytes_each(self) -> int:
-        """Of one trainable parameter; where activations are fp32 the step still has a copy of its own."""
+        """Bytes per trainable parameter; where activations are fp32 the step still has a copy of its own."""
         return MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES + self.activation_bytes
 
     def adapter_bytes(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR, stage: int = 0) -> int:
-        """One job's adapter with its optimizer on a stage."""
+        """Bytes of one job's adapter with its optimizer on a stage."""
         per_layer = self.shape.adapter_parameters(rank, targets) // self.shape.num_layers
         return self.adapter_bytes_each * per_layer * self.layers(stage)
 
     def row_bytes(self, widest_rank: int = MIN_RANK_CLASS, recompute: str | None = None) -> float:
-        """Kept of one row in one layer between forward and backward."""
+        """Bytes kept per row and layer between forward and backward."""
         mode = self.recompute if recompute is None else recompute
         kept = kept_tensors(self.shape, rank_class([widest_rank]))
         return sum(self._bytes(tensor) for tensor in kept if tensor.is_kept(mode))
 
     def _bytes(self, tensor: KeptTensor) -> float:
-        """Of one row of a tensor on one device."""
         each = self.activation_bytes if tensor.num_bytes is None else tensor.num_bytes
         return tensor.width * each / (self.tensor_parallel if tensor.is_split else 1)
 
     def kept_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS, stage: int = 0) -> int:
-        """Kept of one microbatch by a stage."""
+        """Bytes of one microbatch kept by a stage."""
         return round(num_rows * self.layers(stage) * self.row_bytes(widest_rank))
 
     def offloaded_bytes(self, num_rows: int) -> int:
-        """Of what is kept, elsewhere with `offload`; on the way back two layers at a time are here."""
+        """Bytes of kept tensors elsewhere with `offload`; the backward has two layers at a time on the device."""
         kept = kept_tensors(self.shape, MIN_RANK_CLASS)
         row = sum(self._bytes(tensor) for tensor in kept if tensor.is_moved and tensor.is_kept(self.recompute))
         return round(num_rows * max(self.layers(0) - OFFLOAD_LAYERS, 0) * row)
 
     def workspace_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS) -> int:
-        """At the widest moment of a layer's way back; made once, however many microbatches are under way."""
+        """Peak bytes of a layer's backward, allocated once for any number of microbatches in flight."""
         shape = self.shape
-        # The gradient (also before the norm of a block's result) and the MLP's two tensors beside gate and up, whose
-        # gradients are written over them; the last two norms' inputs and the gradient of the hidden states. Where FP8
-        # products go back too, the gradients of gate and up are there in 8 bits as well.
+        # The gradient (also before the norm of a block's result) and the MLP's two tensors beside gate and up, which
+        # their gradients overwrite; the last two norms' inputs and the gradient of the hidden states. With FP8 products
+        # in the backward, the gradients of gate and up also exist in 8 bits.
         grads = 2 if shape.form.norms_results else 1
         row = grads * shape.hidden + 2 * shape.ffn / self.tensor_parallel + 3 * shape.hidden
         again = self.row_bytes(widest_rank, "none") - self.row_bytes(widest_rank)
@@ -138,7 +136,7 @@ class MemoryModel:
         return round(num_rows * (row * self.activation_bytes + again) + dense)
 
     def loss_bytes(self, stage: int = 0) -> int:
-        """One block of logits, on the last stage."""
+        """Bytes of one block of logits, on the last stage."""
         if stage != self.num_stages - 1:
             return 0
         return LOSS_ROWS * self.shape.vocabulary * self.activation_bytes
@@ -150,7 +148,7 @@ class MemoryModel:
         stage: int = 0,
         num_held: int = 1,
     ) -> int:
-        """All of it, with one adapter per rank and `num_held` microbatches between forward and backward."""
+        """All bytes with one adapter per rank and `num_held` microbatches between forward and backward."""
         widest = max(ranks, default=1)
         adapters = sum(self.adapter_bytes(rank, ALL_LINEAR, stage) for rank in ranks)
         kept = num_held * self.kept_bytes(num_rows, widest, stage)
@@ -167,3 +165,53 @@ class MemoryModel:
 
         above = max(1, budget_bytes // (needed(1) - needed(0)) + 2)
         return max(0, bisect.bisect_right(range(above), budget_bytes, key=needed) - 1) * row_tile
+
+
+FLOAT_BYTES = 4
+WORD_BYTES = 8
+
+
+def optimizer_bytes(job: JobSpec) -> float:
+    """Bytes of optimizer state per parameter."""
+    side = job.adapter.config.smallest_side(job.adapter)
+    match job.optim:
+        case "adamw_8bit":
+            # Two codes, and two scales per 256; a short buffer has one more of each.
+            return 2 + 2 * FLOAT_BYTES / 256
+        case "sgd":
+            return FLOAT_BYTES * (job.used_momentum > 0)
+        case "lion":
+            return FLOAT_BYTES
+        case "adafactor":
+            # A matrix of r by d, r ≤ d, has r + d numbers for its r · d weights.
+            return FLOAT_BYTES * 2 / side
+        case "muon":
+            return FLOAT_BYTES * (1 if side > 1 else 2)
+    return FLOAT_BYTES * 2
+
+
+def kept_bytes(job: JobSpec) -> float:
+    """Bytes per parameter of the optimizer and of the average of the weights, if there is one."""
+    return optimizer_bytes(job) + (0 if job.ema_decay is None else FLOAT_BYTES)
+
+
+def passing_bytes(job: JobSpec) -> int:
+    """Temporary bytes per parameter: without an optimizer kernel, a change as large as the weights; the weights before
+    the step where some have a rate of their own; the last weights while their average is evaluated."""
+    in_a_step = (job.optim in ("sgd", "lion")) + bool(job.learning_rate_pattern)
+    return FLOAT_BYTES * max(in_a_step, job.ema_decay is not None)
+
+
+def sum_bytes(job: JobSpec) -> int:
+    """Bytes per parameter of order-independent sums: a word of 8 bytes, and a second for large gradients."""
+    return 2 * WORD_BYTES if job.gradient_sum == "any_order" else 0
+
+
+def best_bytes(job: JobSpec) -> int:
+    """Bytes per parameter of the best evaluation's weights, kept for early stopping."""
+    return FLOAT_BYTES if job.early_stopping_patience else 0
+
+
+def job_state_bytes(job: JobSpec) -> float:
+    """Bytes per parameter beside weight and gradient, as admission counts them."""
+    return kept_bytes(job) + passing_bytes(job) + best_bytes(job) + sum_bytes(job)

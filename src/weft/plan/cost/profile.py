@@ -1,20 +1,21 @@
-"""What a device was measured to need, stored as JSON, and the cost model made of it.
+"""Measured requirements of a device, stored as JSON, and the cost model made of them.
 
-A profile belongs to one device, backbone, storage and step: its fits hold for every mix of jobs there, not elsewhere.
-Some measurements are held out of the fits; on them the errors are counted, and the 95 % error of the memory fit is the
-margin to plan with.
+A profile is valid for one device, backbone, storage and step, for any mix of jobs. Some measurements are held out of
+the fits to count the errors; the 95 % error of the memory fit is the margin to plan with.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
 from weft.plan.cost.fit import MEMORY_TERMS, STEP_TERMS, TIME_TERMS, Fit, FitError, MicrobatchLoad, fit
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.shape import ModelShape, stage_layers
 
 VERSION = 1
 QUANTITIES: Mapping[str, Sequence[str]] = {
@@ -24,29 +25,28 @@ QUANTITIES: Mapping[str, Sequence[str]] = {
     "peak_bytes": MEMORY_TERMS,
     "reserved_bytes": MEMORY_TERMS,
 }
-"""What is fitted, and on which terms."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One microbatch, measured."""
+    """A measured microbatch."""
 
     load: MicrobatchLoad
     forward_s: float
     backward_s: float
     step_s: float
-    """Optimizer steps of all its jobs together."""
+    """Optimizer steps of all its jobs."""
     peak_bytes: float
-    """Most bytes of tensors at once, frozen weights and optimizers included."""
+    """Peak bytes of tensors, frozen weights and optimizers included."""
     reserved_bytes: float
-    """What the allocator took for them; on a CPU the same."""
+    """Bytes taken by the allocator; on a CPU equal to the peak."""
     held_out: bool = False
-    """Not fitted, but predicted, to know the error."""
+    """True if it is not fitted but used to count the error."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a profile is of."""
+    """The subject of a profile."""
 
     device: str
     model: str
@@ -71,36 +71,34 @@ class Profile:
     measurements: tuple[Measurement, ...]
     fits: Mapping[str, Fit]
     errors: Mapping[str, FitError]
-    """On measurements that were held out."""
+    """Relative errors on held-out measurements, by measured quantity."""
 
     @property
     def margin(self) -> float:
-        """Share to leave free beyond predicted memory."""
+        """Share of memory to leave free beyond the prediction."""
         return self.errors["reserved_bytes"].p95
 
     @property
     def time_error(self) -> FitError:
-        """Of both passes together, on measurements that were held out."""
+        """Error of both passes together on held-out measurements."""
         held = [found for found in self.measurements if found.held_out]
         measured = [found.forward_s + found.backward_s for found in held]
         return FitError.of([self.seconds(found.load) for found in held], measured)
 
     def memory_bytes(self, load: MicrobatchLoad) -> float:
-        """What the allocator takes for a microbatch, everything included; add the margin to be safe."""
+        """Bytes of the allocator for a microbatch, everything included; add the margin to be safe."""
         return self.fits["reserved_bytes"].predict(load)
 
     def seconds(self, load: MicrobatchLoad) -> float:
-        """A microbatch forward and back, without the optimizers."""
         return self.fits["forward_s"].predict(load) + self.fits["backward_s"].predict(load)
 
     def to_json(self) -> str:
-        """The file's text."""
         tree = {"version": VERSION, **asdict(self)}
         return json.dumps(tree, indent=1, allow_nan=False) + "\n"
 
 
 def fit_profile(setup: Setup, measurements: Sequence[Measurement]) -> Profile:
-    """Fits every quantity on what is not held out, and counts the errors on what is."""
+    """Fits every quantity, and counts the errors on held-out measurements."""
     seen = [found for found in measurements if not found.held_out]
     held = [found for found in measurements if found.held_out]
     if len(seen) < len(MEMORY_TERMS) or not held:
@@ -117,7 +115,6 @@ def fit_profile(setup: Setup, measurements: Sequence[Measurement]) -> Profile:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """The profile in a file that `weft profile` wrote."""
     where = f"--profile {path}"
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -151,7 +148,7 @@ def _from_tree(tree: dict[str, Any]) -> Profile:
 
 
 def _record(cls: type[Any], values: Mapping[str, Any]) -> Any:
-    """A dataclass from its JSON object; every field there, of its type, and no other."""
+    """A dataclass from a JSON object with exactly its fields and types."""
     types = {field.name: field.type for field in fields(cls)}
     if set(values) != set(types):
         raise ValueError(f"{cls.__name__} has {', '.join(sorted(set(values) ^ set(types)))} amiss")
@@ -167,3 +164,98 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"{value!r} is not a number of at least 0")
     return value
+
+
+PLAIN_LINK = 25e9
+"""Bytes per second to a neighbour on an unknown device: sixteen lanes of PCIe 4."""
+
+KEPT_TERMS = ("rows", "pairs", "rank_tokens", "rank_rows")
+"""Memory terms of a microbatch that last until its backward, except one layer's working space."""
+
+
+def check_profile(profile: Profile, shape: ModelShape, quantize: str, recompute: str, where: str) -> None:
+    """Raises ConfigError for a profile of another backbone, storage or recomputation."""
+    setup = profile.setup
+    if (setup.hidden, setup.num_layers, setup.head_weights) != (shape.hidden, shape.num_layers, shape.head_weights):
+        raise ConfigError(
+            f"is of {setup.model}, {setup.num_layers} layers of {setup.hidden} and a head of {setup.head_weights:,}; "
+            f"{shape.name} has {shape.num_layers} of {shape.hidden} and {shape.head_weights:,}.",
+            where=where,
+        )
+    for name, wanted in (("quantize", quantize), ("recompute", recompute)):
+        if getattr(setup, name) != wanted:
+            raise ConfigError(f"was measured with {name} {getattr(setup, name)}; this run has {wanted}.", where=where)
+
+
+@dataclass(frozen=True)
+class ProfiledCost:
+    """A `CostModel` from measurements."""
+
+    profile: Profile
+    num_stages: int = 1
+    rank: int = 16
+    """Rank of the adapters in a microbatch."""
+    num_jobs: int = 1
+    """Adapters in a microbatch."""
+    split: tuple[int, ...] | None = None
+    """Layers of every stage; None: as equal as possible."""
+
+    def __post_init__(self) -> None:
+        stage_layers(self.profile.setup.num_layers, self.num_stages, self.split)
+
+    def forward_s(self, lengths: Sequence[int], stage: int) -> float:
+        return self._share_s("forward_s", lengths, stage)
+
+    def backward_s(self, lengths: Sequence[int], stage: int) -> float:
+        return self._share_s("backward_s", lengths, stage)
+
+    def transfer_s(self, num_tokens: int) -> float:
+        setup = self.profile.setup
+        return num_tokens * setup.hidden * setup.activation_bytes / self._link_rate
+
+    def step_s(self, stage: int) -> float:
+        setup = self.profile.setup
+        parameters = self.rank * setup.layer_adapter_width * self._layers(stage)
+        return self.profile.fits["step_s"].predict(replace(MicrobatchLoad.of([], parameters), jobs=1))
+
+    def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
+        load = self._load(lengths)
+        prices = self.profile.fits["peak_bytes"].prices
+        kept = sum(prices[term] * float(getattr(load, term)) for term in KEPT_TERMS)
+        return round(kept * self._layers(stage) / self.profile.setup.num_layers)
+
+    def total_bytes(self, microbatch: Sequence[tuple[int, Sequence[int]]], ranks: Sequence[int]) -> int:
+        """Bytes of training on one device, with the margin of the fit's error.
+
+        `microbatch`: rank and sample lengths of each job; `ranks`: those of all adapters.
+        """
+        parameters = sum(ranks) * self.profile.setup.layer_adapter_width * self.profile.setup.num_layers
+        load = MicrobatchLoad.of(microbatch, parameters, self.profile.setup.row_tile, max(ranks, default=0))
+        return round(self.profile.memory_bytes(load) * (1.0 + self.profile.margin))
+
+    def _share_s(self, name: str, lengths: Sequence[int], stage: int) -> float:
+        if not lengths:
+            return 0.0
+        fit: Fit = self.profile.fits[name]
+        load, setup = self._load(lengths), self.profile.setup
+        whole = setup.num_layers * setup.layer_weights + setup.head_weights
+        head = setup.head_weights if stage == self.num_stages - 1 else 0
+        by_rows = fit.prices["rows"] * load.rows
+        rest = fit.predict(load) - by_rows
+        layers = self._layers(stage)
+        return by_rows * (layers * setup.layer_weights + head) / whole + rest * layers / setup.num_layers
+
+    def _load(self, lengths: Sequence[int]) -> MicrobatchLoad:
+        jobs = min(self.num_jobs, len(lengths))
+        own = [lengths[job::jobs] for job in range(jobs)]
+        return MicrobatchLoad.of([(self.rank, samples) for samples in own], 0, self.profile.setup.row_tile)
+
+    def _layers(self, stage: int) -> int:
+        return stage_layers(self.profile.setup.num_layers, self.num_stages, self.split)[stage]
+
+    @property
+    def _link_rate(self) -> float:
+        try:
+            return find_hardware(self.profile.setup.device).link_rate
+        except ConfigError:
+            return PLAIN_LINK

@@ -1,56 +1,55 @@
-"""What follows from the sizes of a backbone: parameters, FLOPs, bytes.
+"""Counts that follow from a backbone's sizes: parameters, FLOPs, bytes.
 
 Per layer and token, forward: 2 FLOP per weight of its linears; attention 4 · heads · head size FLOP per (query, key)
-pair, of which a causal sample of n tokens has n (n + 1) / 2. Nothing here knows a device.
+pair, of which a causal sample of n tokens has n (n + 1) / 2. Independent of devices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from weft.errors import ConfigError, closest
-from weft.plan.families.description import Config, DecoderSizes
-from weft.plan.families.registry import LINEARS, describe
+from weft.plan.decoder import Config, DecoderSizes
+from weft.plan.families import LINEARS, describe
+from weft.spec.run import Capacity
 
 ALL_LINEAR = "all-linear"
 
 
 class ModelShape(DecoderSizes):
-    """The sizes of one decoder, with all that is counted of them."""
+    """The sizes of one decoder, with derived counts."""
 
     @staticmethod
     def from_config(config: Config, name: str = "") -> ModelShape:
-        """The shape in a transformers configuration, as its `to_dict()` or config.json gives it."""
+        """The shape in a transformers configuration."""
         sizes = describe(config, name).sizes
         return ModelShape(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer's linears."""
         return sum(num_out * num_in for num_out, num_in in self.linears.values())
 
     @property
     def layer_extras(self) -> int:
-        """A layer's norms and biases: never quantised."""
+        """A layer's norms and biases, which are never quantised."""
         biases = self.qkv_width if self.form.has_qkv_bias else 0
         head_norms = 2 * self.head_size if self.form.has_head_norms else 0
         return len(self.form.norms.names) * self.hidden + biases + head_norms
 
     @property
     def head_weights(self) -> int:
-        """Weights of the output head."""
         return self.vocabulary * self.hidden
 
     @property
     def num_parameters(self) -> int:
-        """All of them, as the model's own count."""
         embeddings = self.head_weights * (1 if self.tied else 2)
         return self.num_layers * (self.layer_weights + self.layer_extras) + embeddings + self.hidden
 
     def adapter_parameters(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR) -> int:
-        """Trainable numbers of a LoRA adapter on the named linears of every layer."""
+        """Parameters of a LoRA adapter on the named linears of every layer."""
         names = self.chosen(targets)
         return self.num_layers * rank * sum(sum(self.linears[name]) for name in names)
 
@@ -59,7 +58,7 @@ class ModelShape(DecoderSizes):
         return chosen_linears(targets, tuple(self.linears))
 
     def attention_flop(self, lengths: Sequence[int]) -> float:
-        """Of one layer, forward, over causal samples of these lengths."""
+        """FLOP of one layer's attention, forward, over causal samples of these lengths."""
         return 4.0 * self.attention_width * causal_pairs(lengths)
 
 
@@ -69,7 +68,7 @@ def causal_pairs(lengths: Sequence[int]) -> float:
 
 
 def chosen_linears(targets: str | Sequence[str], known: Sequence[str] = LINEARS) -> tuple[str, ...]:
-    """The linears that `target_modules` names among those known, in their order; by default those of any family."""
+    """The linears among those known that `target_modules` names, in order; by default of any family."""
     if isinstance(targets, str):
         if targets in (ALL_LINEAR, "all"):
             return tuple(known)
@@ -86,7 +85,7 @@ def chosen_linears(targets: str | Sequence[str], known: Sequence[str] = LINEARS)
 
 
 def stage_layers(num_layers: int, num_stages: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Layers of every stage: as chosen, or as equal as can be, with fewer on the last stages, which have the head."""
+    """Layers of every stage: as chosen, or equal with fewer on the last stages, which have the head."""
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(f"got {num_stages} for {num_layers} layers; every stage needs a layer.", where="num_stages")
     if chosen is None:
@@ -98,3 +97,164 @@ def stage_layers(num_layers: int, num_stages: int, chosen: Sequence[int] | None 
             where="split",
         )
     return tuple(chosen)
+
+
+CPU_ROW_TILE = 128
+"""Rows per frozen product on a CPU: smaller blocks are slower, larger ones leave more rows of a small microbatch empty;
+`python -m benchmarks cpu-blocks` measures it."""
+GPU_ROW_TILE = 2048
+"""Most rows per frozen product on a GPU: enough to fill it, few enough that half a microbatch costs half."""
+WIDE = 8192
+"""Hidden size from which half as many rows fill a GPU and leave fewer of them empty."""
+GRAIN = 64
+"""Multiple of tiles on a GPU."""
+CPU_CAPACITY = 2048
+"""Default tokens of a microbatch on a CPU: products of more rows are no faster, and take memory."""
+GPU_CAPACITY = 8192
+"""Default tokens of a microbatch on a GPU, where frozen products and launches are most efficient."""
+
+
+def choose_capacity(wanted: Capacity, device: str, longest: int = 0) -> int:
+    """Tokens of a run's microbatches; `auto` depends on the device and the longest sample only.
+
+    `device` is `cpu` or a GPU of any name.
+    """
+    if wanted != "auto":
+        return wanted
+    usual = CPU_CAPACITY if device == "cpu" else GPU_CAPACITY
+    return usual if longest <= usual else 1 << (longest - 1).bit_length()
+
+
+def capacities(wanted: Capacity, device: str, longest: int = 0) -> list[int]:
+    """The capacity, and with `auto` the smaller ones to try if memory is short for the jobs beside it.
+
+    These are halves of it, down to a whole tile: products with fewer rows are slower.
+    """
+    found = [choose_capacity(wanted, device, longest)]
+    while wanted == "auto" and found[-1] // 2 >= max(GPU_ROW_TILE, longest):
+        found.append(found[-1] // 2)
+    return found
+
+
+def estimated_row_tile(device: str, capacity: int, hidden: int) -> int:
+    """The row tile of the fused path on `cpu` or a GPU of any name."""
+    return CPU_ROW_TILE if device == "cpu" else gpu_row_tile(capacity, hidden)
+
+
+def gpu_row_tile(capacity: int, hidden: int) -> int:
+    """The tile that divides a capacity into whole tiles, so that a full microbatch leaves hardly a row empty."""
+    most = GPU_ROW_TILE if hidden < WIDE else GPU_ROW_TILE // 2
+    num_tiles = -(-capacity // most)
+    return -(-capacity // (num_tiles * GRAIN)) * GRAIN
+
+
+EMBEDDED = "tiny"
+"""Shape of the embedded backbone; every other shape is built with random weights."""
+LLAMA31_ROPE: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA32_ROPE = {**LLAMA31_ROPE, "factor": 32.0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one published model."""
+
+    name: str
+    family: str
+    """Config class of transformers, without `Config`."""
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    head_size: int = 128
+    positions: int = 32768
+    tied: bool = False
+    """True if the output head is the embedding."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Any:
+        import transformers
+
+        make = getattr(transformers, f"{self.family}Config")
+        return make(
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_size,
+            vocab_size=self.vocabulary,
+            rope_parameters=dict(self.rope),
+            max_position_embeddings=self.positions,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=self.tied,
+            use_cache=False,
+            **self.extra,
+        )
+
+    @property
+    def num_product_weights(self) -> int:
+        """Weights multiplied with every token: all linears and the output head."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.hidden * self.vocabulary
+
+
+GEMMA3_ROPE: Mapping[str, Any] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+GEMMA3 = {"sliding_window": 1024, "query_pre_attn_scalar": 256}
+PHI = {"pad_token_id": 0}
+"""The default is outside of smaller vocabularies."""
+PHI3 = {**PHI, "sliding_window": 2047}
+PHI4_MINI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+"""Valid up to samples of 4,096 tokens."""
+
+
+def _theta(base: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": base}
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("llama-3.1-8b", "Llama", 4096, 14336, 32, 32, 8, 128256, LLAMA31_ROPE),
+        Shape("llama-3.1-70b", "Llama", 8192, 28672, 80, 64, 8, 128256, LLAMA31_ROPE),
+        Shape("llama-3.2-1b", "Llama", 2048, 8192, 16, 32, 8, 128256, LLAMA32_ROPE, head_size=64, tied=True),
+        Shape("llama-3.2-3b", "Llama", 3072, 8192, 28, 24, 8, 128256, LLAMA32_ROPE, tied=True),
+        Shape("qwen2.5-0.5b", "Qwen2", 896, 4864, 24, 14, 2, 151936, _theta(1e6), head_size=64, tied=True),
+        Shape("qwen2.5-3b", "Qwen2", 2048, 11008, 36, 16, 2, 151936, _theta(1e6), tied=True),
+        Shape("qwen2.5-7b", "Qwen2", 3584, 18944, 28, 28, 4, 152064, _theta(1e6)),
+        Shape("qwen3-8b", "Qwen3", 4096, 12288, 36, 32, 8, 151936, _theta(1e6)),
+        Shape("mistral-7b", "Mistral", 4096, 14336, 32, 32, 8, 32768, _theta(1e6), extra={"sliding_window": None}),
+        Shape("gemma-3-4b", "Gemma3Text", 2560, 10240, 34, 8, 4, 262208, GEMMA3_ROPE, 256, 131072, True, GEMMA3),
+        Shape("phi-3-mini", "Phi3", 3072, 8192, 32, 32, 32, 32064, _theta(1e4), 96, 4096, extra=PHI3),
+        Shape(
+            "phi-4-mini", "Phi3", 3072, 8192, 32, 24, 8, 200064, PHI4_MINI_ROPE, positions=4096, tied=True, extra=PHI
+        ),
+        Shape("phi-4", "Phi3", 5120, 17920, 40, 40, 10, 100352, _theta(250000.0), positions=16384, extra=PHI),
+        Shape("tinyllama-1.1b", "Llama", 2048, 5632, 22, 32, 4, 32000, head_size=64, positions=2048),
+        Shape("tiny", "Llama", 64, 128, 2, 4, 2, 256, head_size=16, positions=2048),
+    )
+}
+"""Published sizes; `tiny` is for trying the tool without a GPU."""
+
+
+def find_shape(name: str) -> Shape:
+    if name in SHAPES:
+        return SHAPES[name]
+    guess = closest(name, list(SHAPES))
+    raise ConfigError(
+        f"there is no shape {name!r}; accepted are {', '.join(SHAPES)}.",
+        where="--model",
+        hint=f"Did you mean {guess}?" if guess else None,
+    )

@@ -1,46 +1,45 @@
 """The kinds of replicas that a pool of alike GPUs can hold, with their time and memory by the cost models.
 
-How many tokens a layout holds follows from the memory model: what is left of the fullest stage beside weights, adapters
-and working space, with as many chunks under way as its place in the pipeline asks for. Chunks are no larger than what
-fills a GPU or holds the longest sample. Replicas take at most two machines, or twice the GPUs that hold the longest
-sample. Tensor parallelism goes over the links within a machine, or over the network where it needs more GPUs than a
-machine has.
+The memory model decides how many tokens a layout holds: what the fullest stage has left beside weights, adapters and
+working space, for as many chunks in flight as its position in the pipeline needs. Chunks are no larger than what fills
+a GPU or holds the longest sample. Replicas take at most two machines, or twice the GPUs that hold the longest sample.
+Tensor parallelism uses the links within a machine, or the network where it spans machines.
 
-Layouts worth planning with: a replica fits into a machine or takes whole machines, so that replicas leave no odd GPUs;
-tensor-parallel degrees are powers of two, and a layout's GPUs divide those of a machine or are a multiple of them. On a
-single machine of few GPUs any number will do, because what one replica leaves another can take.
+Layouts considered: a replica fits into a machine or takes whole machines, so that no odd GPUs are left; tensor-parallel
+degrees are powers of two, and a layout's GPUs divide those of a machine or are a multiple of them. On one machine of
+few GPUs any number is allowed, because another replica can use the rest.
 
-A kind is left out if another of as many GPUs and of no more stages is at least as fast for every bucket. Putting the
-other one in its place makes no plan slower, so that the best plan stays. LobRA's own rule keeps a kind only if it is
-the fastest of its size for some bucket; it relies on all kinds being ordered alike at every length.
+A kind is left out if another with as many GPUs and no more stages is at least as fast for every bucket. Replacing it
+makes no plan slower, so the best plan stays. LobRA keeps a kind only if it is the fastest of its size for some bucket;
+that relies on all kinds being ordered alike at every length.
 
-Seconds of a replica are fitted from a cost model or from a profile (LobRA's appendix D). The cost model is asked for
-padded batches of many sizes and lengths, and t(b, s) is fitted to the answers by `cost/padded.py`; a `ProfiledCost`
-makes it a fit of what was measured. The slowest stage counts, with the transfers to the next one.
+Seconds of a replica are fitted from a cost model or from a profile (LobRA's appendix D): the model prices padded
+batches of many sizes and lengths, and t(b, s) is fitted to them by `cost/fit.py`; a `ProfiledCost` makes it a fit of
+measurements. The slowest stage counts, with the transfers to the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from weft.plan.bucket import GRAIN, Buckets
+from weft.errors import ConfigError, PlanError, size
 from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
-from weft.plan.cost.hardware import Hardware
-from weft.plan.cost.padded import PaddedBatch, fit_padded
-from weft.plan.cost.profile import Profile
-from weft.plan.cost.profiled import ProfiledCost
-from weft.plan.cost.rows import GPU_CAPACITY
-from weft.plan.cost.shape import ModelShape
+from weft.plan.cost.fit import PaddedBatch, fit_padded
+from weft.plan.cost.hardware import Hardware, find_hardware
+from weft.plan.cost.profile import Profile, ProfiledCost, check_profile
+from weft.plan.cost.shape import GPU_CAPACITY, ModelShape
 from weft.plan.cost.types import CostModel, slot_seconds
-from weft.plan.deploy.types import ReplicaKind
-from weft.plan.dispatch import ReplicaTime
+from weft.plan.deploy.buckets import GRAIN, Buckets, ReplicaTime
+from weft.plan.deploy.types import DeployJob, ReplicaKind
 from weft.plan.layout import ReplicaLayout
+from weft.spec.cluster import ClusterSpec, MachineSpec
 
 FEW = 8
-"""GPUs of a single machine up to which replicas may be of any size; beyond it there would be too many layouts."""
+"""GPUs of a single machine up to which replicas may have any size; beyond, there are too many layouts."""
 
 
 def possible_layouts(num_gpus: int, gpus_per_machine: int, num_layers: int, num_heads: int) -> list[ReplicaLayout]:
@@ -58,7 +57,7 @@ def possible_layouts(num_gpus: int, gpus_per_machine: int, num_layers: int, num_
 
 
 def without_dominated(kinds: Sequence[ReplicaKind], buckets: Buckets) -> list[ReplicaKind]:
-    """The kinds that no other makes superfluous, in their order; of equals the first stays."""
+    """The kinds that no other makes superfluous; of equals the first stays."""
     rates = [kind.model.costs(buckets).sample_s_R for kind in kinds]
 
     def beats(one: int, other: int) -> bool:
@@ -85,48 +84,48 @@ def fit_replica(
     scale: float = 1.0,
     is_packed: bool = False,
 ) -> ReplicaTime:
-    """A replica of a layout that `cost` describes, with chunks of up to so many tokens; seconds count `scale` times."""
+    """A replica of the layout with chunks of up to `most_tokens`; `scale` multiplies the seconds of `cost`."""
     passes = num_layers / layout.stages
     batches = []
     for length in [*(length for length in PROBED_LENGTHS if length < most_tokens), most_tokens]:
         most = most_tokens // length
-        for size in sorted({1, 2, -(-most // 8), -(-most // 2), most}):
-            if size <= most:
-                batches.append(PaddedBatch(size, length, passes, scale * chunk_s(cost, layout, size, length)))
+        for num_samples in sorted({1, 2, -(-most // 8), -(-most // 2), most}):
+            if num_samples <= most:
+                seconds = scale * chunk_s(cost, layout, num_samples, length)
+                batches.append(PaddedBatch(num_samples, length, passes, seconds))
     return ReplicaTime(layout, most_tokens, fit_padded(batches), num_layers, is_packed)
 
 
 def chunk_s(cost: CostModel, layout: ReplicaLayout, size: int, length: int) -> float:
-    """Forward and backward of one padded chunk on the slowest stage."""
+    """Seconds of one padded chunk, forward and backward, on the slowest stage."""
     return slot_seconds(cost, layout.stages, [length] * size)
 
 
 MIN_TOKENS = 512
-"""A layout that holds less is left out."""
+"""Tokens that a layout must hold."""
 
 
 @dataclass(frozen=True)
 class GpuPool:
-    """Alike machines."""
+    """Machines of one type."""
 
     name: str
     hardware: Hardware
-    """Its link is that between GPUs of one machine."""
+    """Its link is the one between GPUs of one machine."""
     gpus_per_machine: int
     num_machines: int
     network_rate: float
-    """Bytes per second that a machine sends to another, all its cards together."""
+    """Bytes per second from one machine to another, over all its cards."""
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all its machines."""
         return self.gpus_per_machine * self.num_machines
 
 
 def kinds_on(
     pool: GpuPool, setup: BackboneSetup, longest: int, *, profile: Profile | None = None, is_packed: bool = True
 ) -> list[ReplicaKind]:
-    """Every layout that fits, small ones first; a profile of one GPU replaces what the hardware table says of it."""
+    """Every layout that fits, small ones first; a profile of one GPU replaces the hardware table."""
     largest = max(GPU_CAPACITY, -(-longest // GRAIN) * GRAIN)
     found: list[ReplicaKind] = []
     enough = pool.num_gpus
@@ -151,21 +150,131 @@ def kinds_on(
 
 
 def layouts_on(pool: GpuPool, shape: ModelShape) -> list[ReplicaLayout]:
-    """All layouts of a backbone on a pool, whether they fit or not, small ones first."""
+    """All layouts on a pool, whether they fit or not, small ones first."""
     return possible_layouts(pool.num_gpus, pool.gpus_per_machine, shape.num_layers, shape.num_heads)
 
 
 def replica_cost(pool: GpuPool, setup: BackboneSetup, layout: ReplicaLayout) -> AnalyticCost:
-    """The cost model of a layout, over the links that its tensor parallelism crosses."""
+    """The cost model of a layout, over the links that its tensor parallelism uses."""
     is_within = layout.tensor <= pool.gpus_per_machine
     rate = pool.hardware.link_rate if is_within else min(pool.hardware.link_rate, pool.network_rate)
     return setup.cost(replace(pool.hardware, link_rate=rate), layout.stages, layout.tensor)
 
 
 def most_tokens(cost: AnalyticCost, ranks: tuple[int, ...]) -> int:
-    """Tokens of the largest chunk that fits on every stage; 0 if the weights alone do not."""
+    """Tokens of the largest chunk that fits on every stage; 0 if the weights alone do not fit."""
     memory, last = cost.memory, cost.num_stages - 1
     return min(
         memory.most_rows(cost.hardware.memory_bytes, ranks, GRAIN, stage, num_held=cost.num_stages - stage)
         for stage in {0, last}
     )
+
+
+GIB, GB = 2**30, 1e9
+
+
+def read_pools(spec: ClusterSpec, path: Path) -> list[GpuPool]:
+    """The machines with their rates; several entries of one GPU are numbered."""
+    names = [machine.gpu for machine in spec.machines]
+    pools = []
+    for index, machine in enumerate(spec.machines):
+        name = machine.gpu if names.count(machine.gpu) == 1 else f"{machine.gpu} ({index + 1})"
+        try:
+            pools.append(_pool(machine, name))
+        except ConfigError as error:
+            raise error.at(f"{path}: machines.{index}.gpu") from None
+    return pools
+
+
+def _pool(machine: MachineSpec, name: str) -> GpuPool:
+    table = find_hardware(machine.gpu)
+    network = table.network_rate * machine.gpus if machine.network_gb_s is None else machine.network_gb_s * GB
+    hardware = replace(
+        table,
+        memory_bytes=table.memory_bytes if machine.memory_gib is None else int(machine.memory_gib * GIB),
+        link_rate=table.link_rate if machine.link_gb_s is None else machine.link_gb_s * GB,
+    )
+    return GpuPool(name, hardware, machine.gpus, machine.count, network)
+
+
+def measured_kind(known: Profile, setup: BackboneSetup, pools: Sequence[GpuPool], path: Path | None) -> str:
+    """The GPU that a profile is of, which must be in the cluster."""
+    check_profile(known, setup.shape, setup.quantize, setup.recompute, f"--profile {path}")
+    kind = find_hardware(known.setup.device).name
+    if kind not in {pool.hardware.name for pool in pools}:
+        names = ", ".join(dict.fromkeys(pool.hardware.name for pool in pools))
+        raise ConfigError(f"is of {known.setup.device}; the cluster has {names}.", where=f"--profile {path}")
+    return kind
+
+
+def replica_kinds(
+    mode: str,
+    setup: BackboneSetup,
+    pools: Sequence[GpuPool],
+    jobs: Sequence[DeployJob],
+    profiles: Mapping[str, Profile],
+    path: Path,
+    *,
+    is_executed: bool = False,
+) -> list[ReplicaKind]:
+    """Every kind of replica, or only executable ones; refuses jobs that fit nowhere, with the arithmetic."""
+    longest = max(jobs, key=lambda job: job.lengths.longest)
+    found = [
+        kind
+        for pool in pools
+        for kind in kinds_on(
+            pool,
+            setup,
+            longest.lengths.longest,
+            profile=profiles.get(pool.hardware.name),
+            is_packed=mode == "packed",
+        )
+        # Tensor parallelism is planned but not executed here yet.
+        if not is_executed or kind.layout.tensor == 1
+    ]
+    if not found:
+        raise PlanError(
+            _why_no_room(setup, max(pools, key=lambda pool: pool.num_gpus * pool.hardware.memory_bytes)),
+            where=f"{path}: base_model {setup.shape.name}",
+        )
+    largest = max(found, key=lambda kind: kind.model.most_tokens)
+    if longest.lengths.longest > largest.model.most_tokens:
+        pool = next(pool for pool in pools if pool.name == largest.pool)
+        raise PlanError(_why_too_long(setup, pool, largest, longest), where=f"{path}: job {longest.name}")
+    return found
+
+
+def _why_no_room(setup: BackboneSetup, pool: GpuPool) -> str:
+    def needs(layout: ReplicaLayout) -> int:
+        memory = replica_cost(pool, setup, layout).memory
+        return max(
+            memory.total_bytes(MIN_TOKENS, setup.ranks, stage=stage, num_held=layout.stages - stage)
+            for stage in {0, layout.stages - 1}
+        )
+
+    best = min(layouts_on(pool, setup.shape), key=needs)
+    weights = replica_cost(pool, setup, best).memory.weight_bytes()
+    return (
+        f"fits on no layout of {pool.num_gpus} {pool.name}: with {best} each GPU needs {size(needs(best))} "
+        f"({size(weights)} of weights, the rest for adapters and a chunk of {MIN_TOKENS} tokens) "
+        f"and has {size(pool.hardware.memory_bytes)}; use more or larger GPUs, or quantize."
+    )
+
+
+def _why_too_long(setup: BackboneSetup, pool: GpuPool, largest: ReplicaKind, job: DeployJob) -> str:
+    memory = replica_cost(pool, setup, largest.layout).memory
+    held = largest.layout.stages
+    fixed = memory.total_bytes(0, setup.ranks, num_held=held)
+    token = (memory.total_bytes(1024, setup.ranks, num_held=held) - fixed) / 1024
+    return (
+        f"its longest sample has {job.lengths.longest:,} tokens; the largest replica, {largest.layout} on {pool.name}, "
+        f"holds {largest.model.most_tokens:,}: of {size(pool.hardware.memory_bytes)} a GPU {size(fixed)} "
+        f"are taken, and a token takes {token / 2**20:,.2f} MiB; cut the samples, or use more GPUs or recompute."
+    )
+
+
+def time_source(spec: ClusterSpec, measured: Sequence[str]) -> str:
+    """The origin of the seconds, as a phrase."""
+    links = " and ".join(dict.fromkeys(machine.links for machine in spec.machines))
+    times = "".join(f"a profile of {name} and " for name in measured) + "the hardware table"
+    return f"from {times}, links {links}"

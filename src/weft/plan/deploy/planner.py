@@ -1,18 +1,16 @@
-"""Which replicas a cluster gets, so that the expected batch is done soonest (LobRA's equation 2).
+"""The replicas of a cluster that finish the expected batch soonest (LobRA's equation 2).
 
     min over plans p of  step(p),    step(p) = the balanced dispatch of the expected batch over the replicas of p
 
 The integer program over whole clusters gives a first plan and a bound for all; alike replicas are tried beside it.
-Where there are few enough plans, they are all listed with lower bounds, and the one with the lowest is tried next: its
-linear relaxation, which sharpens the bounds of all others, then the dispatch if that does not rule the plan out. The
-search ends when every plan left is bound to be slower. Where there are too many, or where bounds say too little because
-replicas get a few samples each, the best plan so far is improved by exchanging replicas of one kind for replicas of
-another. Replicas that get nothing of the batch are left out in the end. Deterministic but for the budget, in seconds of
-a processor, which returns the best found with a proven gap.
+Where there are few enough plans, all are listed with lower bounds, and the one with the lowest is tried next: its
+linear relaxation, which sharpens the bounds of all others, then the dispatch unless that rules the plan out. The search
+ends when every plan left is bound to be slower. With too many plans, or with weak bounds because replicas get a few
+samples each, the best plan so far is improved by exchanging replicas of one kind for those of another. Idle replicas
+are dropped at the end. Deterministic but for the budget of processor seconds, which ends the search with a proven gap.
 
-Deployments that others use: alike replicas for all jobs at once (Task-Fused), and one job after another.
-
-Task-Sequential runs each job by itself on the best alike replicas for it, LobRA-Sequential on the best unlike ones.
+Baselines: alike replicas for all jobs at once (Task-Fused), and one job after another: Task-Sequential on the best
+alike replicas for each, LobRA-Sequential on the best unlike ones.
 """
 
 from __future__ import annotations
@@ -26,25 +24,23 @@ from dataclasses import replace
 
 import numpy as np
 
+from weft.plan.deploy.buckets import IntArray
+from weft.plan.deploy.dispatch import Relaxed, dispatch, dispatch_evenly, relax
+from weft.plan.deploy.fleet import Dispatch, Fleet
 from weft.plan.deploy.plans import PlanBounds, alike_counts, all_plans, num_plans, relaxed_plan
-from weft.plan.deploy.types import Deployment, DeployProblem, ReplicaKind
-from weft.plan.deploy.workload import DeployJob, expected_batch
-from weft.plan.dispatch import Dispatch, Fleet, dispatch, dispatch_evenly
-from weft.plan.dispatch.balanced import Relaxed, relax
-from weft.plan.dispatch.replica_time import IntArray
+from weft.plan.deploy.types import DeployJob, Deployment, DeployProblem, ReplicaKind, expected_batch
 
 MAX_LISTED = 400_000
-"""Plans that are listed one by one; beyond it the first plan is improved."""
+"""Plans up to which all are listed; beyond, the first plan is improved."""
 BUDGET_S = 10.0
 
 
 def plan_deployment(problem: DeployProblem, *, budget_s: float = BUDGET_S) -> Deployment:
-    """The best plan for an expected batch."""
     return best_deployments(problem, 1, budget_s=budget_s)[0]
 
 
 def best_deployments(problem: DeployProblem, most: int, *, budget_s: float = BUDGET_S) -> list[Deployment]:
-    """The best plan for an expected batch, and behind it the best others that were tried, at most so many in all."""
+    """The best plan for an expected batch, then the next best that were tried, at most `most` in all."""
     search = _Search(problem, time.process_time() + budget_s)
     first = relaxed_plan(problem, budget_s=budget_s / 2)
     search.bound_s = first.bound_s
@@ -57,7 +53,7 @@ def best_deployments(problem: DeployProblem, most: int, *, budget_s: float = BUD
         search.exchange()
     assert search.found, "the first plan holds every sample"
     busy = (without_idle(problem, counts, found) for counts, found in search.found)
-    # Plans that differ in what is idle are the same.
+    # Plans that differ only in idle replicas are the same.
     return [
         Deployment(
             problem=problem,
@@ -73,44 +69,44 @@ def best_deployments(problem: DeployProblem, most: int, *, budget_s: float = BUD
 
 
 def without_idle(problem: DeployProblem, counts: Sequence[int], shared: Dispatch) -> tuple[tuple[int, ...], Dispatch]:
-    """A plan without the replicas that get no sample of the batch that it is for."""
+    """A plan without the replicas that get no sample of its batch."""
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
-    busy = [place for place, own in enumerate(shared.counts) if any(own)]
+    busy = [index for index, own in enumerate(shared.counts) if any(own)]
     left = Dispatch(
-        counts=tuple(shared.counts[place] for place in busy),
-        seconds=tuple(shared.seconds[place] for place in busy),
+        counts=tuple(shared.counts[index] for index in busy),
+        seconds=tuple(shared.seconds[index] for index in busy),
         bound_s=shared.bound_s,
         homes=tuple(busy.index(home) for home in shared.homes),
     )
-    return tuple(sum(kinds[place] == kind for place in busy) for kind in range(len(problem.kinds))), left
+    return tuple(sum(kinds[index] == kind for index in busy) for kind in range(len(problem.kinds))), left
 
 
 class _Search:
-    """The best plan so far."""
+    """The state of one search."""
 
     def __init__(self, problem: DeployProblem, deadline_s: float) -> None:
         self.problem = problem
         self.deadline_s = deadline_s
         self.found: list[tuple[tuple[int, ...], Dispatch]] = []
-        """Plans that were tried, the best first."""
+        """Tried plans, the best first."""
         self.bound_s = 0.0
         self.tried_s = math.inf
-        """What no dispatch of the plans tried so far can be below: theirs need not be the best that there are."""
+        """Lower bound of any dispatch of the tried plans: the ones found need not be their best."""
         self.is_complete = False
-        """Every plan was tried, or cannot be better than the best so far."""
+        """True if every plan was tried or cannot beat the best."""
         self.seen: set[tuple[int, ...]] = set()
 
     def attempt(self, plan_S: IntArray) -> Relaxed | None:
-        """Solves a plan's relaxation, and finds its dispatch unless that rules it out; None for a plan seen before."""
+        """Solves a plan's relaxation, and its dispatch unless that rules it out; None for a plan seen before."""
         counts = tuple(int(count) for count in plan_S)
         if counts in self.seen:
             return None
         self.seen.add(counts)
-        fleet = Fleet.of(self.problem.models(counts), self.problem.buckets)
+        fleet = Fleet(self.problem.models(counts), self.problem.buckets)
         relaxed = relax(fleet, self.target_s)
         if relaxed.bound_s >= self.target_s:
             return relaxed
-        # From two starts, of which one knows nothing of pipelines: no worse than what a step's own dispatch finds.
+        # Two starts, one without regard to pipelines: no worse than the dispatch of a step.
         found = min(dispatch(fleet, relaxed), dispatch(fleet), key=lambda shared: shared.step_s)
         self.tried_s = min(self.tried_s, relaxed.bound_s)
         bisect.insort(self.found, (counts, found), key=lambda plan: plan[1].step_s)
@@ -118,11 +114,11 @@ class _Search:
 
     @property
     def target_s(self) -> float:
-        """A plan that cannot be below it need not be tried."""
+        """The best step so far; a plan bounded above it need not be tried."""
         return self.found[0][1].step_s if self.found else math.inf
 
     def go_through(self, plans_PS: IntArray, deadline_s: float) -> None:
-        """Tries the plan with the lowest bound until none left can be better, or it is too late."""
+        """Tries the plan with the lowest bound until none can be better or time is up."""
         known = PlanBounds(self.problem, plans_PS, self.target_s)
         is_left = np.ones(len(plans_PS), dtype=np.bool_)
         while True:
@@ -130,7 +126,7 @@ class _Search:
             row = int(np.argmin(bounds_P))
             self.is_complete = bool(bounds_P[row] >= self.target_s)
             if self.is_complete or time.process_time() > deadline_s:
-                # Those ruled out are not below the target, those left and those tried not below their bounds.
+                # Plans ruled out are not below the target; those left and tried are not below their bounds.
                 self.bound_s = max(self.bound_s, min(self.target_s, self.tried_s, float(bounds_P[row])))
                 return
             is_left[row] = False
@@ -139,7 +135,7 @@ class _Search:
                 known.learn(plans_PS[row], relaxed)
 
     def exchange(self) -> None:
-        """Tries plans that differ from the best in one exchange, as long as one is better."""
+        """Tries plans one exchange away from the best, while one is better."""
         before_s = math.inf
         while time.process_time() < self.deadline_s and self.target_s < before_s:
             before_s = self.target_s
@@ -150,7 +146,7 @@ class _Search:
                     break
 
     def _neighbours(self, counts: tuple[int, ...]) -> Iterator[IntArray]:
-        """Plans with some replicas of one kind for as many GPUs of another kind of its pool."""
+        """Plans with some replicas of one kind replaced by as many GPUs of another kind of the pool."""
         kinds = self.problem.kinds
         for source, given in enumerate(kinds):
             for target, taken in enumerate(kinds):
@@ -172,17 +168,17 @@ class _Search:
 
 
 def plan_alike(problem: DeployProblem) -> Deployment:
-    """The best plan of replicas of one layout for the expected batch, which is shared out evenly."""
+    """The best plan of replicas of one layout for the expected batch, which is divided evenly."""
     plans = alike_plans(problem)
     best = min(plans, key=lambda plan: plan.step_s)
     return replace(best, num_plans=float(len(plans)), num_tried=len(plans), is_complete=True)
 
 
 def alike_plans(problem: DeployProblem) -> list[Deployment]:
-    """A plan for every layout that holds all samples by itself."""
+    """A plan for every layout that holds all samples."""
     found = []
     for counts in alike_counts(problem):
-        shared = dispatch_evenly(Fleet.of(problem.models(counts), problem.buckets))
+        shared = dispatch_evenly(Fleet(problem.models(counts), problem.buckets))
         found.append(Deployment(problem, counts, shared, shared.bound_s, 1.0, 1))
     return found
 
@@ -195,6 +191,6 @@ def plan_each(
     are_alike: bool,
     budget_s: float = BUDGET_S,
 ) -> list[Deployment]:
-    """A plan of its own for every job, to be run one after another on all GPUs, within a budget for each."""
+    """A plan for every job by itself on all GPUs, to run one after another; the budget is per job."""
     problems = [DeployProblem(tuple(kinds), pools, expected_batch([job])) for job in jobs]
     return [plan_alike(own) if are_alike else plan_deployment(own, budget_s=budget_s) for own in problems]

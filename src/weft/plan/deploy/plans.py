@@ -1,9 +1,9 @@
-"""All plans of a cluster: how many replicas of each kind, so that no GPUs are left that another replica could use.
+"""All plans of a cluster: numbers of replicas of each kind that leave no room for another replica.
 
 These are the partitions of each pool's GPUs into the sizes of its kinds. One more replica slows no plan down, so plans
-that leave room for one need not be looked at. `num_plans` counts them by dynamic programming without making them.
+with room for one can be ignored. `num_plans` counts them by dynamic programming without building them.
 
-Lower bounds on the steps of many plans at once: LobRA's Theorem 1 without its assumption, and sharper ones.
+Lower bounds of the steps of many plans at once: LobRA's Theorem 1 without its assumption, and sharper ones.
 
 Let w_ij be the seconds of a sample of bucket j in full chunks on a replica of kind i, and v_i ≥ 0 any prices for a
 second of such a replica. A plan with p_i replicas of kind i that ends by t uses at most p_i · t seconds of kind i, and
@@ -13,11 +13,11 @@ at least w_ij for every sample there; so it holds that
 
 With v_i = n_i, a replica's GPUs, this is Theorem 1: the right side is then the length-based dispatch, wherever the
 smallest kind that holds a sample is the cheapest. With v_i = n_i only for kinds that hold bucket m, and 0 for others,
-it says that long samples have only large replicas to run on. Nor does a plan end before any one sample, or any job that
-has one home, does where it is fastest. With the prices of a plan whose relaxation was solved it is that plan's own
-bound, and a sharp one for plans like it. Where only plans matter that beat a step already found, w_ij has its part of
-the time that pipelines take to fill (`Fleet.stretch_K`). Nothing is assumed of how kinds compare: the best plan is
-never among those whose bound is above a step already found.
+it bounds long samples, which only large replicas can run. Nor does a plan end before any one sample, or any job that
+has one home, does where it is fastest. The prices of a plan whose relaxation was solved give its own bound, and a sharp
+one for similar plans. Where only plans faster than a known step matter, w_ij includes its part of the time to fill
+pipelines (`Fleet.stretch_K`). No order among kinds is assumed: the best plan is never among those whose bound is above
+a known step.
 
 The best plan of the relaxed problem by one integer program, whatever the number of GPUs.
 
@@ -26,8 +26,8 @@ With u steps a second and e_ij samples of bucket j a second on all replicas of k
     max u    s.t.  Σ_i e_ij = B_j · u,    Σ_j w_ij · e_ij ≤ p_i · (1 − f_i),    Σ_{i in pool} n_i · p_i ≤ its GPUs
 
 with p whole. f_i is the share of a step that a pipeline takes to fill; it depends on the step, so the program is solved
-again with the step it found. Without f (all 0) no plan has more than u steps a second: 1 / u is a bound for all plans.
-HiGHS needs milliseconds to seconds: there is one whole number per kind, not per GPU.
+again with the step it gave. Without f (all 0) no plan has more than u steps a second: 1 / u bounds all plans. HiGHS
+needs milliseconds to seconds: there is one integer per kind, not per GPU.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.plan.deploy.buckets import FloatArray, IntArray
+from weft.plan.deploy.dispatch import Relaxed
 from weft.plan.deploy.types import DeployProblem
-from weft.plan.dispatch.balanced import Relaxed
-from weft.plan.dispatch.replica_time import FloatArray, IntArray
 
 
 def num_plans(problem: DeployProblem) -> int:
-    """How many plans there are."""
     product = 1
     for pool, num_gpus in problem.pools.items():
         sizes = [kind.num_gpus for kind in problem.kinds if kind.pool == pool]
@@ -59,20 +58,20 @@ def num_plans(problem: DeployProblem) -> int:
 
 
 def all_plans(problem: DeployProblem) -> IntArray:
-    """Every plan as a row of replicas by kind, the kinds in the problem's order."""
+    """Every plan as a row of replicas by kind."""
     rows = np.zeros((1, len(problem.kinds)), dtype=np.int64)
     for pool, num_gpus in problem.pools.items():
-        own = [place for place, kind in enumerate(problem.kinds) if kind.pool == pool]
+        own = [index for index, kind in enumerate(problem.kinds) if kind.pool == pool]
         if not own:
             continue
-        parts = _partitions([problem.kinds[place].num_gpus for place in own], num_gpus)
+        parts = _partitions([problem.kinds[index].num_gpus for index in own], num_gpus)
         rows = np.repeat(rows, len(parts), axis=0)
         rows[:, own] = np.tile(parts, (len(rows) // len(parts), 1))
     return rows
 
 
 def alike_counts(problem: DeployProblem) -> list[tuple[int, ...]]:
-    """For every layout that holds all samples somewhere: replicas of it wherever it does, as many as there is room."""
+    """For every layout that can hold all samples: as many replicas of it as fit."""
     longest, found = problem.buckets.bounds[-1], list[tuple[int, ...]]()
     for layout in dict.fromkeys(kind.layout for kind in problem.kinds):
         counts = tuple(
@@ -86,27 +85,27 @@ def alike_counts(problem: DeployProblem) -> list[tuple[int, ...]]:
 
 
 def _partitions(sizes: Sequence[int], num_gpus: int) -> IntArray:
-    """Counts of each size that leave less room than the smallest size takes."""
+    """Counts of each size that leave less room than the smallest size needs."""
     order = np.argsort(sizes, kind="stable")[::-1]
     rows = np.zeros((1, len(sizes)), dtype=np.int64)
     left = np.array([num_gpus])
-    for step, place in enumerate(order):
-        size = sizes[place]
+    for step, index in enumerate(order):
+        size = sizes[index]
         most = left // size
         if step == len(order) - 1:
-            rows[:, place] = most
+            rows[:, index] = most
             return rows
         repeats = most + 1
         start = np.repeat(np.cumsum(repeats) - repeats, repeats)
         count = np.arange(repeats.sum()) - start
         rows = np.repeat(rows, repeats, axis=0)
-        rows[:, place] = count
+        rows[:, index] = count
         left = np.repeat(left, repeats) - count * size
     return rows
 
 
 class PlanBounds:
-    """The best known lower bound of every plan whose step is below `below_s`; others may have any."""
+    """The best known lower bound of every plan whose step is below `below_s`; arbitrary for others."""
 
     def __init__(self, problem: DeployProblem, plans_PS: IntArray, below_s: float = math.inf) -> None:
         self.plans_PS = plans_PS
@@ -125,7 +124,7 @@ class PlanBounds:
             self.sharpen(problem.gpus_S * holds_S)
 
     def sharpen(self, prices_S: FloatArray) -> None:
-        """Raises the bounds to those that these prices give."""
+        """Raises the bounds to those of these prices."""
         work_M = self._cheapest(self._priced(prices_S)) @ self.counts_R
         worth_P = self.plans_PS @ prices_S
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -144,12 +143,12 @@ class PlanBounds:
         self.sharpen(prices_S)
 
     def _priced(self, prices_S: FloatArray) -> FloatArray:
-        """What a sample's seconds are worth by kind and bucket; infinite where it does not fit."""
+        """Priced seconds of a sample by kind and bucket; infinite where it does not fit."""
         priced_SR: FloatArray = np.where(self.holds_SR, self.sample_s_SR * prices_S[:, None], np.inf)
         return priced_SR
 
     def _cheapest(self, priced_SR: FloatArray) -> FloatArray:
-        """By set of kinds and bucket, the least over the kinds of the set; infinite where none holds the bucket."""
+        """By set of kinds and bucket, the least over the set; infinite where none holds the bucket."""
         found_MR: FloatArray = np.where(self._used_MS[:, :, None], priced_SR[None], np.inf).min(axis=1)
         return found_MR
 
@@ -157,20 +156,20 @@ class PlanBounds:
 REL_GAP = 1e-4
 ROUNDS = 4
 MIN_LIMIT_S = 10.0
-"""A solve gets at least that, because HiGHS counts seconds that other programs have: it needs a hundredth of it."""
+"""Least seconds of a solve: HiGHS counts wall time, which other programs share; it needs a hundredth of it."""
 
 
 @dataclass(frozen=True)
 class RelaxedPlan:
-    """The best plan of the relaxed problem."""
+    """The best plan of the relaxed problem, which need not be the best plan."""
 
     counts: tuple[int, ...]
     bound_s: float
-    """No plan's relaxed step is below it."""
+    """Lower bound of any plan's step."""
 
 
 def relaxed_plan(problem: DeployProblem, *, budget_s: float) -> RelaxedPlan:
-    """The best plan with pipelines that take time to fill, and a bound that holds for all plans."""
+    """The best plan with the time to fill pipelines, and a bound for all plans."""
     sample_s_SR = problem.sample_s_SR()
     bound = _solve(problem, sample_s_SR, np.zeros(len(problem.kinds)), budget_s / (ROUNDS + 1))
     fill_S = np.array([kind.layout.stages - 1 for kind in problem.kinds]) * _chunk_s(problem)
@@ -185,7 +184,7 @@ def relaxed_plan(problem: DeployProblem, *, budget_s: float) -> RelaxedPlan:
 
 
 def _chunk_s(problem: DeployProblem) -> FloatArray:
-    """Seconds of the shortest full chunk on each kind: what one more stage adds to a step."""
+    """Seconds of the shortest full chunk on each kind: the cost of one more stage in a step."""
     chunks = []
     for kind in problem.kinds:
         costs = kind.model.costs(problem.buckets)
@@ -214,8 +213,8 @@ def _solve(problem: DeployProblem, sample_s_SR: FloatArray, fill_S: FloatArray, 
         (num_buckets + kinds, num + kinds, fill_S - 1.0),
         (num_buckets + num_kinds + pool_S, num + kinds, problem.gpus_S),
     ]
-    rows, places, values = (np.concatenate(column) for column in zip(*parts, strict=True))
-    matrix = coo_array((values, (rows, places)), shape=(num_buckets + num_kinds + len(pools), num + num_kinds + 1))
+    rows, cols, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    matrix = coo_array((values, (rows, cols)), shape=(num_buckets + num_kinds + len(pools), num + num_kinds + 1))
     lower = np.concatenate([np.zeros(num_buckets), np.full(num_kinds + len(pools), -np.inf)])
     upper = np.concatenate([np.zeros(num_buckets + num_kinds), [float(problem.pools[pool]) for pool in pools]])
     objective = np.zeros(num + num_kinds + 1)
@@ -229,7 +228,7 @@ def _solve(problem: DeployProblem, sample_s_SR: FloatArray, fill_S: FloatArray, 
         options={"time_limit": max(limit_s, MIN_LIMIT_S), "mip_rel_gap": REL_GAP},
     )
     if found.x is None or found.fun >= 0:
-        # There was no time: any plan that holds every sample.
+        # Out of time: any plan that holds every sample.
         return RelaxedPlan(alike_counts(problem)[0], 0.0)
     counts = tuple(round(float(count)) for count in found.x[num : num + num_kinds])
     return RelaxedPlan(counts, scale / -min(float(found.mip_dual_bound), float(found.fun)))

@@ -20,25 +20,27 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from weft.errors import PlanError
 from weft.plan.cost.types import CostModel
 
 
 @dataclass(frozen=True, slots=True)
 class FuseTask:
-    """What fusion knows of a job: the samples of one of its microbatches."""
+    """A job as fusion sees it: the samples of one of its microbatches."""
 
     job: str
     lengths: tuple[int, ...]
     """Tokens of each sample, after alignment."""
     adapter_s: float = 0.0
-    """One pass of its adapters on one stage, if they had the device for themselves, beyond what the cost model says."""
+    """Seconds of one pass of its adapters alone on one stage, beyond the cost model."""
     adapter_share: float = 1.0
-    """Part of the device its adapters keep busy."""
+    """Share of the device that its adapters occupy."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one microbatch."""
         return sum(self.lengths)
 
 
@@ -50,30 +52,27 @@ class FusedTask:
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        """The jobs, in the order of their samples."""
         return tuple(t.job for t in self.tasks)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of every sample of one microbatch."""
         return tuple(itertools.chain.from_iterable(t.lengths for t in self.tasks))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one microbatch."""
         return sum(t.num_tokens for t in self.tasks)
 
 
 @dataclass(frozen=True)
 class Pipe:
-    """The pipeline the tasks share."""
+    """The pipeline that tasks share."""
 
     cost: CostModel
     num_stages: int = 1
     num_microbatches: int = 8
-    """Of every task, per global batch."""
+    """Microbatches of every task per global batch."""
     free_bytes: tuple[int, ...] | None = None
-    """What each stage has for activations, backbone and adapters already taken off; None: as much as it takes."""
+    """Bytes of each stage for activations, beside backbone and adapters; None: unlimited."""
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or self.num_microbatches < 1:
@@ -89,28 +88,27 @@ class Pipe:
                 raise PlanError(f"stage {stage} has {free} bytes free for activations; it needs more than 0.")
 
     def forward_s(self, fused: FusedTask, stage: int) -> float:
-        """One microbatch forward through one stage."""
         return self.cost.forward_s(fused.lengths, stage) + adapters_s(fused.tasks)
 
     def backward_s(self, fused: FusedTask, stage: int) -> float:
-        """The same, backward; adapters take as long as forward."""
+        """One microbatch backward; adapters take as long as forward."""
         return self.cost.backward_s(fused.lengths, stage) + adapters_s(fused.tasks)
 
     def passes_s(self, fused: FusedTask) -> list[float]:
-        """Forward and backward of one microbatch, on every stage."""
+        """Seconds of one microbatch forward and backward, by stage."""
         lengths, adapters = fused.lengths, adapters_s(fused.tasks)
         stages = range(self.num_stages)
         return [self.cost.forward_s(lengths, s) + self.cost.backward_s(lengths, s) + 2 * adapters for s in stages]
 
     def latency_s(self, passes_s: Sequence[float]) -> float:
-        """End to end of one fused task alone, from its passes on every stage."""
+        """Seconds of one fused task alone, end to end, from its passes on every stage."""
         slowest = max(passes_s)
         return sum(passes_s) - slowest + self.num_microbatches * slowest
 
     def fits(self, fused: FusedTask) -> bool:
-        """True if every stage has room for what it holds in steady state, S − stage microbatches.
+        """True if every stage has room for its steady state of S − stage microbatches.
 
-        A task that is not fused may need less eager launching than that: one microbatch must fit.
+        A task that is not fused can be launched less eagerly: one microbatch must fit.
         """
         if self.free_bytes is None:
             return True
@@ -123,12 +121,11 @@ class Pipe:
 
 
 def adapters_s(tasks: Sequence[FuseTask]) -> float:
-    """One pass of the adapters of tasks that run side by side."""
+    """Seconds of one pass of several tasks' adapters side by side."""
     return max(sum(t.adapter_share * t.adapter_s for t in tasks), max(t.adapter_s for t in tasks))
 
 
 def check_tasks(tasks: Sequence[FuseTask]) -> None:
-    """Refuses tasks that cannot be planned, by name."""
     if not tasks:
         raise PlanError("there are no tasks to fuse; give at least one.")
     seen: set[str] = set()
@@ -145,3 +142,75 @@ def check_tasks(tasks: Sequence[FuseTask]) -> None:
                 f"adapter_s is {task.adapter_s} and adapter_share {task.adapter_share}; use 0 or more, and 0 to 1.",
                 where=task.job,
             )
+
+
+CostTable = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """A partition of tasks into fused tasks."""
+
+    fused: tuple[FusedTask, ...]
+    """From the fewest tokens per task to the most."""
+    latency_s: float
+    """F(n, m): predicted seconds of one global batch of every task."""
+
+
+def fuse(tasks: Sequence[FuseTask], pipe: Pipe) -> Fusion:
+    """The partition of least predicted latency; among equals the one with the fewest fused tasks."""
+    return min(fuse_by_count(tasks, pipe), key=lambda f: (f.latency_s, len(f.fused)))
+
+
+def fuse_by_count(tasks: Sequence[FuseTask], pipe: Pipe) -> tuple[Fusion, ...]:
+    """The best partition into 1, 2, …, n fused tasks, without counts that exceed memory."""
+    check_tasks(tasks)
+    ordered = sorted(tasks, key=lambda t: (t.num_tokens, t.job))
+    first_N, added_NN = _price(ordered, pipe)
+    rows, choices = [first_N], []
+    for _ in range(1, len(ordered)):
+        # Row l, column i: the first l + 1 tasks are done, one more fused task holds l + 1 … i.
+        through_NN = rows[-1][:-1, None] + added_NN[1:, :]
+        choice_N = np.argmin(through_NN, axis=0)
+        choices.append(choice_N)
+        rows.append(through_NN[choice_N, np.arange(len(ordered))])
+    return tuple(
+        Fusion(_trace(ordered, choices[:count]), float(row_N[-1]))
+        for count, row_N in enumerate(rows)
+        if np.isfinite(row_N[-1])
+    )
+
+
+def _price(ordered: Sequence[FuseTask], pipe: Pipe) -> tuple[CostTable, CostTable]:
+    """L of tasks 0 … i, and C · mean pass of tasks l … i; infinite where they do not fit or l > i."""
+    num_tasks = len(ordered)
+    first_N = np.full(num_tasks, np.inf)
+    added_NN = np.full((num_tasks, num_tasks), np.inf)
+    for low in range(num_tasks):
+        for high in range(low, num_tasks):
+            fused = FusedTask(tuple(ordered[low : high + 1]))
+            if not pipe.fits(fused):
+                if low == high:
+                    raise PlanError(
+                        f"one microbatch of {fused.num_tokens} tokens does not fit in the stages' free bytes "
+                        f"{pipe.free_bytes}; use smaller microbatches.",
+                        where=ordered[low].job,
+                    )
+                break
+            passes_s = pipe.passes_s(fused)
+            added_NN[low, high] = pipe.num_microbatches * sum(passes_s) / pipe.num_stages
+            if low == 0:
+                first_N[high] = pipe.latency_s(passes_s)
+    return first_N, added_NN
+
+
+def _trace(ordered: Sequence[FuseTask], choices: Sequence[npt.NDArray[np.intp]]) -> tuple[FusedTask, ...]:
+    """The fused tasks of F(n, len(choices) + 1), from the last cut back to the first."""
+    fused: list[FusedTask] = []
+    last = len(ordered) - 1
+    for choice_N in reversed(choices):
+        cut = int(choice_N[last])
+        fused.append(FusedTask(tuple(ordered[cut + 1 : last + 1])))
+        last = cut
+    fused.append(FusedTask(tuple(ordered[: last + 1])))
+    return tuple(reversed(fused))

@@ -7,9 +7,9 @@ every stage holding at most its free bytes between forwards and backwards. Rules
 2. The clocks of one bucket follow each other.
 3. A stage runs a backward as soon as it is ready, and otherwise the next forward, as early as memory allows.
 
-The first is `arrange.slowest_first`, the third `eager.play`, as for any pipeline's program. The order each stage ends
-up with is the template. Tests prove that memory stays in its limits, and, for equal stages, forward = backward and
-enough memory, that the last stage never idles between its first forward and its last backward.
+The first is `stream.slowest_first`, the third `orders.play`, as for any pipeline's program. The resulting order of each
+stage is the template. Tests prove that memory stays in its limits, and, for equal stages, forward = backward and enough
+memory, that the last stage never idles between its first forward and its last backward.
 """
 
 from __future__ import annotations
@@ -20,45 +20,25 @@ from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.plan.fuse.tasks import FusedTask, Pipe
-from weft.plan.pipeline.eager import Clock, Pass, play
+from weft.plan.pipeline.orders import Clock, Pass, play
 from weft.plan.pipeline.stream import slowest_first
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """One microbatch of one fused task; launches of one clock follow each other."""
-
-    clock: int
-    bucket: int
-    fused: int
-    microbatch: int
-
-
-@dataclass(frozen=True, slots=True)
 class Template:
-    """What enters the pipeline in which order, and how each stage orders its forwards and backwards."""
+    """The order of the buckets' clocks, one per microbatch, and the passes of each stage."""
 
     buckets: tuple[tuple[int, ...], ...]
-    """Fused tasks, by number, in the order the buckets run."""
-    launches: tuple[Launch, ...]
+    """Indices of the fused tasks in each bucket; buckets are in the order in which they run."""
     stages: tuple[tuple[Pass, ...], ...]
-    peak_bytes: tuple[int, ...]
-    """Most that each stage holds at a time."""
 
     @property
     def makespan_s(self) -> float:
-        """When the last stage to end has done all."""
         return max(passes[-1].end_s for passes in self.stages)
-
-    @property
-    def bubble_ratio(self) -> float:
-        """Idle part of all stages' time."""
-        busy_s = sum(p.end_s - p.start_s for passes in self.stages for p in passes)
-        return 1 - busy_s / (len(self.stages) * self.makespan_s)
 
 
 def build_template(fused: Sequence[FusedTask], buckets: Sequence[Sequence[int]], pipe: Pipe) -> Template:
-    """The template of these buckets of fused tasks, for one global batch of every task."""
+    """The template of these buckets, for one global batch of every task."""
     costs = {bucket: _clock([fused[i] for i in bucket], pipe) for bucket in map(tuple, buckets)}
     if sorted(itertools.chain.from_iterable(costs)) != list(range(len(fused))):
         raise PlanError(
@@ -66,16 +46,9 @@ def build_template(fused: Sequence[FusedTask], buckets: Sequence[Sequence[int]],
         )
     _check(costs.values(), pipe)
     ordered = slowest_first({bucket: clock.forward_s[0] for bucket, clock in costs.items()})
-    order = [(b, m) for b in range(len(ordered)) for m in range(pipe.num_microbatches)]
-    launches = (Launch(clock, b, i, m) for clock, (b, m) in enumerate(order) for i in ordered[b])
-    clocks = [costs[ordered[b]] for b, _ in order]
+    clocks = [costs[bucket] for bucket in ordered for _ in range(pipe.num_microbatches)]
     stages = play(clocks, pipe.num_stages, pipe.free_bytes)
-    return Template(
-        buckets=tuple(ordered),
-        launches=tuple(launches),
-        stages=tuple(map(tuple, stages)),
-        peak_bytes=tuple(_peak([clock.held_bytes[s] for clock in clocks], own) for s, own in enumerate(stages)),
-    )
+    return Template(tuple(ordered), tuple(map(tuple, stages)))
 
 
 def fits_alone(fused: Sequence[FusedTask], pipe: Pipe) -> bool:
@@ -103,8 +76,3 @@ def _check(clocks: Iterable[Clock], pipe: Pipe) -> None:
                     f"stage {stage} has {free} bytes free and one clock holds {clock.held_bytes[stage]}; "
                     "use more buckets or smaller microbatches."
                 )
-
-
-def _peak(held_bytes: Sequence[int], passes: Sequence[Pass]) -> int:
-    sizes = (-held_bytes[p.clock] if p.is_backward else held_bytes[p.clock] for p in passes)
-    return max(itertools.accumulate(sizes))

@@ -1,4 +1,4 @@
-"""Even microbatches: samples into a fixed number of slots such that the largest slot costs least.
+"""Even microbatches: assigns samples to a fixed number of slots so that the largest slot costs least.
 
 Problem: min max_q Σ_{i in q} work_i, subject to each sample in one slot of its job's window [first, last] and the
 padded tokens of every slot ≤ room. Longest work first into the least loaded slot, then moves and swaps between the
@@ -21,14 +21,14 @@ Real = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 MAX_SWEEPS = 200
-"""Far above what is needed (about 6 for 64 samples in 9 slots); a guard, not a setting."""
+"""Limit far above what is needed (about 6 for 64 samples in 9 slots)."""
 NUM_KICKS = 12
-"""Random restarts near the best filling for the few rounds that do not come out even at once."""
+"""Random restarts near the best filling, for the few rounds that are not even at once."""
 _KICK_MOVES = 8
 _UNITS = 4096
 """Resolution of even splits; finer than any cost model."""
 _CHECKED = 64
-"""Best exchanges looked at in one sweep."""
+"""Best exchanges tried in one sweep."""
 _SEED = 20260104
 
 
@@ -56,7 +56,7 @@ class _Slots:
     taken: list[int]
     jobs: list[int]
     sizes: list[int]
-    """Jobs and lengths of the items once more: lists are faster one by one."""
+    """Jobs and lengths of the items as lists, which are faster item by item."""
 
     @classmethod
     def empty(cls, items: Items, num_slots: int, room: int, multiple: int) -> _Slots:
@@ -75,7 +75,7 @@ class _Slots:
         )
 
     def taken_with(self, q: int, change: dict[int, int]) -> int:
-        """Tokens slot q takes if these jobs' tokens change by so much."""
+        """Tokens of slot q if these jobs' tokens changed by so much."""
         own, multiple, taken = self.tokens[q], self.multiple, self.taken[q]
         for j, n in change.items():
             taken += (-(-(own[j] + n) // multiple) + (-own[j] // multiple)) * multiple
@@ -95,9 +95,9 @@ class _Slots:
 
 
 def balance(items: Items, num_slots: int, room: int, multiple: int, level: float) -> Whole | None:
-    """The slot of every sample, or None if they were not made to fit.
+    """The slot of every sample, or None if they do not fit.
 
-    No slot can be brought below the level; close enough to it the search ends.
+    No slot can be brought below the level; the search ends close to it.
     """
     slots = _Slots.empty(items, num_slots, room, multiple)
     _longest_first(slots)
@@ -120,7 +120,7 @@ def balance(items: Items, num_slots: int, room: int, multiple: int, level: float
 
 
 def _largest(slots: _Slots, work: Real) -> float:
-    """Work of the largest slot that holds more than one sample; a single sample cannot be evened out."""
+    """Work of the largest slot with more than one sample; a single sample cannot be evened out."""
     load_Q = np.bincount(slots.slot, weights=work, minlength=len(slots.taken))
     is_shared = np.bincount(slots.slot, minlength=len(slots.taken)) > 1
     return float(load_Q.max(where=is_shared, initial=0.0))
@@ -142,22 +142,22 @@ def _longest_first(slots: _Slots) -> None:
     for i in np.argsort(-items.work, kind="stable").tolist():
         j, n = slots.jobs[i], slots.sizes[i]
         choice, q = (True, float("inf")), -1
-        for place in range(first[i], last[i] + 1):
-            own = slots.tokens[place][j]
+        for slot in range(first[i], last[i] + 1):
+            own = slots.tokens[slot][j]
             more = -(-(own + n) // multiple) + (-own // multiple)
             # A slot that overflows is the last resort; exchanges repair it.
-            trial = (slots.taken[place] + more * multiple > slots.room, load[place])
+            trial = (slots.taken[slot] + more * multiple > slots.room, load[slot])
             if trial < choice:
-                choice, q = trial, place
+                choice, q = trial, slot
         slots.put(i, q)
         load[q] += work[i]
 
 
 def _exchange(slots: _Slots, work: Real, good_enough: float, *, may_overflow: bool) -> None:
-    """Evens out the slots by one move or swap after another, that with the greatest gain first."""
+    """Evens out the slots by moves and swaps, that with the greatest gain first."""
     items = slots.items
-    places = np.arange(len(slots.taken))
-    may_IQ = (items.first[:, None] <= places) & (places <= items.last[:, None])
+    numbers = np.arange(len(slots.taken))
+    may_IQ = (items.first[:, None] <= numbers) & (numbers <= items.last[:, None])
     for _ in range(MAX_SWEEPS):
         if may_overflow and max(slots.taken) <= slots.room:
             return
@@ -189,10 +189,10 @@ def _sweep(slots: _Slots, work: Real, may_IQ: Mask, *, may_overflow: bool) -> bo
     if len(found) > _CHECKED:
         found = found[flat[found] >= np.partition(flat[found], -_CHECKED)[-_CHECKED]]
     touched: set[int] = set()
-    for place in found[np.argsort(-flat[found], kind="stable")].tolist():
-        i, column = divmod(place, len(target))
+    for index in found[np.argsort(-flat[found], kind="stable")].tolist():
+        i, column = divmod(index, len(target))
         p, q = int(slot[i]), int(target[column])
-        # Gains between slots that have not changed since are still right.
+        # Gains between unchanged slots are still right.
         if p in touched or q in touched:
             continue
         if _apply(slots, i, column if column < num else None, q, may_overflow=may_overflow):
@@ -233,7 +233,7 @@ def _split_again(slots: _Slots, work: Real, may_IQ: Mask, *, may_overflow: bool)
 
 
 def _apply(slots: _Slots, i: int, k: int | None, q: int, *, may_overflow: bool) -> bool:
-    """Moves i to slot q, and k (if any) the other way; False, and nothing done, if padding forbids it."""
+    """Moves i to slot q, and k (if any) the other way; False, without a change, if padding forbids it."""
     p = int(slots.slot[i])
     change = {slots.jobs[i]: slots.sizes[i]}
     if k is not None:

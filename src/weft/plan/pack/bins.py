@@ -1,17 +1,75 @@
-"""As few microbatches as possible: first fit, best fit, and bins filled to the last token by subset sums.
+"""Lower bounds of the number of microbatches, and packers that approach them.
 
-Problem: min number of bins, subject to Σ_j padded(tokens of job j in the bin) ≤ room. First fit decreasing is the
-published greedy. `filled` takes the longest sample left and then the subset that fills the bin best (bit set subset
-sums, O(samples² · room / 64) in all): nearly every bin but the last is full to the token, so the last is as empty as
-it can be, which is what the published second solver stage is after.
+Problem: min number of bins of `room` tokens for samples of given lengths. Any packing needs at least
+
+  L1  ⌈Σ_j padded(tokens of job j) / room⌉,
+  L2  for every threshold k ≤ room/2 (Martello and Toth): samples above room − k sit alone, those in (room/2, room − k]
+      sit apart, and those in [k, room/2] need ⌈tokens that do not fit beside these / room⌉ more,
+  U_k Σ u_k(length), where u_k is dual feasible (Fekete and Schepers): a set that fits in a bin sums to at most 1.
+
+L2 and U_k use unpadded lengths, a relaxation. O(n log n + n · NUM_DUALS); tests prove each at most the true optimum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from weft.plan.pack.types import RoundLimits
 from weft.plan.types import Segment
+
+Lengths = npt.NDArray[np.int64]
+
+NUM_DUALS = 12
+"""Number of dual functions; more hardly differ from the length itself, which L1 counts."""
+
+
+def fewest_bins(segments: Sequence[Segment], limits: RoundLimits) -> int:
+    """The best of all bounds; at least 1 with at least one sample."""
+    if not segments:
+        return 0
+    lengths = np.sort(np.array([s.length for s in segments], dtype=np.int64))
+    return max(by_tokens(segments, limits), by_halves(lengths, limits.room), by_duals(lengths, limits.room))
+
+
+def by_tokens(segments: Iterable[Segment], limits: RoundLimits) -> int:
+    """L1: every job padded only once."""
+    tokens: dict[str, int] = {}
+    for s in segments:
+        tokens[s.job] = tokens.get(s.job, 0) + s.length
+    return -(-sum(map(limits.padded, tokens.values())) // limits.room)
+
+
+def by_halves(lengths: Lengths, room: int) -> int:
+    """L2 over every threshold; `lengths` ascending."""
+    small = lengths[2 * lengths <= room]
+    thresholds = np.concatenate([[0], np.unique(small)])
+    num, num_large = len(lengths), len(lengths) - len(small)
+    sums = np.concatenate([[0], np.cumsum(lengths)])
+    # Samples above room − k are alone, without a partner of at least k tokens; the other large ones leave room.
+    first_alone = np.searchsorted(lengths, room - thresholds, side="right")
+    first_small = np.searchsorted(lengths, thresholds, side="left")
+    middle = np.maximum(first_alone - len(small), 0)
+    free = middle * room - (sums[len(small) + middle] - sums[len(small)])
+    rest = sums[len(small)] - sums[np.minimum(first_small, len(small))]
+    more = -(-np.maximum(rest - free, 0) // room)
+    return int((num_large + more).max()) if num else 0
+
+
+def by_duals(lengths: Lengths, room: int) -> int:
+    """U_k for k = 1 … NUM_DUALS, in integers: u_k(x) = x/room if (k+1)·x/room is whole, else ⌊(k+1)·x/room⌋/k."""
+    best = 0
+    for k in range(1, NUM_DUALS + 1):
+        times = (k + 1) * lengths
+        # Over the common denominator k · room.
+        values = np.where(times % room == 0, k * lengths, times // room * room)
+        best = max(best, -(-int(values.sum()) // (k * room)))
+    return best
+
 
 Bins = list[list[Segment]]
 
@@ -21,7 +79,7 @@ def _decreasing(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def first_fit(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
-    """First fit decreasing: every sample into the first bin that holds it."""
+    """First fit decreasing."""
     return _fit(segments, limits, lambda free: free[0])
 
 
@@ -57,7 +115,7 @@ def _fit(
 
 
 def next_fit(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
-    """In the given order: a new bin whenever the next sample does not fit."""
+    """Bins in the given order, a new one whenever a sample does not fit."""
     bins: Bins = [[]]
     for s in segments:
         if limits.taken([*bins[-1], s]) > limits.room:
@@ -67,10 +125,10 @@ def next_fit(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
 
 
 def filled(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
-    """Bin after bin: the longest sample left and the subset of the others that fills it best."""
+    """Bin after bin: the longest sample left, and the subset of the others that fills it best."""
     left = _decreasing(segments)
     num_jobs = len({s.job for s in segments})
-    # A bin pads every job of it by less than the multiple; with that much kept free any subset fits.
+    # A bin pads each of its jobs by less than the multiple; with that much reserved any subset fits.
     room = limits.room - num_jobs * (limits.padding_multiple - 1)
     bins: Bins = []
     while left:
@@ -83,7 +141,7 @@ def filled(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
 
 
 def subset(lengths: list[int], target: int) -> list[int]:
-    """Places whose lengths sum to the most that is not above target."""
+    """Indices of the lengths with the largest sum up to the target."""
     mask = (1 << (target + 1)) - 1
     reached = [1]
     for n in lengths:
@@ -98,7 +156,7 @@ def subset(lengths: list[int], target: int) -> list[int]:
 
 
 def fewest(segments: Sequence[Segment], limits: RoundLimits, bound: int) -> Bins:
-    """The best of all heuristics, in order of their cost; stops at the first that meets the bound."""
+    """The best of all heuristics, cheapest first; stops at the first that meets the bound."""
     best = best_fit(segments, limits)
     for attempt in (first_fit, filled):
         if len(best) <= bound:
@@ -106,3 +164,87 @@ def fewest(segments: Sequence[Segment], limits: RoundLimits, bound: int) -> Bins
         bins = attempt(segments, limits)
         best = bins if len(bins) < len(best) else best
     return best
+
+
+_OUT_OF_TIME, _INFEASIBLE = 1, 2
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A solver's result: bins (None if it found none), and a lower bound of the objective."""
+
+    bins: Bins | None
+    bound: float
+
+
+def min_bins(segments: Sequence[Segment], limits: RoundLimits, max_bins: int, time_limit_s: float) -> Solved:
+    """Stage 1: fewest bins. A bound above `max_bins` proves that so few cannot hold the samples."""
+    return _solve(segments, limits, max_bins, time_limit_s, is_count=True)
+
+
+def min_smallest(segments: Sequence[Segment], limits: RoundLimits, num_bins: int, time_limit_s: float) -> Solved:
+    """Stage 2: at most `num_bins` bins, the last as empty as possible; the bound is in tokens."""
+    return _solve(segments, limits, num_bins, time_limit_s, is_count=False)
+
+
+def _solve(
+    segments: Sequence[Segment], limits: RoundLimits, num_bins: int, limit_s: float, *, is_count: bool
+) -> Solved:
+    from scipy.optimize import Bounds, milp
+
+    jobs = sorted({s.job for s in segments})
+    n, num_jobs, room = len(segments), len(jobs), limits.room // limits.padding_multiple
+    num_x, num_k = n * num_bins, num_jobs * num_bins
+    objective = np.zeros(num_x + num_k + num_bins)
+    if is_count:
+        objective[num_x + num_k :] = 1
+    else:
+        objective[num_x + (num_bins - 1) * num_jobs : num_x + num_k] = limits.padding_multiple
+    upper = np.concatenate([np.ones(num_x), np.full(num_k, room), np.ones(num_bins)])
+    lower = np.zeros(len(upper))
+    if not is_count:
+        lower[num_x + num_k :] = 1
+    result = milp(
+        objective,
+        integrality=np.ones(len(upper)),
+        bounds=Bounds(lower, upper),
+        constraints=_constraints(segments, jobs, limits, num_bins),
+        options={"time_limit": max(limit_s, 0.01)},
+    )
+    if result.status == _INFEASIBLE:
+        return Solved(None, float("inf"))
+    if result.x is None:
+        return Solved(None, 0.0)
+    x = np.round(result.x[:num_x]).reshape(n, num_bins).argmax(axis=1)
+    bins = [[s for s, b in zip(segments, x.tolist(), strict=True) if b == k] for k in range(num_bins)]
+    bound = float(result.mip_dual_bound) if result.status == _OUT_OF_TIME else float(result.fun)
+    return Solved([own for own in bins if own], bound)
+
+
+def _constraints(segments: Sequence[Segment], jobs: list[str], limits: RoundLimits, num_bins: int) -> Any:
+    """Constraints over the columns x (sample-major), k (bin-major) and z."""
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import coo_array
+
+    n, num_jobs = len(segments), len(jobs)
+    num_x, num_k = n * num_bins, len(jobs) * num_bins
+    job = np.array([jobs.index(s.job) for s in segments])
+    lengths = np.array([s.length for s in segments])
+    sample, bin_of_x = np.divmod(np.arange(num_x), num_bins)
+    bin_of_k = np.arange(num_k) // num_jobs
+    bins, pairs = np.arange(num_bins), np.arange(num_bins - 1)
+    load_row, room_row, order_row = n, n + num_k, n + num_k + num_bins
+    parts = [  # row, column, value
+        (sample, np.arange(num_x), np.ones(num_x)),
+        (load_row + bin_of_x * num_jobs + job[sample], np.arange(num_x), lengths[sample]),
+        (load_row + np.arange(num_k), num_x + np.arange(num_k), np.full(num_k, -limits.padding_multiple)),
+        (room_row + bin_of_k, num_x + np.arange(num_k), np.full(num_k, limits.padding_multiple)),
+        (room_row + bins, num_x + num_k + bins, np.full(num_bins, -limits.room)),
+        (order_row + pairs, num_x + num_k + pairs + 1, np.ones(num_bins - 1)),
+        (order_row + pairs, num_x + num_k + pairs, -np.ones(num_bins - 1)),
+    ]
+    rows, columns, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    num_rows = order_row + num_bins - 1
+    matrix = coo_array((values, (rows, columns)), shape=(num_rows, num_x + num_k + num_bins)).tocsr()
+    lower = np.where(np.arange(num_rows) < n, 1.0, -np.inf)
+    return LinearConstraint(matrix, lower, np.where(np.arange(num_rows) < n, 1.0, 0.0))

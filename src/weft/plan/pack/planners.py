@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from weft.errors import PlanError
-from weft.plan.lanes import plan_lanes
-from weft.plan.pack.bounds import fewest_bins
-from weft.plan.pack.greedy import pack, pack_lane
+from weft.plan.pack.bins import fewest_bins
+from weft.plan.pack.greedy import pack, pack_lane, plan_lanes
 from weft.plan.pack.types import RoundLimits
-from weft.plan.program import Planner, Program, Step, Turn
+from weft.plan.planner import PlanFunction, Planner
+from weft.plan.program import Program, Step, Turn
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 
 AUTO_STATES, AUTO_S = 300, 0.05
@@ -37,12 +37,34 @@ State = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class ExactPlanner:
+class FunctionPlanner(Planner):
+    """A planner for one device made of a plain function; when it is late, microbatches are packed greedily."""
+
+    function: PlanFunction
+
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        return self.function(queues, limits)
+
+    @property
+    def quick(self) -> Planner:
+        return GREEDY
+
+    @property
+    def can_be_replaced(self) -> bool:
+        return False
+
+
+GREEDY = FunctionPlanner(pack)
+
+
+@dataclass(frozen=True)
+class ExactPlanner(Planner):
     """A planner with the fewest microbatches that its number of states lets it find; never more than greedy."""
 
     max_states: int
     budget_s: float
     """Most seconds for searching; with none, or with nothing found in time, the program is the greedy one."""
+    has_budget = True
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         """The next program; lanes share the time for searching."""
@@ -66,15 +88,18 @@ class ExactPlanner:
                 break
         return program if found is None else _rebuilt(program, chains, found)
 
+    @property
+    def quick(self) -> Planner:
+        return GREEDY
+
     def within(self, budget_s: float) -> ExactPlanner:
-        """The same planner with at most so many seconds for searching."""
         return replace(self, budget_s=min(self.budget_s, budget_s))
 
 
 def planner_named(name: str) -> Planner:
     """The planner of this name."""
     planners: dict[str, Planner] = {
-        "greedy": pack,
+        "greedy": GREEDY,
         "auto": ExactPlanner(AUTO_STATES, AUTO_S),
         "exact": ExactPlanner(EXACT_STATES, EXACT_S),
     }

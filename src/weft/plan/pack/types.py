@@ -1,7 +1,7 @@
-"""A packed schedule as data: rounds of microbatches, the stream a pipeline runs, and what is proven about both.
+"""A packed schedule as data: rounds of microbatches, the stream that a pipeline runs, and proven bounds.
 
-A round holds the next global batch of every job that still has one. Its microbatches stand in slots, one after
-another; an empty slot is a no-op. The stream is all rounds in order, and what `plan/pipeline` turns into programs.
+A round holds the next global batch of every job that still has one. Its microbatches are in consecutive slots; an empty
+slot is a no-op. The stream is all rounds in order, which `plan/pipeline` turns into programs.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
-from weft.plan.lemma import lemma_distance
-from weft.plan.types import JobQueue, Microbatch, Segment
+from weft.plan.types import JobQueue, Microbatch, Segment, lemma_distance
 
 TOLERANCE = 0.01
-"""A round this close to its lower bound counts as optimal; cost models are no more exact."""
+"""Relative distance from the lower bound within which a round counts as optimal; cost models are no more exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
-    """What a microbatch may hold, and the pipeline it has to pass."""
+    """Limits of microbatches in a pipeline."""
 
     capacity: int
     """Most tokens of one microbatch, padding included."""
     num_stages: int = 1
     padding_multiple: int = 1
-    """In each microbatch the tokens of one job are padded to a multiple of this."""
+    """Multiple to which the tokens of one job are padded in each microbatch."""
     row_tile: int = 1
-    """Rows of a microbatch are computed in whole tiles of so many."""
+    """Rows of a microbatch are computed in whole tiles of this size."""
     unlike: float = 1.0
-    """With tiles: what a row more or less than other microbatches have counts against an empty one."""
+    """Cost of a row more or less than other microbatches, relative to an empty row; with tiles only."""
 
     def __post_init__(self) -> None:
         if min(self.padding_multiple, self.num_stages, self.row_tile) < 1:
@@ -45,7 +44,7 @@ class RoundLimits:
 
     @property
     def room(self) -> int:
-        """Most tokens that padded jobs can fill."""
+        """Most tokens of padded jobs."""
         return self.capacity // self.padding_multiple * self.padding_multiple
 
     @property
@@ -55,15 +54,14 @@ class RoundLimits:
 
     @property
     def free_distance(self) -> int:
-        """The same, such that no stage waits: with 1F1B as many microbatches are under way as there are stages."""
+        """The distance at which no stage waits: with 1F1B as many microbatches are in flight as there are stages."""
         return self.num_stages
 
     def padded(self, num_tokens: int) -> int:
-        """Tokens that one job's tokens take in one microbatch."""
         return -(-num_tokens // self.padding_multiple) * self.padding_multiple
 
     def taken(self, segments: Sequence[Segment]) -> int:
-        """Tokens that these segments take in one microbatch, padding included."""
+        """Tokens of these segments in one microbatch, padding included."""
         tokens: dict[str, int] = {}
         for s in segments:
             tokens[s.job] = tokens.get(s.job, 0) + s.length
@@ -77,30 +75,28 @@ class PackedRound:
     index: int
     slots: tuple[Microbatch, ...]
     fewest: int
-    """Lower bound of the number of microbatches that hold samples: what the tokens need, and one per stage."""
+    """Lower bound of the number of microbatches with samples: by tokens, and one per stage."""
     time_s: float
-    """Time on one stage, forward and backward, if every slot, empty ones too, lasts as long as the largest."""
+    """Seconds on one stage, forward and backward, if every slot, empty ones too, lasts as long as the largest."""
     bound_s: float
-    """The same of the best packing at least: all work evenly in the fewest slots, none below the longest sample."""
+    """Lower bound of it for any packing: all work evenly in the fewest slots, none below the longest sample."""
 
     @property
     def num_microbatches(self) -> int:
-        """Slots that hold samples."""
         return sum(1 for m in self.slots if m.segments)
 
     @property
     def is_fewest(self) -> bool:
-        """True if no packing has fewer microbatches without leaving a stage idle."""
         return self.num_microbatches <= self.fewest
 
     @property
     def gap(self) -> float:
-        """How much longer the round takes than any packing must, at most, as a share of that."""
+        """Upper bound of the relative distance from the shortest packing."""
         return self.time_s / self.bound_s - 1.0 if self.bound_s else 0.0
 
     @property
     def is_proven(self) -> bool:
-        """True if no packing has fewer microbatches, or none can be shorter by more than the tolerance."""
+        """True if no packing has fewer microbatches, or is shorter by more than the tolerance."""
         return self.is_fewest or self.gap <= TOLERANCE
 
 
@@ -111,48 +107,17 @@ class RoundPlan:
     limits: RoundLimits
     rounds: tuple[PackedRound, ...]
     stream: tuple[Microbatch, ...]
-    """All microbatches in order; an empty one is a no-op."""
+    """All microbatches in order, no-ops included."""
     keeps_order: bool
     """True if every job's samples run in the job's own order: then an adapter's bits do not depend on the plan."""
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches with samples."""
         return sum(1 for m in self.stream if m.segments)
-
-    @property
-    def num_empty_slots(self) -> int:
-        """Empty microbatches, there only to keep distances."""
-        return len(self.stream) - self.num_microbatches
-
-    @property
-    def fewest(self) -> int:
-        """Lower bound of the number of microbatches, round by round."""
-        return sum(r.fewest for r in self.rounds)
-
-    @property
-    def over_lower_bound(self) -> float:
-        """Microbatches above the lower bound, as a share of it."""
-        return self.num_microbatches / self.fewest - 1.0
-
-    @property
-    def proven_share(self) -> float:
-        """Share of the rounds proven optimal, in number or in time."""
-        return sum(r.is_proven for r in self.rounds) / len(self.rounds)
-
-    @property
-    def fewest_share(self) -> float:
-        """Share of the rounds proven to have the fewest microbatches."""
-        return sum(r.is_fewest for r in self.rounds) / len(self.rounds)
-
-    @property
-    def fill(self) -> float:
-        """Share of the microbatches' capacity that holds tokens."""
-        return sum(m.num_tokens for m in self.stream) / (max(self.num_microbatches, 1) * self.limits.capacity)
 
 
 def rounds_of(jobs: Sequence[JobQueue], limits: RoundLimits) -> list[tuple[Segment, ...]]:
-    """The samples of each round; refuses what no plan could hold."""
+    """The samples of each round; a PlanError for queues that cannot be planned."""
     if not any(q.batches for q in jobs):
         raise PlanError("no job has a sample to pack; at least one global batch is needed.")
     names = [q.job for q in jobs]

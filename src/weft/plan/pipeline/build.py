@@ -1,7 +1,7 @@
 """Builds the program of any schedule from one stream of microbatches.
 
-A schedule decides three things: the order of the stream, where the pipeline is flushed, and what each stage computes
-when. Transfers and steps follow from those in the same way for all:
+A schedule defines the order of the stream, the flushes of the pipeline, and the order of each stage's passes. Transfers
+and steps follow from these in the same way for all:
 
     schedule        stream                       flushed                          a stage's order
     gpipe           as given                     between global batches           all forwards, then all backwards
@@ -18,34 +18,35 @@ Every program passes `plan/check/`.
 from __future__ import annotations
 
 import enum
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
 from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel, LinearCost
-from weft.plan.lemma import lemma_distance, with_empty_slots
-from weft.plan.pipeline.eager import eager_orders
-from weft.plan.pipeline.orders import StageOrder, orders_by_lead
+from weft.plan.pack.greedy import pack
+from weft.plan.pipeline.orders import Pipe, StageOrder, eager_orders, open_pipe, orders_by_lead
 from weft.plan.pipeline.stream import BatchStream, StreamBatch, by_rounds, by_template, read_stream
+from weft.plan.planner import Planner
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
-from weft.plan.types import Microbatch
+from weft.plan.types import JobQueue, Limits, Microbatch, lemma_distance, with_empty_slots
 
 
 class Schedule(enum.StrEnum):
-    """A way to run microbatches through a pipeline."""
+    """A pipeline schedule."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     LORAPP = "lorapp"
-    """mLoRA's: jobs fill each other's bubbles; each steps when its own batch is back."""
+    """mLoRA's: jobs fill each other's bubbles; each steps when its own batch has been backward."""
     MULTI_ADAPTER = "multi-adapter"
     """LoRAFusion's: microbatches of several jobs, distances kept by the bubble lemma, with no-ops where needed."""
     TEMPLATE = "template"
-    """MuxTune's: slowest bucket first, as many in flight as memory allows."""
+    """MuxTune's: slowest bucket first, as many microbatches in flight as memory allows."""
     EAGER = "eager"
-    """The stream as it is, no flush, nothing idle that need not be."""
+    """The stream in the given order, without flushes or avoidable idle time."""
 
 
 def build(
@@ -58,11 +59,11 @@ def build(
     keep_order: bool = False,
     adapters: AdapterTimes | None = None,
 ) -> Program:
-    """The program of a schedule; `memory_bytes` is what each stage has for microbatches in flight.
+    """The program of a schedule; `memory_bytes`: bytes of each stage for microbatches in flight.
 
     `microbatches` hold whole global batches, each job's in order. Without a cost model a token counts 1 s and 1 byte.
-    `adapters`: what those of a microbatch's jobs add to the cost model's passes, for schedules that run ahead by it.
-    Only a template takes microbatches of a global batch out of their order, and with `keep_order` it does not either.
+    `adapters`: what a microbatch's jobs add to each pass, for eager schedules. Only a template reorders microbatches of
+    a global batch, unless `keep_order` is set.
     """
     _check(schedule, microbatches, num_stages, memory_bytes)
     model = LinearCost() if cost is None else cost
@@ -86,21 +87,6 @@ def build(
         return model.held_bytes(lengths, stage) if lengths else 0
 
     return _assemble(stream, orders_by_lead(stream, leads, flushes, held, memory_bytes))
-
-
-def peak_bytes(program: Program, cost: CostModel) -> list[int]:
-    """Most that each stage keeps at once between forwards and backwards."""
-    peaks = []
-    lengths = [[s.length for s in m.segments] for m in program.microbatches]
-    for stage, instructions in enumerate(program.stages):
-        held = peak = 0
-        for i in instructions:
-            if isinstance(i, Forward | Backward) and lengths[i.microbatch]:
-                size = cost.held_bytes(lengths[i.microbatch], stage)
-                held += size if isinstance(i, Forward) else -size
-                peak = max(peak, held)
-        peaks.append(peak)
-    return peaks
 
 
 def _check(
@@ -131,7 +117,7 @@ def _arranged(schedule: Schedule, microbatches: Sequence[Microbatch], num_stages
 
 
 def _assemble(stream: BatchStream, orders: Sequence[StageOrder]) -> Program:
-    """Puts every computation between its transfers, and steps where they are due."""
+    """Adds transfers, measures and steps to the passes of every stage."""
     num_stages = len(orders)
     stages = tuple(
         tuple(with_transfers(stream, order, stage, num_stages, measures=num_stages > 1))
@@ -143,7 +129,7 @@ def _assemble(stream: BatchStream, orders: Sequence[StageOrder]) -> Program:
 def with_transfers(
     stream: BatchStream, order: StageOrder, stage: int, num_stages: int, *, measures: bool
 ) -> list[Instruction]:
-    """A stage's list with the transfers, measures (where several devices train) and steps of what it computes."""
+    """A stage's passes with their transfers, steps and, on several devices, measures."""
     growing = StageList(stage, num_stages, measures=measures)
     growing.know(stream)
     found = [i for visit in order for i in growing.visited(visit)]
@@ -151,24 +137,24 @@ def with_transfers(
 
 
 class StageList:
-    """One stage's list while it is made: what belongs to the passes that it is told, one after another."""
+    """One stage's list, built pass by pass."""
 
     def __init__(self, stage: int, num_stages: int, *, measures: bool) -> None:
         self._stage, self._num_stages = stage, num_stages
         self._measures = measures
         self._batches_of: list[list[StreamBatch]] = []
         self._left: Counter[StreamBatch] = Counter()
-        """Backwards of each global batch."""
+        """Missing backwards of each global batch."""
         self.measured: dict[str, int] = {}
-        """By job, the step that is due before its next forward."""
+        """Measured step of each job, due before its next forward."""
 
     def know(self, stream: BatchStream) -> None:
-        """Learns what goes through the pipeline next; its microbatches are numbered from those known so far."""
+        """Adds a stream, whose microbatches are numbered after the known ones."""
         self._batches_of += [sorted({(s.job, s.step) for s in m.segments}) for m in stream.microbatches]
-        self._left.update({batch: len(places) for batch, places in stream.members.items()})
+        self._left.update({batch: len(ks) for batch, ks in stream.members.items()})
 
     def visited(self, visit: Forward | Backward) -> list[Instruction]:
-        """A pass between its transfers, with the steps before it and the measures behind it."""
+        """A pass between its transfers, with the steps before it and the measures after it."""
         k, stages = visit.microbatch, range(self._num_stages)
         batches, is_gradient = self._batches_of[k], isinstance(visit, Backward)
         # A forward comes from the stage before and goes to the one after; a backward the other way round.
@@ -185,7 +171,7 @@ class StageList:
             self._left.subtract(batches)
             ended = [batch for batch in batches if self._left[batch] == 0]
         if self._measures:
-            # Before the gradients go on, so that whoever gets them has the part that belongs to them already.
+            # Before the gradients are sent, so that their receiver has the measured part already.
             result.extend(Measure(job, step) for job, step in ended)
             self.measured.update(ended)
         if target in stages:
@@ -195,14 +181,14 @@ class StageList:
         return result
 
     def due(self, jobs: Sequence[str] | None = None) -> list[Step]:
-        """The steps of these jobs that are due, or of all; they are taken here."""
+        """Removes and returns the due steps of these jobs, or of all."""
         return [Step(job, self.measured.pop(job)) for job in (sorted(self.measured) if jobs is None else jobs)]
 
 
 def renumbered(i: Instruction, numbers: Sequence[Sequence[int]], first: int) -> list[Instruction]:
-    """An instruction of one replica in the numbers of all: of its microbatches, and from its `first` stage on.
+    """An instruction of one replica with the program's numbers of microbatches and stages.
 
-    A microbatch that is two of all, which run side by side, has one for each.
+    A pair of microbatches side by side, which counts as one in the replica, gives two instructions.
     """
     match i:
         case Send():
@@ -212,3 +198,45 @@ def renumbered(i: Instruction, numbers: Sequence[Sequence[int]], first: int) -> 
         case Forward() | Backward():
             return [replace(i, microbatch=k) for k in numbers[i.microbatch]]
     return [i]
+
+
+LENGTHENED = 2
+"""Length of a program per stage, relative to one device: with 16 full microbatches on one device, S stages then idle
+about a fortieth of the time while they fill and drain."""
+
+
+@dataclass(frozen=True)
+class PipelinePlanner(Planner):
+    """A planner for a replica of several stages."""
+
+    schedule: Schedule
+    num_stages: int
+
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        unlimited = replace(limits, max_microbatches=sys.maxsize)
+        microbatches: list[Microbatch] = []
+        for together in self._packed_together(whole_batches(queues, limits, self.num_stages)):
+            microbatches += pack(together, unlimited).microbatches
+        return build(self.schedule, microbatches, self.num_stages, keep_order=True)
+
+    def open_pipes(self, capacity: int) -> list[Pipe]:
+        return [open_pipe(self.num_stages)] if self.schedule is Schedule.EAGER and self.num_stages > 1 else []
+
+    def _packed_together(self, queues: list[JobQueue]) -> list[list[JobQueue]]:
+        """Queues whose samples may share microbatches: all, or those of a job or of a round."""
+        if self.schedule is Schedule.LORAPP:
+            return [[queue] for queue in queues]
+        if self.schedule is Schedule.TEMPLATE:
+            most = max(len(queue.batches) for queue in queues)
+            return [[replace(q, batches=q.batches[n : n + 1]) for q in queues] for n in range(most)]
+        return [queues]
+
+
+def whole_batches(queues: Sequence[JobQueue], limits: Limits, num_stages: int) -> list[JobQueue]:
+    """The queues cut to the same number of global batches, marked as complete."""
+    most = max(len(queue.batches) for queue in queues)
+    room = LENGTHENED * num_stages * limits.max_microbatches * limits.capacity
+    num = 1
+    while num < most and sum(sum(b.lengths) for queue in queues for b in queue.batches[: num + 1]) <= room:
+        num += 1
+    return [replace(queue, batches=queue.batches[:num], is_all=True) for queue in queues]

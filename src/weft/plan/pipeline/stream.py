@@ -1,21 +1,24 @@
-"""What a stream of microbatches promises about its jobs' global batches.
+"""The order of global batches in a stream of microbatches.
 
 A stream is microbatches in the order of their forwards. A global batch, (job, step), is open from its first microbatch
-to its last; after the last one's backward the job's optimizer steps, and only then may the job's next global batch be
-forward. All orders of a pipeline follow from three facts worked out here, in O(segments): which steps a microbatch
-completes, which backward a forward waits for, and where a pipeline that knows nothing of other jobs is emptied.
+to its last; after the last one's backward the job's optimizer steps, and only then may the job's next global batch run
+forward. All orders of a pipeline follow from three facts computed here in O(segments): which steps a microbatch
+completes, which backward a forward waits for, and where a pipeline that ignores other jobs is flushed.
 
-Streams in the order a published schedule wants them: rounds of one global batch of every job.
+Also here: the stream orders of published schedules, in rounds of one global batch of every job.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from weft.errors import PlanError
+from weft.plan.program import Instruction, Measure, Step
 from weft.plan.types import Microbatch
 
 StreamBatch = tuple[str, int]
@@ -30,11 +33,11 @@ class BatchStream:
     members: dict[StreamBatch, tuple[int, ...]]
     """The microbatches that hold samples of a global batch, ascending."""
     waits_for: tuple[int, ...]
-    """Per microbatch the last one whose backward, and steps, its forward needs; -1 for none. Always an earlier one."""
+    """Per microbatch the last earlier one whose backward and steps its forward needs; -1 for none."""
 
     @property
     def completes(self) -> dict[int, list[StreamBatch]]:
-        """The global batches whose last microbatch this is."""
+        """The global batches that end with each microbatch."""
         ends: dict[int, list[StreamBatch]] = {}
         for batch in sorted(self.members):
             ends.setdefault(self.members[batch][-1], []).append(batch)
@@ -42,28 +45,28 @@ class BatchStream:
 
     @property
     def flushes(self) -> tuple[int, ...]:
-        """Where a classic schedule empties the pipeline: no global batch is open, or a job's next one begins."""
+        """Where a classic schedule flushes the pipeline: no global batch is open, or a job's next one begins."""
         last = [-1] * len(self.microbatches)
-        for places in self.members.values():
-            last[places[0]] = max(last[places[0]], places[-1])
+        for ks in self.members.values():
+            last[ks[0]] = max(last[ks[0]], ks[-1])
         start, reach, found = 0, -1, []
-        for place, end in enumerate(last):
-            if self.waits_for[place] >= start:
-                start = place
-                found.append(place)
+        for k, end in enumerate(last):
+            if self.waits_for[k] >= start:
+                start = k
+                found.append(k)
             reach = max(reach, end)
-            if reach <= place:
-                start = place + 1
-                found.append(place + 1)
+            if reach <= k:
+                start = k + 1
+                found.append(k + 1)
         return tuple(dict.fromkeys(found))
 
 
 def read_stream(microbatches: Sequence[Microbatch]) -> BatchStream:
-    """The stream of these microbatches; a PlanError if a job's batch begins before the one before is complete."""
+    """Reads a stream; a PlanError if a job's batch begins before the one before is complete."""
     members: dict[StreamBatch, list[int]] = {}
-    for place, microbatch in enumerate(microbatches):
+    for k, microbatch in enumerate(microbatches):
         for batch in dict.fromkeys((s.job, s.step) for s in microbatch.segments):
-            members.setdefault(batch, []).append(place)
+            members.setdefault(batch, []).append(k)
     waits_for = [-1] * len(microbatches)
     before: dict[str, StreamBatch] = {}
     for batch in sorted(members):
@@ -76,10 +79,10 @@ def read_stream(microbatches: Sequence[Microbatch]) -> BatchStream:
                     f"step {step} of {job} has samples in microbatch {start}, and step {previous[1]} in {end}; "
                     "a global batch must be complete in the microbatches before the next one's first."
                 )
-            for place in members[batch]:
-                waits_for[place] = max(waits_for[place], end)
+            for k in members[batch]:
+                waits_for[k] = max(waits_for[k], end)
         before[job] = batch
-    frozen = {batch: tuple(places) for batch, places in members.items()}
+    frozen = {batch: tuple(ks) for batch, ks in members.items()}
     return BatchStream(tuple(microbatches), frozen, tuple(waits_for))
 
 
@@ -87,16 +90,16 @@ Bucket = TypeVar("Bucket", tuple[str, ...], tuple[int, ...])
 
 
 def by_rounds(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
-    """All jobs' first global batches, job after job, then all second ones: how mLoRA fills a pipe.
+    """All jobs' first global batches, job after job, then all second ones: mLoRA's order.
 
-    Every microbatch must hold samples of one global batch alone.
+    Every microbatch must hold samples of one global batch only.
     """
     queues: dict[str, dict[int, list[Microbatch]]] = {}
-    for place, microbatch in enumerate(microbatches):
+    for k, microbatch in enumerate(microbatches):
         owners = {(s.job, s.step) for s in microbatch.segments}
         if len(owners) != 1:
             raise PlanError(
-                f"microbatch {place} holds samples of {len(owners)} global batches; "
+                f"microbatch {k} holds samples of {len(owners)} global batches; "
                 "this schedule takes microbatches of exactly one."
             )
         ((job, step),) = owners
@@ -111,8 +114,8 @@ def by_template(
 ) -> tuple[tuple[Microbatch, ...], tuple[int, ...]]:
     """MuxTune's template: in each round the slowest bucket first, a bucket's microbatches together.
 
-    A bucket is the microbatches of one round with the same jobs, slowest first. To keep the order of every job's
-    samples it is all that are linked by shared jobs, as they come. Returns the stream and the ends of its rounds.
+    A bucket is the microbatches of one round with the same jobs, slowest first. With `keep_order` it is all
+    microbatches linked by shared jobs, in the given order. Returns the stream and the ends of its rounds.
     """
     rounds: dict[int, list[Microbatch]] = {}
     for microbatch, number in zip(microbatches, _round_numbers(microbatches), strict=True):
@@ -129,20 +132,15 @@ def by_template(
     return tuple(stream), tuple(ends)
 
 
-def _jobs_of(microbatch: Microbatch) -> tuple[str, ...]:
-    return tuple(sorted(microbatch.job_tokens))
-
-
 def _alike(microbatches: Sequence[Microbatch]) -> dict[tuple[str, ...], list[Microbatch]]:
-    """Microbatches by the jobs that they hold."""
     found: dict[tuple[str, ...], list[Microbatch]] = {}
     for microbatch in microbatches:
-        found.setdefault(_jobs_of(microbatch), []).append(microbatch)
+        found.setdefault(tuple(sorted(microbatch.job_tokens)), []).append(microbatch)
     return found
 
 
 def _linked(microbatches: Sequence[Microbatch]) -> dict[tuple[str, ...], list[Microbatch]]:
-    """Microbatches by jobs such that no job is in two buckets, each bucket in the given order."""
+    """Microbatches in buckets without a common job, each in the given order."""
     groups: list[set[str]] = []
     for microbatch in microbatches:
         jobs = {*microbatch.job_tokens}
@@ -152,23 +150,117 @@ def _linked(microbatches: Sequence[Microbatch]) -> dict[tuple[str, ...], list[Mi
 
 
 def slowest_first(seconds: Mapping[Bucket, float]) -> list[Bucket]:
-    """Buckets in a template's order: a shorter one fills the bubbles of a longer one before it. Ties by name."""
+    """Buckets in a template's order, in which a shorter one fills the bubbles of a longer one; ties by name."""
     return sorted(seconds, key=lambda bucket: (-seconds[bucket], bucket))
 
 
 def _round_numbers(microbatches: Sequence[Microbatch]) -> list[int]:
-    """Per microbatch the place of its global batches among those of their jobs; it must be one and the same."""
+    """The round of each microbatch: the position of its global batches among those of their jobs, which must agree."""
     members = read_stream(microbatches).members
     numbers: dict[tuple[str, int], int] = {}
     for job, batches in itertools.groupby(sorted(members), key=lambda batch: batch[0]):
         numbers |= {(job, step): number for number, (_, step) in enumerate(batches)}
     result: list[int] = []
-    for place, microbatch in enumerate(microbatches):
+    for k, microbatch in enumerate(microbatches):
         found = {numbers[s.job, s.step] for s in microbatch.segments}
         if len(found) != 1:
             raise PlanError(
-                f"microbatch {place} holds samples of {len(found)} rounds; "
-                "this schedule takes microbatches of exactly one."
+                f"microbatch {k} holds samples of {len(found)} rounds; this schedule takes microbatches of exactly one."
             )
         result.extend(found)
     return result
+
+
+class SharedSteps:
+    """Schedules steps of jobs that all replicas train, when they are due by the replicas' common clock."""
+
+    def __init__(self, firsts: Sequence[int], pending: Sequence[list[Instruction]]) -> None:
+        """`firsts`: the first stage of each replica; `pending`: the list of every stage, which is extended here."""
+        self._firsts, self._pending = firsts, pending
+        self._left: list[dict[str, deque[int]]] = [{} for _ in pending]
+        """By stage and job, the steps that are not scheduled."""
+        self._newest: dict[str, int] = {}
+        self._parts: Counter[StreamBatch] = Counter()
+        """Missing first-stage backwards of each global batch."""
+        self._roots: dict[StreamBatch, int] = {}
+        """Replica that measures each global batch whose measure is not scheduled."""
+        self._ends: dict[StreamBatch, float] = {}
+        """When each global batch has been backward everywhere, as far as known."""
+        self._due: list[list[tuple[float, StreamBatch]]] = [[] for _ in firsts]
+        """Measures that each replica may schedule, with their times."""
+
+    def know(self, free: Mapping[str, Sequence[int]], streams: Sequence[BatchStream]) -> dict[StreamBatch, StreamBatch]:
+        """Adds steps and each replica's part of them; returns the global batch before each one."""
+        before = {}
+        for job, steps in sorted(free.items()):
+            for step in steps:
+                batch = (job, step)
+                holders = [replica for replica, stream in enumerate(streams) if batch in stream.members]
+                self._roots[batch] = holders[0]
+                self._ends.pop(batch, None)
+                self._parts[batch] = sum(len(streams[replica].members[batch]) for replica in holders)
+                if job in self._newest:
+                    before[batch] = (job, self._newest[job])
+                self._newest[job] = step
+                for left in self._left:
+                    left.setdefault(job, deque()).append(step)
+        return before
+
+    def is_root(self, replica: int, batch: StreamBatch) -> bool:
+        """True if a replica will measure a global batch."""
+        return self._roots.get(batch) == replica
+
+    def backward_done(self, batch: StreamBatch, end_s: float) -> float | None:
+        """Records a first stage's backward; returns when the global batch has been backward everywhere, if it has."""
+        self._parts[batch] -= 1
+        self._ends[batch] = max(self._ends.get(batch, 0.0), end_s)
+        if self._parts[batch]:
+            return None
+        heapq.heappush(self._due[self._roots[batch]], (self._ends[batch], batch))
+        return self._ends[batch]
+
+    def compute_steps_until(self, replica: int, now: float) -> None:
+        """Schedules the measures that are due on the first stage of a replica."""
+        due = self._due[replica]
+        while due and due[0][0] <= now:
+            self._measure(heapq.heappop(due)[1])
+
+    def step_before(self, device: int, batch: StreamBatch) -> None:
+        """Schedules all steps that a job's global batch needs on a stage."""
+        job, step = batch
+        left = self._left[device].get(job, deque())
+        while left and left[0] < step:
+            self._step(device, (job, left[0]))
+
+    def step_until(self, device: int, now: float, batches: Mapping[StreamBatch, int], program: int) -> None:
+        """Schedules steps on a stage that are due by now, of global batches in programs before this one."""
+        for job, left in sorted(self._left[device].items()):
+            while left and batches[job, left[0]] < program and self._is_stepped((job, left[0]), now):
+                self._step(device, (job, left[0]))
+
+    def end(self) -> None:
+        for _, batch in sorted(due for own in self._due for due in own):
+            self._measure(batch)
+        for device, own in enumerate(self._left):
+            for job, left in sorted(own.items()):
+                for step in list(left):
+                    self._step(device, (job, step))
+
+    def _is_stepped(self, batch: StreamBatch, now: float) -> bool:
+        return batch not in self._roots and self._ends[batch] <= now
+
+    def _measure(self, batch: StreamBatch) -> None:
+        if batch in self._roots:
+            assert not self._parts.pop(batch), "a measured batch has been backward everywhere"
+            device = self._firsts[self._roots.pop(batch)]
+            self._pending[device].append(Measure(*batch))
+            self._step(device, batch)
+
+    def _step(self, device: int, batch: StreamBatch) -> None:
+        """Schedules a job's next step on a stage, after its measure."""
+        job, step = batch
+        self._measure(batch)
+        left = self._left[device].get(job)
+        if left and left[0] == step:
+            left.popleft()
+            self._pending[device].append(Step(job, step))

@@ -1,12 +1,12 @@
 """Places jobs over replicas at a step boundary; a pure function of what it is given, in any order.
 
 Rules, in order:
-1. Memory and seats of a replica are never exceeded; `plan.admit.Budget` says what fits together.
-2. Who trains is who admission would choose on one device: the same walk by priority, fair share and arrival, with the
-   replicas' seats and memory pooled (`pool.py`). With one replica it is `admit` itself.
-3. No replica is idle while a job waits that fits there, nor while another has two jobs of which one would gain there.
+1. Memory and seats of a replica are never exceeded; `plan.admit.Budget` decides what fits together.
+2. The running jobs are those that admission would choose on one device: the same walk by priority, fair share and
+   arrival, with the replicas' seats and memory pooled (`pool.py`). With one replica it is `admit` itself.
+3. No replica is idle while a waiting job fits there, nor while another has two jobs of which one would gain there.
 4. Ends are level, and
-5. a job that sits somewhere moves only for a gain that is worth it (`balance.py`).
+5. a job that has a seat moves only for a gain that is worth it (`balance.py`).
 
 Bounds on the makespan of the jobs that train, where memory and seats do not bind and no job sits anywhere (LPT):
 4/3 - 1/(3m) times the best for m alike replicas (Graham 1969), 2m/(m + 1) for unlike ones (Gonzalez, Ibarra and Sahni
@@ -15,9 +15,9 @@ Bounds on the makespan of the jobs that train, where memory and seats do not bin
     makespan ≤ (2 - 1/m) · best + 3 · move_s
 
 Let L be the end of the last replica after step 2 of `balance.py`, p a job on it, l the first end, and W all work. If
-the job is alone, L = p is the best. If not, it gains no more than `move_s` by going over: L - l - p ≤ move_s. With
+the job is alone, L = p is the best. If not, its move gains no more than `move_s`: L - l - p ≤ move_s. With
 (m - 1) l ≤ W - L that is L ≤ W/m + (1 - 1/m) (p + move_s), and neither W/m nor p is above the best. Step 3 gives back
-at most `move_s`, and once more if it sends everybody home; step 4 gives nothing back. If jobs wait, that holds for ends
+at most `move_s`, and once more if all jobs return; step 4 gives nothing back. With waiting jobs, this holds for ends
 after `least_s`, before which nothing is levelled.
 """
 
@@ -34,18 +34,17 @@ from weft.plan.place.pool import PooledRoom
 from weft.plan.place.types import MOVE_S, Candidate, JobPlacement, Move, Replica, least_s, present_seats
 
 MAX_LEVELS = 8
-"""How often ends are levelled in one call. Once they are, there may be room for a job that waits; then the walk and all
-that follows is done again."""
+"""Times that ends are levelled in one call. Levelling may make room for a waiting job; then the walk is repeated."""
 
 
-def place(
+def assign_jobs(
     candidates: Sequence[Candidate],
     replicas: Sequence[Replica],
     shares: Mapping[str, Share] | None = None,
     *,
     move_s: float = MOVE_S,
 ) -> JobPlacement:
-    """Decides who trains where from this step boundary on. `move_s`: seconds that a move must gain at least."""
+    """Assigns jobs to replicas from this step boundary on. `move_s`: seconds that a move must save."""
     _check(replicas, move_s)
     jobs, machines = sorted(candidates, key=lambda c: c.job), sorted(replicas, key=lambda r: r.name)
     seated = present_seats(jobs, machines)
@@ -59,13 +58,13 @@ def place(
         room = PooledRoom(machines, applicants, seats)
         admission = admit_to(room, waiting, running, shares)
         found = room.replica_of
-        # That comes to an end: a walk keeps all seats, or lets somebody in before whom nothing changed.
+        # This ends: a walk keeps all seats, or admits a job that was waiting.
         if walk and found == seats:
             break
-        balance = Balance([c for c in jobs if c.job in found], takers, found, move_s)
+        balance = Balance([c for c in jobs if c.job in found], takers, found, move_s, floor_s)
         if walk < MAX_LEVELS:
-            balance.level(floor_s)
-        balance.settle(floor_s)
+            balance.level()
+        balance.fill_and_return()
         seats = balance.replica_of
     moves = (Move(job, seated[job], seats[job]) for job in sorted(seats) if seated.get(job, seats[job]) != seats[job])
     return JobPlacement(admission, seats, tuple(moves), balance.makespan_s)

@@ -12,66 +12,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.plan.cost.analytic import AnalyticCost
-from weft.plan.cost.learned import AdapterTimes
+from weft.plan.cost.learned import AdapterTimes, PassCosts
 from weft.plan.cost.types import CostModel
-from weft.plan.fuse.groups import PipeCosts, grouped_streams
+from weft.plan.fuse.planner import PipeCosts, grouped_streams
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits
-from weft.plan.pair import RowsHeld, cut, in_halves, side_by_side, together, two_groups, uncut
 from weft.plan.pipeline.append import joined
-from weft.plan.pipeline.build import Schedule, build
-from weft.plan.pipeline.planner import PipelinePlanner, whole_batches
+from weft.plan.pipeline.build import PipelinePlanner, Schedule, build, whole_batches
+from weft.plan.pipeline.orders import Pipe, open_pipe
+from weft.plan.pipeline.pair import RowsHeld, cut, in_halves, side_by_side, together, two_groups, uncut
+from weft.plan.planner import HomeLoad, MeasuredPasses, PairChoice, PipelineChoice, Planner, PreviousMicrobatches
 from weft.plan.program import Program
 from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.two_streams import PairTimes
+from weft.plan.spread import DealtQueues, SpreadPlanner
 from weft.plan.types import JobQueue, Limits, Microbatch
 
 EVENNESS_WEIGHTS = (1.0, 0.25)
-"""How much alike the rows of microbatches are kept: more evenness, or fewer empty rows."""
+"""Weights of evenness against empty rows when microbatches are packed."""
 MIN_TILES = 8
-"""Up to so many tiles in a microbatch, an empty one weighs enough that both are tried."""
+"""Up to this many tiles in a microbatch, one empty tile costs enough that both weights are tried."""
 WORTH = 0.01
-"""Part of the time that several groups, or pairs, must be predicted to save: a cost model tells no finer than that."""
+"""Least share of the time that several groups, or pairs, must be predicted to save; cost models are no more exact."""
 
 
 @dataclass(frozen=True)
-class PairChoice:
-    """Whether microbatches of devices that share every layer run side by side, and why."""
-
-    num_pairs: int = 0
-    """Of the program."""
-    gain: float | None = None
-    """Predicted: the part of the time that pairs save, or would; None: no two microbatches can be a
-    pair."""
-
-
-@dataclass(frozen=True)
-class PipelineChoice:
-    """The program that was chosen for a replica of several stages, and what grouping its jobs is predicted to gain."""
-
-    program: Program
-    groups: tuple[tuple[str, ...], ...]
-    """Jobs that share microbatches; one group: all."""
-    fills: tuple[int, ...]
-    """Tokens that a microbatch of each group is filled up to."""
-    seconds: float
-    """Of the program, simulated."""
-    one_group_s: float
-    """Of the fastest program found in which all jobs may share microbatches."""
-    several_groups_s: float | None
-    """Of the fastest found for several groups; None if there was none to try."""
-    num_replicas: int = 1
-    """On which jobs were grouped: each of them has groups of its own."""
-    pairs: PairChoice | None = None
-    """Whether microbatches run side by side; None: that was no question."""
-
-
-@dataclass(frozen=True)
-class FastestPipeline:
+class FastestPipeline(Planner):
     """A planner for a replica of several stages: of a few packings, the fastest simulated.
 
     Each job keeps its own order, unless all have order-independent sums: then packings that do not are tried as well.
@@ -85,23 +56,41 @@ class FastestPipeline:
     num_stages: int
     cost: CostModel
     adapters: AdapterTimes | None = None
-    """What adapters add to what the cost model says; None: nothing is known of them."""
+    """Time that adapters add to the cost model's; None if it is not known."""
     row_tile: int = 1
     behind: tuple[Microbatch, ...] = ()
-    """The last microbatches of the program that the next one is appended to; none: the pipeline is empty."""
+    """The last microbatches of the program that the next one is appended to; empty if the pipeline is."""
     pairs: PairTimes | None = None
-    """For stages that devices share: what two microbatches side by side take; None: each runs alone."""
+    """Times of two microbatches side by side, for stages that devices share; None: each runs alone."""
     pairs_share_room: bool = False
-    """Two side by side have no more rows than a full one: on a GPU there is memory for those."""
+    """Two side by side have no more rows than a full one, which is what a GPU has memory for."""
+    num_measured: int = 0
 
     @property
     def quick(self) -> PipelinePlanner:
-        """What plans at once, where nobody can wait for this one."""
         return PipelinePlanner(Schedule.EAGER, self.num_stages)
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
-        """The next program."""
         return self.choose(queues, limits).program
+
+    def informed(self, measured: MeasuredPasses, previous: PreviousMicrobatches) -> FastestPipeline:
+        planner = dataclasses.replace(self, behind=previous[0] if previous else ())
+        learned = measured.stages.learn(self.num_stages, self.cost, measured.ranks)
+        if learned is None:
+            return planner
+        cost, adapters = learned
+        pairs = self.pairs and dataclasses.replace(self.pairs, measured=measured.pairs.learn(cost.passes))
+        stages = measured.stages
+        return dataclasses.replace(
+            planner, cost=cost, adapters=adapters, pairs=pairs, row_tile=stages.row_tile, num_measured=stages.num_seen
+        )
+
+    def open_pipes(self, capacity: int) -> list[Pipe]:
+        return [open_pipe(self.num_stages, self.memory_bytes(capacity))] if self.num_stages > 1 else []
+
+    @property
+    def pass_costs(self) -> Sequence[PassCosts]:
+        return [(self.cost, self.adapters)]
 
     def choose(self, queues: Sequence[JobQueue], limits: Limits) -> PipelineChoice:
         """The next program, how its jobs are grouped, and whether microbatches are in pairs."""
@@ -149,8 +138,8 @@ class FastestPipeline:
             greedy,
             *(self._build(stream, limits.capacity) for stream in self._even_streams(whole, limits.capacity)),
         ]
-        seconds, place = min((self._seconds(program), place) for place, program in enumerate(one_group))
-        best = PipelineChoice(one_group[place], together, (limits.capacity,), seconds, seconds, None)
+        seconds, index = min((self._seconds(program), index) for index, program in enumerate(one_group))
+        best = PipelineChoice(one_group[index], together, (limits.capacity,), seconds, seconds, None)
         return self._grouped(best, whole, limits.capacity) if len(queues) > 1 else best
 
     def _grouped(self, best: PipelineChoice, whole: Sequence[JobQueue], capacity: int) -> PipelineChoice:
@@ -176,11 +165,11 @@ class FastestPipeline:
     def _even_streams(self, whole: Sequence[JobQueue], capacity: int) -> Iterator[Sequence[Microbatch]]:
         """All jobs packed together, evenly, their global batches ever further apart."""
         even = _AverageStage(self.cost, self.num_stages)
-        keeping = [True] if any(queue.home is not None for queue in whole) else [True, False]
+        keeps_order = [True] if any(queue.home is not None for queue in whole) else [True, False]
         has_few_tiles = self.row_tile > 1 and capacity <= MIN_TILES * self.row_tile
-        # One stage has nobody to wait for, and takes no empty microbatches.
+        # A single stage waits for no other, and takes no empty microbatches.
         slacks = (0, self.num_stages // 2, self.num_stages) if self.num_stages > 1 else (0,)
-        for slack, keep_order in itertools.product(slacks, keeping):
+        for slack, keep_order in itertools.product(slacks, keeps_order):
             for unlike in EVENNESS_WEIGHTS if keep_order and has_few_tiles else EVENNESS_WEIGHTS[:1]:
                 apart = RoundLimits(capacity, self.num_stages + slack, row_tile=self.row_tile, unlike=unlike)
                 yield pack_rounds(
@@ -199,7 +188,7 @@ class FastestPipeline:
         )
 
     def memory_bytes(self, capacity: int) -> list[int]:
-        """What each stage has for microbatches in flight."""
+        """Memory of each stage for microbatches in flight."""
         return [2 * self.num_stages * self.cost.held_bytes([capacity], stage) for stage in range(self.num_stages)]
 
     def _seconds(self, program: Program) -> float:
@@ -215,9 +204,9 @@ class FastestPipeline:
 def pipeline_planner(
     named: str, cost: AnalyticCost, *, in_pairs: bool = False, measured: CostModel | None = None
 ) -> FastestPipeline | PipelinePlanner:
-    """What plans a replica of several stages that costs so much, by the planner that a run names.
+    """The planner of a replica of several stages, by its name in a run's settings.
 
-    `in_pairs`: microbatches may run side by side, where that is predicted to pay; `measured`: seconds come from it.
+    `in_pairs`: microbatches run side by side where that is predicted to pay; `measured`: replaces the times of `cost`.
     """
     if named == "greedy":
         return PipelinePlanner(Schedule.EAGER, cost.num_stages)
@@ -234,7 +223,7 @@ class _AverageStage:
     cost: CostModel
     num_stages: int
     known: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
-    """Forward and backward of microbatches; whoever packs asks for each once a stage."""
+    """Seconds forward and backward by lengths; packing requests each once per stage."""
 
     def forward_s(self, lengths: Sequence[int], stage: int) -> float:
         return self._passes_s(tuple(lengths))[0]
@@ -258,3 +247,89 @@ class _AverageStage:
 
     def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
         return max(self.cost.held_bytes(lengths, s) for s in range(self.num_stages))
+
+
+@dataclass(frozen=True)
+class FastestSpread(Planner):
+    """A planner for several replicas, at least one of them in stages."""
+
+    spread: SpreadPlanner
+    """The planner used when this one is late; it has the replicas and their costs."""
+    row_tile: int = 1
+    measured: tuple[tuple[CostModel, AdapterTimes], ...] | None = None
+    """Measured costs of passes on each replica; None: those of its cost model."""
+    behind: PreviousMicrobatches = ()
+    num_measured: int = 0
+
+    @property
+    def quick(self) -> SpreadPlanner:
+        return self.spread
+
+    def informed(self, measured: MeasuredPasses, previous: PreviousMicrobatches) -> FastestSpread:
+        planner = dataclasses.replace(self, behind=previous)
+        stages, learned, first = measured.stages, list[tuple[CostModel, AdapterTimes]](), 0
+        for size, cost in zip(self.spread.replica_sizes, self.spread.costs, strict=True):
+            replica = stages.learn(size, cost, measured.ranks, first)
+            if replica is None:
+                return planner
+            learned.append(replica)
+            first += size
+        return dataclasses.replace(
+            planner, measured=tuple(learned), row_tile=stages.row_tile, num_measured=stages.num_seen
+        )
+
+    def home_seconds(self, jobs: Mapping[str, HomeLoad], capacity: int) -> Mapping[str, Sequence[float]]:
+        return self.spread.home_seconds(jobs, capacity)
+
+    def open_pipes(self, capacity: int) -> list[Pipe]:
+        return self.spread.open_pipes(capacity)
+
+    @property
+    def pass_costs(self) -> Sequence[PassCosts]:
+        return self.measured or self.spread.pass_costs
+
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
+        choice = self.choose(queues, limits)
+        return self.spread(queues, limits) if choice is None else choice.program
+
+    def choose(self, queues: Sequence[JobQueue], limits: Limits) -> PipelineChoice | None:
+        """The next program, and how jobs are grouped on the replicas in stages; None where that is no question."""
+        sizes = self.spread.replica_sizes
+        homes = [[queue for queue in queues if queue.home == k] for k in range(len(sizes))]
+        if any(queue.home is None for queue in queues) or not any(
+            size > 1 and len(own) > 1 for size, own in zip(sizes, homes, strict=True)
+        ):
+            return None
+        whole = whole_batches(queues, limits, sum(sizes))
+        streams: list[Sequence[Microbatch]] = []
+        found: list[PipelineChoice] = []
+        others_s = 0.0
+        for k, (size, holds) in enumerate(zip(sizes, self.spread.holds(limits.capacity), strict=True)):
+            own = DealtQueues([queue for queue in whole if queue.home == k], {})
+            there = Limits(max(holds, own.longest), sys.maxsize)
+            if not own.queues or size == 1:
+                streams.append(own.packed(there))
+                others_s = max(others_s, self._seconds(k, streams[-1]))
+                continue
+            cost, adapters = (self.spread.costs[k], None) if self.measured is None else self.measured[k]
+            behind = self.behind[k] if self.behind else ()
+            found.append(FastestPipeline(size, cost, adapters, self.row_tile, behind).choose(own.queues, there))
+            streams.append([m for m in found[-1].program.microbatches if m.segments])
+        several = [choice.seconds if choice.several_groups_s is None else choice.several_groups_s for choice in found]
+        has_several = any(choice.several_groups_s is not None for choice in found)
+        return PipelineChoice(
+            self.spread.assemble(streams, {}),
+            tuple(group for choice in found for group in choice.groups),
+            tuple(fill for choice in found for fill in choice.fills),
+            max(others_s, *(choice.seconds for choice in found)),
+            max(others_s, *(choice.one_group_s for choice in found)),
+            max(others_s, *several) if has_several else None,
+            num_replicas=len(found),
+        )
+
+    def _seconds(self, replica: int, stream: Sequence[Microbatch]) -> float:
+        """Of a replica of one stage."""
+        cost, adapters = (self.spread.costs[replica], None) if self.measured is None else self.measured[replica]
+        lengths = ([segment.length for segment in m.segments] for m in stream)
+        added_s = 0.0 if adapters is None else sum(2 * adapters.microbatch_s(m.job_tokens) for m in stream)
+        return sum(cost.forward_s(own, 0) + cost.backward_s(own, 0) for own in lengths) + added_s

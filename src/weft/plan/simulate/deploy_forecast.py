@@ -1,13 +1,11 @@
-"""What a cluster would make of its jobs: the planned replicas, and beside them what others would deploy.
+"""Forecast of a cluster's deployment: the planned replicas, compared with other ways to deploy.
 
-Every figure is predicted. Steps are means over drawn batches, each bucketed and shared out anew. A plan is searched for
-one expected batch, whose rare long samples count as if they came in every step; so of the best plans for that, and of
-alike replicas, the one is taken that is fastest over the drawn batches.
+Every figure is predicted. Steps are means over drawn batches, each put into buckets and dispatched by itself. A plan is
+searched for one expected batch, in which rare long samples count as if they came in every step; so of the best plans
+for it, and of alike replicas, the one is chosen that is fastest over the drawn batches.
 
-Steps of a deployment on predicted seconds: batch after batch is bucketed and shared out over the replicas.
-
-Planning of a step needs only the lengths of its samples, so it goes on beside the step before; it is not counted here.
-Nor is the sum of the adapters' gradients over replicas, which is a few thousandths of a step.
+Not counted: planning of a step, which needs only sample lengths and overlaps the step before, and the sum of the
+adapters' gradients over replicas, which takes a few thousandths of a step.
 """
 
 from __future__ import annotations
@@ -18,11 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.plan.deploy import Deployment, DeployProblem, ReplicaKind
+from weft.plan.deploy.buckets import ReplicaModel
+from weft.plan.deploy.dispatch import dispatch, dispatch_by_length, dispatch_evenly
+from weft.plan.deploy.fleet import Dispatch, Fleet
 from weft.plan.deploy.kinds import without_dominated
 from weft.plan.deploy.planner import alike_plans, best_deployments, plan_each, without_idle
-from weft.plan.deploy.workload import DeployJob, draw_batches, expected_batch, in_buckets
-from weft.plan.dispatch import Dispatch, Fleet, ReplicaModel, dispatch, dispatch_by_length, dispatch_evenly
-from weft.plan.homes import PlannedReplicas
+from weft.plan.deploy.types import DeployJob, draw_batches, expected_batch, in_buckets
+from weft.plan.level import PlannedReplicas
 
 
 def mean_step_s(
@@ -33,11 +33,12 @@ def mean_step_s(
     jobs: Sequence[DeployJob] = (),
     homes: Sequence[int] | None = None,
 ) -> float:
-    """Mean seconds of a step over batches of sample lengths; with bounds, buckets are those and are not chosen again.
+    """Mean seconds of a step over batches of sample lengths.
 
-    `jobs`: whose batches they are; without, all samples may be shared out. `homes`: where those are that have one.
+    `bounds`: fixed buckets; None: chosen per batch. `jobs`: the jobs of the batches; without them all samples are
+    divisible. `homes`: home replicas of the jobs that have one.
     """
-    steps = [share(Fleet.of(models, in_buckets(jobs, lengths, bounds), homes)).step_s for lengths in batches]
+    steps = [share(Fleet(models, in_buckets(jobs, lengths, bounds), homes)).step_s for lengths in batches]
     return statistics.mean(steps)
 
 
@@ -50,8 +51,7 @@ def in_turn_step_s(
 ) -> float:
     """Mean seconds of a step of every job, one job after another, each on its own plan and on drawn batches.
 
-    A plan's own step is that of an expected batch whose buckets are rounded up, which weighs on small batches most: it
-    is not what a job takes.
+    A plan's own step does not show this: its expected batch has rounded-up buckets, which distorts small batches most.
     """
     return sum(
         mean_step_s(plan.models, draw_batches([job], num_batches, seed), share, jobs=[job], homes=plan.homes)
@@ -64,41 +64,36 @@ PLANNED_SEED, FORECAST_SEED = 0, 1
 FINALISTS = 8
 """Plans, the best for the expected batch, that are compared over drawn ones; LobRA keeps at least as many."""
 SEQUENTIAL_BUDGET_S = 1.0
-"""For the plan of each job by itself."""
 
 
 @dataclass(frozen=True)
 class DeployChoice:
-    """One way of running all jobs for a step."""
+    """One way to run all jobs for a step."""
 
     name: str
     plan: str
-    """Its replicas; of one job after another, how many plans."""
+    """Its replicas, or the number of plans for one job after another."""
     step_s: float
     gpu_seconds: float
 
 
 @dataclass(frozen=True)
 class DeployForecast:
-    """A planned cluster."""
+    """The forecast of a planned cluster."""
 
     deployment: Deployment
     choices: tuple[DeployChoice, ...]
-    """The planned replicas first, then those it is compared with."""
+    """The planned replicas first, then the alternatives."""
     shared: Dispatch
-    """How the first drawn batch is shared out."""
+    """Dispatch of the first drawn batch."""
     bounds: tuple[int, ...]
-    """Its buckets."""
     replicas: PlannedReplicas
-    """What a run that executes the plan is told."""
 
     @property
     def planned(self) -> DeployChoice:
-        """The planned replicas."""
         return self.choices[0]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain data."""
         plan = self.deployment
         replicas = [
             {
@@ -129,7 +124,6 @@ class DeployForecast:
 def forecast_deployment(
     kinds: Sequence[ReplicaKind], pools: Mapping[str, int], jobs: Sequence[DeployJob]
 ) -> DeployForecast:
-    """Plans replicas for jobs, and what they are compared with."""
     batch = expected_batch(jobs, PLANNED_SEED)
     everything = DeployProblem(tuple(kinds), pools, batch)
     problem = DeployProblem(tuple(without_dominated(kinds, batch)), pools, batch)
@@ -145,8 +139,8 @@ def forecast_deployment(
     alike = alike_plans(everything)
     searched = best_deployments(problem, FINALISTS)
     finalists = [*searched, *(_balanced(plan, searched[0]) for plan in alike)]
-    planned_s, place = min((mean_s(plan), place) for place, plan in enumerate(finalists))
-    deployment = finalists[place]
+    planned_s, index = min((mean_s(plan), index) for index, plan in enumerate(finalists))
+    deployment = finalists[index]
     choices = [
         choice("planned", str(deployment), planned_s),
         choice("by length", str(deployment), mean_s(deployment, dispatch_by_length)),
@@ -159,12 +153,12 @@ def forecast_deployment(
         step_s = in_turn_step_s(plans, jobs, NUM_BATCHES, FORECAST_SEED, share)
         choices.append(choice(name, f"a plan for each of {len(plans)} jobs", step_s))
     buckets = in_buckets(jobs, batches[0])
-    shared = dispatch(Fleet.of(deployment.models, buckets, deployment.homes))
-    told = deployment.planned_replicas(job.name for job in jobs if not job.is_any_order)
-    return DeployForecast(deployment, tuple(choices), shared, buckets.bounds, told)
+    shared = dispatch(Fleet(deployment.models, buckets, deployment.homes))
+    replicas = deployment.planned_replicas(job.name for job in jobs if not job.is_any_order)
+    return DeployForecast(deployment, tuple(choices), shared, buckets.bounds, replicas)
 
 
 def _balanced(plan: Deployment, searched: Deployment) -> Deployment:
-    """Alike replicas, the expected batch shared out as planned ones do; what a search found of all plans holds."""
-    counts, shared = without_idle(plan.problem, plan.counts, dispatch(Fleet.of(plan.models, plan.problem.buckets)))
+    """Alike replicas with balanced dispatch of the expected batch; bounds of the search apply."""
+    counts, shared = without_idle(plan.problem, plan.counts, dispatch(Fleet(plan.models, plan.problem.buckets)))
     return replace(searched, problem=plan.problem, counts=counts, dispatch=shared)

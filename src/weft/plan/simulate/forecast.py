@@ -1,8 +1,8 @@
-"""What a run will do, before it runs: its next global batches planned, simulated, and drawn out to its end.
+"""Forecast of a run: its next global batches are planned, simulated, and extrapolated to its end.
 
-Everything is planned by the planner that trains it. Time comes from the cost model, memory from the memory model, or
-both from a profile; what follows the planned global batches is taken to go on at the same rate, and evaluations come on
-top. Several replicas are in `layout_forecast.py`.
+The planner is the one that trains the run. Time comes from the cost model, memory from the memory model, or both from a
+profile; later global batches are assumed to go on at the same rate, and evaluations are added. Several replicas are in
+`layout_forecast.py`.
 """
 
 from __future__ import annotations
@@ -14,94 +14,85 @@ from typing import Any
 
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.memory import MOMENT_BYTES
-from weft.plan.cost.profiled import ProfiledCost
+from weft.plan.cost.profile import ProfiledCost
 from weft.plan.cost.types import CostModel
 from weft.plan.layout import stage_names
 from weft.plan.pipeline.build import Schedule
-from weft.plan.program import Planner, Program
-from weft.plan.simulate.choose import FastestPipeline, PairChoice
+from weft.plan.planner import PairChoice, Planner
+from weft.plan.program import Program
+from weft.plan.simulate.choose import FastestPipeline
 from weft.plan.simulate.interpret import simulate, simulate_turns
 from weft.plan.simulate.timeline import Timeline
 from weft.plan.types import JobQueue, Limits, Microbatch
 
 ALL = 10**9
 ROW_TILE = 64
-"""What the largest capacity is rounded down to."""
+"""Multiple of the largest capacity."""
 
 
 @dataclass(frozen=True)
 class JobOutline:
-    """A job as a forecast needs it."""
+    """A job, as a forecast needs it."""
 
     queue: JobQueue
-    """Its next global batches."""
     num_steps: int
     num_tokens: int
-    """Of the whole job."""
     cost_rank: int
-    """What its adapter costs, in the unit of the cost models."""
+    """Rank that the cost models count for its adapter."""
     rank: int | None = None
-    """Of its adapter, if its method has one."""
     forward_tokens: int = 0
-    """Run forward alone: by all of its evaluations together, and by its reference."""
+    """Tokens run forward only, by all of its evaluations and its reference passes."""
     state_bytes: float = MOMENT_BYTES
-    """Kept of each trainable parameter besides its weight and gradient; AdamW's moments if nothing else is said."""
+    """Bytes per trainable parameter beside weight and gradient; by default AdamW's moments."""
     num_trained_rows: int = 0
-    """Rows of the embedding and the output head that it trains of its own."""
+    """Rows of the embedding and the output head that it trains."""
     is_any_order: bool = False
-    """Its sums do not depend on any order, so that replicas may share its samples."""
+    """True if its sums do not depend on the order, so that replicas may share its samples."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan and what it is expected to do."""
+    """A plan and its predicted course."""
 
     jobs: tuple[JobOutline, ...]
     groups: tuple[tuple[str, ...], ...]
-    """Jobs that share microbatches, directly or through others."""
+    """Jobs connected by shared microbatches."""
     device: str
     num_stages: int
     stage_layers: tuple[int, ...]
-    """Layers of the model on each stage."""
     capacity: int
     schedule: str
     program: Program
     timeline: Timeline
-    """Of the planned part, simulated."""
     eval_s: float
-    """Of all evaluations of the whole run, and of what its references are asked."""
+    """Seconds of all evaluations and reference passes of the whole run."""
     stage_bytes: tuple[int, ...]
-    """Memory of each stage at its fullest."""
     device_bytes: int
     largest_capacity: int
-    """The largest microbatch that fits in the device's memory, by the memory model; 0: none does."""
+    """Tokens of the largest microbatch that fits, by the memory model; 0: none does."""
     keeps_order: bool
-    """True if every job's samples run in its own order: then its bits do not depend on the plan."""
+    """True if every job's samples run in its own order, so that its bits do not depend on the plan."""
     trained_rows_bytes: int = 0
-    """Of the memory, what rows of the embedding and the output head take that jobs train of their own."""
+    """Bytes of rows of the embedding and the output head that jobs train."""
     tensor_parallel: int = 1
     """Devices that share every layer of a stage."""
     pairs: PairChoice | None = None
-    """Whether microbatches run side by side on these; None: that was no question."""
+    """The decision about microbatches side by side; None where they are not possible."""
 
     @property
     def num_devices(self) -> int:
-        """Of all stages."""
         return self.num_stages * self.tensor_parallel
 
     @property
     def num_microbatches(self) -> int:
-        """Planned ones; those that only keep devices in step are none."""
         return sum(bool(m.segments) for m in self.program.microbatches)
 
     @property
     def planned_tokens(self) -> int:
-        """Of the planned part."""
         return sum(m.num_tokens for m in self.program.microbatches)
 
     @property
     def total_tokens(self) -> int:
-        """Of all jobs from their first step to their last."""
         return sum(job.num_tokens for job in self.jobs)
 
     @property
@@ -111,56 +102,49 @@ class Forecast:
 
     @property
     def fewest_microbatches(self) -> int:
-        """Lower bound: what the tokens need, and a job's global batches, each of which waits for the step before."""
+        """Lower bound: by tokens, and by the global batches of a job, each of which waits for the step before."""
         return max(self.num_rounds, -(-self.planned_tokens // self.capacity))
 
     @property
     def fill(self) -> float:
-        """Of the microbatches' capacity."""
+        """Share of the microbatches' capacity that holds tokens."""
         return self.planned_tokens / (self.num_microbatches * self.capacity)
 
     @property
     def stage_names(self) -> list[str]:
-        """What the stages are called."""
         sizes = self.program.replica_sizes or (self.num_stages,)
         return stage_names(sizes, self.program.shards)
 
     @property
     def planned_s(self) -> float:
-        """Of the planned part."""
         return self.timeline.makespan_s
 
     @property
     def round_s(self) -> float:
-        """From one optimizer step of the longest job to its next, on average."""
+        """Mean seconds between two optimizer steps of the longest job."""
         return self.planned_s / self.num_rounds
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle part of all stages' time."""
         return self.timeline.bubble_ratio()
 
     @property
     def total_s(self) -> float:
-        """Of the whole run, trained at the planned part's rate, with its evaluations and references."""
+        """Seconds of the whole run at the planned part's rate, with evaluations and reference passes."""
         return self.planned_s * self.total_tokens / self.planned_tokens + self.eval_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the planned part."""
         return self.planned_tokens / self.planned_s if self.planned_s else 0.0
 
     @property
     def fits(self) -> bool:
-        """Every stage has room."""
         return max(self.stage_bytes) <= self.device_bytes
 
     def group_of(self, job: str) -> int:
-        """The number of a job's group, from 1."""
         return next(number for number, names in enumerate(self.groups, start=1) if job in names)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values: the figures, the program, and when each of its parts would run."""
         hidden = ("jobs", "program", "timeline", "pairs")
         figures = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
         derived = (
@@ -194,31 +178,26 @@ def forecast(
     planner: Planner,
     measured: ProfiledCost | None = None,
 ) -> Forecast:
-    """The forecast of a run on `cost.num_stages` stages, by the planner of such a run.
+    """The forecast of a run on `cost.num_stages` stages.
 
-    Time comes from `measured` where it is given, and so does the memory of one stage; otherwise both come from `cost`.
+    With `measured`, time and the memory of a single stage come from it; otherwise both come from `cost`.
     """
     queues, ranks = [job.queue for job in jobs], [job.cost_rank for job in jobs]
-    times, pairs = measured or cost, None
+    times, pairs, keeps_order = measured or cost, None, True
+    limits = Limits(capacity, max_microbatches=ALL)
     if isinstance(planner, FastestPipeline) and planner.pairs is not None:
-        choice = planner.choose(queues, Limits(capacity, max_microbatches=ALL))
+        choice = planner.choose(queues, limits)
         program, pairs = choice.program, choice.pairs
         timeline = simulate(program, times, pairs=planner.pairs)
-        microbatches: Sequence[Microbatch] = [m for m in program.microbatches if m.segments]
-        schedule, keeps_order = "one stage" if cost.num_stages == 1 else str(Schedule.EAGER), True
-        num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
     elif cost.num_stages == 1:
-        program = planner(queues, Limits(capacity, max_microbatches=ALL))
+        program = planner(queues, limits)
         timeline = simulate_turns(program, times)
-        microbatches = program.microbatches
-        schedule, keeps_order, num_held = "one stage", True, [1]
     else:
-        own = [replace(job.queue, home=None if job.is_any_order else 0) for job in jobs]
-        program = planner(own, Limits(capacity, max_microbatches=ALL))
+        keeps_order = not any(job.is_any_order for job in jobs)
+        program = planner([replace(job.queue, home=None if job.is_any_order else 0) for job in jobs], limits)
         timeline = simulate(program, times)
-        microbatches = [m for m in program.microbatches if m.segments]
-        schedule, keeps_order = str(Schedule.EAGER), not all(job.is_any_order for job in jobs)
-        num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
+    microbatches = [m for m in program.microbatches if m.segments]
+    num_held = [most_held(timeline, stage) for stage in range(cost.num_stages)]
     return Forecast(
         jobs=tuple(jobs),
         groups=groups_of([queue.job for queue in queues], microbatches),
@@ -226,7 +205,7 @@ def forecast(
         num_stages=cost.num_stages,
         stage_layers=tuple(cost.memory.layers(stage) for stage in range(cost.num_stages)),
         capacity=capacity,
-        schedule=schedule,
+        schedule="one stage" if cost.num_stages == 1 else str(Schedule.EAGER),
         program=program,
         timeline=timeline,
         eval_s=sum(forward_s(job, capacity, times, cost.num_stages) for job in jobs),
@@ -246,8 +225,8 @@ def forecast(
 
 
 def forward_s(job: JobOutline, capacity: int, times: CostModel, num_stages: int) -> float:
-    """What of a job runs forward alone, in full microbatches of samples as long as those trained on, one behind the
-    other on all stages."""
+    """Seconds of a job's forward-only tokens in full microbatches of mean length, which follow each other through all
+    stages."""
     lengths = [length for batch in job.queue.batches for length in batch.lengths]
     mean = max(1, sum(lengths) // len(lengths))
     full = [mean] * (capacity // mean)
@@ -256,8 +235,8 @@ def forward_s(job: JobOutline, capacity: int, times: CostModel, num_stages: int)
 
 
 def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) -> int:
-    """What the jobs keep on a stage beyond linears' adapters with AdamW's moments, which the memory model counts; below
-    zero for less."""
+    """Bytes of the jobs on a stage that differ from the memory model, which assumes linear adapters with AdamW; may be
+    negative."""
     memory = cost.memory
     numbers = [memory.adapter_bytes(job.cost_rank, stage=stage) / memory.adapter_bytes_each for job in jobs]
     found = ((job.state_bytes - MOMENT_BYTES) * num for job, num in zip(jobs, numbers, strict=True))
@@ -265,7 +244,7 @@ def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) ->
 
 
 def trained_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
-    """What a job's own rows of the embedding and the output head take, with gradients and moments."""
+    """Bytes of a job's own rows of the embedding and the output head, with gradients and moments."""
     each = cost.memory.adapter_bytes_each - MOMENT_BYTES + job.state_bytes
     return math.ceil(job.num_trained_rows * cost.shape.hidden * each)
 
@@ -277,7 +256,6 @@ def _stage_bytes(
     measured: ProfiledCost | None,
     num_held: Sequence[int],
 ) -> tuple[int, ...]:
-    """Most that every stage takes, backbone and all."""
     rank = {job.queue.job: job.cost_rank for job in jobs}
     ranks = list(rank.values())
     if measured is not None and cost.num_stages == 1:
@@ -308,7 +286,7 @@ def most_held(timeline: Timeline, stage: int) -> int:
 
 
 def groups_of(jobs: Sequence[str], microbatches: Sequence[Microbatch]) -> tuple[tuple[str, ...], ...]:
-    """Jobs that are in a microbatch together are in a group together."""
+    """Groups of jobs connected by shared microbatches."""
     group = {job: {job} for job in jobs}
     for microbatch in microbatches:
         members = {s.job for s in microbatch.segments}

@@ -1,10 +1,10 @@
 """Executes programs with a cost model instead of tensors.
 
-A stage runs its list from the first to the last instruction. It has three lanes, as mLoRA's three streams: it computes,
-sends (one transfer after the other, while it computes on) and receives. Empty microbatches cost nothing. Measuring a
-gradient takes no time, but the judge waits until all have measured theirs, and the others step when it has. Devices in
-step begin a pass together. Both passes of a pair begin together and end together. Replicas have a cost model each; what
-they add to each other's gradients is taken to cost nothing. O(instructions).
+A stage runs its list in order, in three lanes, as mLoRA's three streams: it computes, sends (one transfer at a time,
+while it computes on) and receives. Empty microbatches cost nothing. Measuring a gradient takes no time, but the root
+stage waits for all parts, and the others step after it. Devices in step begin a pass together. Both passes of a pair
+begin and end together. Replicas have a cost model each; the exchange of gradients between them is free.
+O(instructions).
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ from weft.plan.simulate.two_streams import PairTimes
 from weft.plan.types import Microbatch
 
 Parcel = tuple[int, int, bool]
-"""What travels: microbatch, stage it is for, and whether it is a gradient."""
+"""Microbatch, target stage, and whether it is a gradient."""
 
 
 @dataclass
 class _StageRun:
-    """Where one stage is."""
+    """The state of one stage."""
 
     rest: deque[Instruction]
     own: range
-    """The stages of its replica."""
     cost: CostModel
     free_at: float = 0.0
     send_free_at: float = 0.0
     held: int = 0
     num_passes: int = 0
-    """Forward and backward, so far."""
     spans: list[Span] = field(default_factory=list)
     memory: list[MemoryPoint] = field(default_factory=list)
 
@@ -51,10 +49,10 @@ def simulate(
     adapters: AdapterTimes | None = None,
     pairs: PairTimes | None = None,
 ) -> Timeline:
-    """The predicted timeline of any program; a PlanError if its stages wait for each other for ever.
+    """The predicted timeline of any program; a PlanError if its stages deadlock.
 
-    `cost`: of all replicas, or of each. `adapters`: what those of a microbatch's jobs add to what it says of each pass.
-    `pairs`: what two passes side by side take; None: as long as one after another.
+    `cost`: one model for all replicas, or one for each. `adapters`: what a microbatch's jobs add to each pass. `pairs`:
+    the time of two passes side by side; None: as long as in sequence.
     """
     costs = cost if isinstance(cost, Sequence) else [cost] * len(program.replicas)
     run = _Run(program, costs, adapters, pairs)
@@ -94,20 +92,20 @@ class _Run:
         self.notes = [describe(m) for m in program.microbatches]
         self.arrivals: dict[Parcel, float] = {}
         self.measured: dict[Measure, list[float]] = {}
-        """When each stage but the judge had measured its part."""
-        self.verdicts: dict[Measure, float] = {}
-        """When the judge had all parts."""
+        """When each stage but the root had measured its part."""
+        self.norms_at: dict[Measure, float] = {}
+        """When the root stage had all parts."""
         self.ring_of = {stage: ring for ring in program.rings for stage in ring}
-        """Who runs in step with each stage that does."""
+        """The stages in step with each stage that is in a ring."""
         self.rounds: dict[tuple[int, int], dict[int, float]] = {}
-        """By the first of those who run in step and a number: when each of them was ready for its n-th pass."""
+        """By the ring's first stage and n: when each of its stages was ready for its n-th pass."""
 
-    def advance(self, place: int) -> bool:
-        """Runs a stage until it must wait; tells whether it got anywhere."""
-        stage, progressed = self.stages[place], False
+    def advance(self, index: int) -> bool:
+        """Runs a stage until it must wait; returns whether it progressed."""
+        stage, progressed = self.stages[index], False
         while stage.rest:
             instruction = stage.rest[0]
-            if not self._may_run(stage, place, instruction):
+            if not self._may_run(stage, index, instruction):
                 break
             stage.rest.popleft()
             progressed = True
@@ -116,53 +114,52 @@ class _Run:
                 if (other := self.beside.get(instruction.microbatch)) is not None:
                     stage.rest.popleft()
                     visits.append(type(instruction)(other))
-                self._compute(stage, place, *visits)
+                self._compute(stage, index, *visits)
             elif isinstance(instruction, Send):
-                self._send(stage, place, instruction)
+                self._send(stage, index, instruction)
             elif isinstance(instruction, Step):
                 args = {"jobs": {instruction.job: 0}, "step": instruction.step}
-                self._take(stage, place, "step", stage.cost.step_s(place - stage.own.start), args)
+                self._take(stage, index, "step", stage.cost.step_s(index - stage.own.start), args)
         return progressed
 
-    def _may_run(self, stage: _StageRun, place: int, instruction: Instruction) -> bool:
-        """Waits for what an instruction needs of other stages; False if that has not happened yet."""
+    def _may_run(self, stage: _StageRun, index: int, instruction: Instruction) -> bool:
+        """Advances the stage's clock to the inputs of an instruction; False if they do not exist yet."""
         match instruction:
             case Receive():
-                return self._receive(stage, place, instruction)
+                return self._receive(stage, index, instruction)
             case Measure():
-                return self._measure(stage, place, instruction)
-            case Forward() | Backward() if place in self.ring_of:
-                return self._meet(stage, place)
+                return self._measure(stage, index, instruction)
+            case Forward() | Backward() if index in self.ring_of:
+                return self._meet(stage, index)
             case Step(job, step) if Measure(job, step) in self.measuring:
-                verdict = self.verdicts.get(Measure(job, step))
-                stage.free_at = max(stage.free_at, verdict or 0.0)
-                return verdict is not None
+                norm_at = self.norms_at.get(Measure(job, step))
+                stage.free_at = max(stage.free_at, norm_at or 0.0)
+                return norm_at is not None
         return True
 
-    def _meet(self, stage: _StageRun, place: int) -> bool:
-        """Devices that share weights begin their next pass when all do."""
-        ring = self.ring_of[place]
+    def _meet(self, stage: _StageRun, index: int) -> bool:
+        """Starts a pass of devices that share weights once all are ready."""
+        ring = self.ring_of[index]
         ready = self.rounds.setdefault((ring[0], stage.num_passes), {})
-        ready[place] = stage.free_at
+        ready[index] = stage.free_at
         if len(ready) < len(ring):
             return False
         stage.free_at = max(ready.values())
         return True
 
-    def _measure(self, stage: _StageRun, place: int, measure: Measure) -> bool:
+    def _measure(self, stage: _StageRun, index: int, measure: Measure) -> bool:
         parts = self.measured.setdefault(measure, [])
         measuring = self.measuring[measure]
-        if place != measuring[0]:
+        if index != measuring[0]:
             parts.append(stage.free_at)
             return True
         if len(parts) < len(measuring) - 1:
             return False
-        stage.free_at = self.verdicts[measure] = max([stage.free_at, *parts])
+        stage.free_at = self.norms_at[measure] = max([stage.free_at, *parts])
         return True
 
-    def _compute(self, stage: _StageRun, place: int, *visits: Forward | Backward) -> None:
-        """A pass, or both of a pair."""
-        own_place = place - stage.own.start
+    def _compute(self, stage: _StageRun, index: int, *visits: Forward | Backward) -> None:
+        number = index - stage.own.start
         is_forward = isinstance(visits[0], Forward)
         stage.num_passes += len(visits)
         numbers = [visit.microbatch for visit in visits if self.lengths[visit.microbatch]]
@@ -170,50 +167,46 @@ class _Run:
             return
         pass_s = stage.cost.forward_s if is_forward else stage.cost.backward_s
         added_s = sum(self.added_s[k] for k in numbers)
-        seconds = sum(pass_s(self.lengths[k], own_place) for k in numbers) + added_s
+        seconds = sum(pass_s(self.lengths[k], number) for k in numbers) + added_s
         if self.pairs is not None and len(numbers) == 2:
             first, second = (self.lengths[k] for k in numbers)
-            seconds *= self.pairs.share(first, second, own_place, is_forward=is_forward)
-        held = sum(stage.cost.held_bytes(self.lengths[k], own_place) for k in numbers)
+            seconds *= self.pairs.share(first, second, number, is_forward=is_forward)
+        held = sum(stage.cost.held_bytes(self.lengths[k], number) for k in numbers)
         if is_forward:
             stage.held += held
-            stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
+            stage.memory.append(MemoryPoint(index, stage.free_at, stage.held))
         start_s = stage.free_at
         for k, lane in zip(numbers, (COMPUTE, BESIDE), strict=False):
             args = {"microbatch": k, **self.notes[k]}
             if len(numbers) == 2:
                 args["beside"] = sum(numbers) - k
             stage.free_at = start_s
-            self._take(stage, place, "forward" if is_forward else "backward", seconds, args, lane)
+            self._take(stage, index, "forward" if is_forward else "backward", seconds, args, lane)
         if not is_forward:
             stage.held -= held
-            stage.memory.append(MemoryPoint(place, stage.free_at, stage.held))
+            stage.memory.append(MemoryPoint(index, stage.free_at, stage.held))
 
     def _take(
-        self, stage: _StageRun, place: int, name: str, seconds: float, args: Mapping[str, Any], lane: str = COMPUTE
+        self, stage: _StageRun, index: int, name: str, seconds: float, args: Mapping[str, Any], lane: str = COMPUTE
     ) -> None:
-        stage.spans.append(
-            Span(name=name, start_s=stage.free_at, duration_s=seconds, args=args, stage=place, lane=lane)
-        )
+        stage.spans.append(Span(name, stage.free_at, seconds, args, index, lane))
         stage.free_at += seconds
 
-    def _send(self, stage: _StageRun, place: int, send: Send) -> None:
+    def _send(self, stage: _StageRun, index: int, send: Send) -> None:
         parcel = (send.microbatch, send.to_stage, send.is_gradient)
         seconds = self._transfer_s(stage, send.microbatch)
         start = max(stage.free_at, stage.send_free_at)
         stage.send_free_at = self.arrivals[parcel] = start + seconds
         if seconds:
             args = {"microbatch": send.microbatch, "to": send.to_stage}
-            stage.spans.append(Span(name="send", start_s=start, duration_s=seconds, args=args, stage=place, lane=SEND))
-            # The two streams towards a stage come from different neighbours, so each has a lane of its own.
+            stage.spans.append(Span("send", start, seconds, args, index, SEND))
+            # Activations and gradients reach a stage from different neighbours, so each has a lane.
             lane = RECEIVE_GRADIENT if send.is_gradient else RECEIVE
-            args = {"microbatch": send.microbatch, "from": place}
-            self.stages[send.to_stage].spans.append(
-                Span(name="receive", start_s=start, duration_s=seconds, args=args, stage=send.to_stage, lane=lane)
-            )
+            args = {"microbatch": send.microbatch, "from": index}
+            self.stages[send.to_stage].spans.append(Span("receive", start, seconds, args, send.to_stage, lane))
 
-    def _receive(self, stage: _StageRun, place: int, receive: Receive) -> bool:
-        parcel = (receive.microbatch, place, receive.is_gradient)
+    def _receive(self, stage: _StageRun, index: int, receive: Receive) -> bool:
+        parcel = (receive.microbatch, index, receive.is_gradient)
         if parcel not in self.arrivals:
             return False
         stage.free_at = max(stage.free_at, self.arrivals[parcel])
@@ -225,7 +218,7 @@ class _Run:
 
 
 def simulate_turns(program: Program, cost: CostModel) -> Timeline:
-    """The predicted timeline of one device's program: the spans that the engine would record."""
+    """The predicted timeline of one device's program, with the spans that the engine would record."""
     spans: list[Span] = []
     memory: list[MemoryPoint] = []
     now = 0.0
@@ -233,35 +226,17 @@ def simulate_turns(program: Program, cost: CostModel) -> Timeline:
         lengths = [s.length for s in turn.microbatch.segments]
         if lengths:
             seconds = cost.forward_s(lengths, 0) + cost.backward_s(lengths, 0)
-            spans.append(
-                Span(
-                    name="forward_backward",
-                    start_s=now,
-                    duration_s=seconds,
-                    args=describe(turn.microbatch),
-                    stage=0,
-                    lane=COMPUTE,
-                )
-            )
+            spans.append(Span("forward_backward", now, seconds, describe(turn.microbatch), lane=COMPUTE))
             memory.append(MemoryPoint(0, now, cost.held_bytes(lengths, 0)))
             now = spans[-1].end_s
             memory.append(MemoryPoint(0, now, 0))
         if turn.steps:
             jobs = {step.job: 0 for step in turn.steps}
-            spans.append(
-                Span(
-                    name="step",
-                    start_s=now,
-                    duration_s=len(turn.steps) * cost.step_s(0),
-                    args={"jobs": jobs},
-                    stage=0,
-                    lane=COMPUTE,
-                )
-            )
+            spans.append(Span("step", now, len(turn.steps) * cost.step_s(0), {"jobs": jobs}, lane=COMPUTE))
             now = spans[-1].end_s
     return Timeline(tuple(spans), 1, tuple(memory))
 
 
 def describe(microbatch: Microbatch) -> dict[str, Any]:
-    """Tokens of a microbatch, and of each job in it, under the names that the engine records."""
+    """Tokens of a microbatch and of each job in it, by the names that the engine records."""
     return {"tokens": microbatch.num_tokens, "jobs": microbatch.job_tokens}

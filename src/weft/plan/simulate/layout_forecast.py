@@ -1,4 +1,4 @@
-"""The forecast of a run in any layout, by the planner that trains it; the simulator says what each stage does when.
+"""The forecast of a run in any layout, by the planner that trains it, with a simulation of every stage.
 
 On several replicas, jobs are at home on one of them, those with order-independent sums on all.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from weft.plan.choose_layout import split_model
 from weft.plan.cost.analytic import AnalyticCost
-from weft.plan.cost.gather import ShardCost
-from weft.plan.cost.profiled import ProfiledCost
-from weft.plan.homes import choose_homes
+from weft.plan.cost.divided import ShardCost
+from weft.plan.cost.profile import ProfiledCost
 from weft.plan.layout import Layout, copies
+from weft.plan.level import choose_homes
 from weft.plan.pack import planner_named
-from weft.plan.pipeline.split import split_model
+from weft.plan.planner import HomeLoad
 from weft.plan.program import Forward, Program
-from weft.plan.simulate.choose import pipeline_planner
-from weft.plan.simulate.choose_spread import FastestSpread
+from weft.plan.simulate.choose import FastestSpread, pipeline_planner
 from weft.plan.simulate.forecast import (
     ALL,
     ROW_TILE,
@@ -31,7 +31,7 @@ from weft.plan.simulate.forecast import (
 )
 from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.timeline import Timeline
-from weft.plan.spread.planner import HomeLoad, SpreadPlanner
+from weft.plan.spread import SpreadPlanner
 from weft.plan.types import Limits
 
 
@@ -47,8 +47,8 @@ def forecast_layout(
 ) -> Forecast:
     """The forecast of a run in a layout; `cost` is that of the backbone on one device.
 
-    `planner`: the one that the run names. `in_pairs`: microbatches may run side by side. `measured`: takes the place of
-    the cost model, on one device or one replica in stages.
+    `planner`: the name in the run's settings. `in_pairs`: allows microbatches side by side. `measured`: replaces the
+    cost model, on one device or one replica in stages.
     """
     sizes, tensor = layout.replica_sizes, layout.replicas[0].tensor
     splits = {n: split_model(cost.shape, n) for n in sizes}
@@ -72,16 +72,16 @@ def forecast_replicas(
     shards: Sequence[int] = (),
     planner: str = "auto",
 ) -> Forecast:
-    """The forecast of a run on replicas that cost so much each.
+    """The forecast of a run on replicas with these costs.
 
-    `planner`: the one that the run names. `shards`: how many replicas share each copy of the frozen weights; costs are
-    those of devices with all weights of their own.
+    `planner`: the name in the run's settings. `shards`: how many replicas share each copy of the frozen weights;
+    `costs` are those of devices that hold all weights.
     """
     sizes = tuple(cost.num_stages for cost in costs)
     times = [
-        ShardCost(costs[place], len(own)) if len(own) > 1 else costs[place]
+        ShardCost(costs[replica], len(own)) if len(own) > 1 else costs[replica]
         for own in copies(len(costs), shards)
-        for place in own
+        for replica in own
     ]
     spread = SpreadPlanner(sizes, tuple(times), shards=tuple(shards))
     at_home = sorted((job for job in jobs if not job.is_any_order), key=lambda job: job.queue.job)
@@ -103,10 +103,10 @@ def forecast_replicas(
         schedule=f"{len(sizes)} shards in step" if len(shards) == 1 else f"{len(shards) or len(sizes)} replicas",
         program=program,
         timeline=timeline,
-        # A job is evaluated where it is at home, one that all have on the first.
+        # A job is evaluated on its home replica, one that all train on the first.
         eval_s=max(
-            sum(forward_s(job, capacity, times[place], size) for job in jobs if homes.get(job.queue.job, 0) == place)
-            for place, size in enumerate(sizes)
+            sum(forward_s(job, capacity, times[k], size) for job in jobs if homes.get(job.queue.job, 0) == k)
+            for k, size in enumerate(sizes)
         ),
         stage_bytes=tuple(num_bytes for num_bytes, _ in needs),
         device_bytes=costs[0].hardware.memory_bytes,
@@ -117,7 +117,6 @@ def forecast_replicas(
 
 
 def _longest(job: JobOutline) -> int:
-    """Tokens of the longest of its samples that are planned."""
     return max(length for batch in job.queue.batches for length in batch.lengths)
 
 
@@ -129,7 +128,7 @@ def _stage_needs(
     costs: Sequence[AnalyticCost],
     times: Sequence[AnalyticCost | ShardCost],
 ) -> list[tuple[int, int]]:
-    """Of every stage: the most that it takes, and the largest microbatch that it has room for."""
+    """The peak memory of every stage, and the largest microbatch that fits there."""
     found = []
     for replica, stages in enumerate(program.replicas):
         cost, memory = costs[replica], times[replica].memory
@@ -137,8 +136,8 @@ def _stage_needs(
         ranks = [job.cost_rank for job in there]
         run = [program.microbatches[i.microbatch] for i in program.stages[stages.start] if isinstance(i, Forward)]
         rows = max((cost.rows([s.length for s in m.segments]) for m in run), default=0)
-        for stage, place in enumerate(stages):
-            held, more = most_held(timeline, place), unusual_bytes(there, cost, stage)
+        for stage, index in enumerate(stages):
+            held, more = most_held(timeline, index), unusual_bytes(there, cost, stage)
             needed = memory.total_bytes(rows, ranks, stage=stage, num_held=held) + more
             room = cost.hardware.memory_bytes - more
             found.append((needed, memory.most_rows(room, ranks, ROW_TILE, stage, held)))

@@ -1,6 +1,6 @@
-"""What ran when, measured or predicted, in one form: so that the two can be laid side by side event by event.
+"""Spans of time, measured or predicted, in one form, so that both can be compared event by event.
 
-A timeline is written as a trace that a browser opens, or drawn in characters, one line per stage.
+A timeline is written as a trace for a browser, or drawn in characters, one line per stage.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 COMPUTE = "compute"
 BESIDE = "compute beside"
-"""The second pass of a pair: what computes counts once."""
+"""Lane of the second pass of a pair; busy time counts only the first."""
 SEND = "send"
 RECEIVE = "receive"
 RECEIVE_GRADIENT = "receive gradient"
 IDLE = "·"
 MARKS = {"forward": "▒", "backward": "█", "forward_backward": "█", "step": "|"}
-"""What fills a character; a span of any other name counts as idle."""
+"""Characters by span name; other spans count as idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that took time."""
+    """An interval of work."""
 
     name: str
     start_s: float
@@ -31,17 +31,16 @@ class Span:
     args: Mapping[str, Any]
     stage: int = 0
     lane: str = ""
-    """What of the stage was busy with it; empty where only the name tells."""
+    """The busy part of the stage; empty where only the name identifies it."""
 
     @property
     def end_s(self) -> float:
-        """When it was over."""
         return self.start_s + self.duration_s
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """What a stage keeps for backwards from this moment on."""
+    """Bytes that a stage keeps for backwards from this moment on."""
 
     stage: int
     time_s: float
@@ -50,16 +49,14 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of all stages and lanes, in order of their start, and memory over time."""
+    """Spans of all stages and lanes in order of their start, and memory over time."""
 
     spans: tuple[Span, ...]
     num_stages: int = 1
     memory: tuple[MemoryPoint, ...] = ()
-    """Each stage's changes, in order of time."""
 
     @property
     def makespan_s(self) -> float:
-        """End of the last span."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def busy_s(self, stage: int, start_s: float = 0.0, end_s: float = float("inf")) -> float:
@@ -71,7 +68,7 @@ class Timeline:
         )
 
     def bubble_ratio(self, start_s: float = 0.0, end_s: float | None = None) -> float:
-        """Share of the stages' time in which nothing is computed, over the whole run or between two moments."""
+        """Idle share of the stages' time, over the whole run or between two moments."""
         end = self.makespan_s if end_s is None else end_s
         area = (end - start_s) * self.num_stages
         if area <= 0:
@@ -79,11 +76,10 @@ class Timeline:
         return 1.0 - sum(self.busy_s(stage, start_s, end) for stage in range(self.num_stages)) / area
 
     def peak_bytes(self, stage: int) -> int:
-        """Most that a stage keeps at once."""
         return max((point.held_bytes for point in self.memory if point.stage == stage), default=0)
 
     def to_json(self) -> str:
-        """The run in Chrome's trace format, which Perfetto opens: a process per stage, a thread per lane."""
+        """The run in Chrome's trace format for Perfetto: a process per stage, a thread per lane."""
         lanes = list(dict.fromkeys((span.stage, span.lane) for span in sorted(self.spans, key=_by_lane)))
         threads = {lane: number for number, lane in enumerate(lanes, start=1)}
         events = [
@@ -109,7 +105,7 @@ class Timeline:
 
 
 def span_event(span: Span, thread: int) -> dict[str, Any]:
-    """A span as an event of Chrome's trace format, at least one microsecond long so that it can be seen."""
+    """A span as an event of Chrome's trace format, at least a microsecond long to be visible."""
     return {
         "name": span.name,
         "ph": "X",
@@ -122,7 +118,6 @@ def span_event(span: Span, thread: int) -> dict[str, Any]:
 
 
 def trace_json(events: Sequence[Mapping[str, Any]]) -> str:
-    """A whole trace file."""
     return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"})
 
 
@@ -132,7 +127,7 @@ def _by_lane(span: Span) -> tuple[int, int]:
 
 
 def gantt(timeline: Timeline, width: int = 100, names: Sequence[str] | None = None) -> str:
-    """One line per stage, which may have a name; each character shows what the stage did most of that time."""
+    """One line per stage; each character shows what the stage did most of that time."""
     tick = timeline.makespan_s / width
     if tick <= 0:
         return ""
@@ -151,15 +146,15 @@ def gantt(timeline: Timeline, width: int = 100, names: Sequence[str] | None = No
 def _add(cells: list[dict[str, float]], span: Span, tick: float) -> None:
     first = int(span.start_s / tick)
     last = min(len(cells) - 1, int(span.end_s / tick))
-    for place in range(first, last + 1):
-        left = place * tick
+    for index in range(first, last + 1):
+        left = index * tick
         overlap = min(span.end_s, left + tick) - max(span.start_s, left)
         if overlap > 0:
-            cells[place][span.name] = cells[place].get(span.name, 0.0) + overlap
+            cells[index][span.name] = cells[index].get(span.name, 0.0) + overlap
 
 
 def _character(cell: dict[str, float], tick: float) -> str:
-    """The mark of what took longest, if the stage was not idle for longer still."""
+    """The mark of the longest span, or idle if the stage was idle for longer."""
     if not cell or sum(cell.values()) < tick / 2:
         return IDLE
     return MARKS.get(max(sorted(cell), key=lambda name: cell[name]), IDLE)

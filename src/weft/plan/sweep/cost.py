@@ -1,8 +1,8 @@
-"""How long a pack of configurations trains and how much memory it takes, for every way of running it.
+"""Time and memory of a pack of configurations, for every way of running it.
 
-A way is a tensor-parallel degree d, a microbatch of C rows, and what is recomputed. Kinds are configurations that cost
-the same. A pack H, run one way, takes M microbatches, since all of it must go through and a configuration's next global
-batch waits for its step:
+A way is a tensor-parallel degree d, a microbatch of C rows, and a recomputation mode. A kind is a class of
+configurations with equal cost. A pack H, run one way, takes M microbatches, since all of it must go through and a
+configuration's next global batch waits for its step:
 
     M(H) = max(⌈Σ rows_k / C'⌉, max steps_k)            C' = C less what whole samples leave empty
     T(H) = max(small·M + small'·R, large·M + large'·R) + Σ own_k
@@ -10,9 +10,9 @@ batch waits for its step:
     bytes per GPU = weights + kept of C rows + working space + Σ adapter_k ≤ share of the device
 
 small and large are the two straight lines of the frozen step (bound by reading the weights, and by products); own_k is
-attention, the adapter's kernels, the optimizer's steps and its evaluations. All of it is read off `AnalyticCost` and
-`MemoryModel`. PLoRA's appendix A has the same form: a base, and for every adapter its parameters, gradients, moments
-and activations.
+attention, the adapter's kernels, the optimizer's steps and its evaluations. All of it is derived from `AnalyticCost`
+and `MemoryModel`. PLoRA's appendix A has the same form: a base, and for every adapter its parameters, gradients,
+moments and activations.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.errors import PlanError
+from weft.errors import PlanError, size
 from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
 from weft.plan.cost.hardware import Hardware
 from weft.plan.cost.memory import MemoryModel, rank_class
 from weft.plan.cost.shape import ALL_LINEAR, ModelShape
-from weft.plan.families.kept import RECOMPUTE
+from weft.plan.decoder import RECOMPUTE
 from weft.plan.sweep.types import Configuration
-from weft.wording import size
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Lines = dict[tuple[int, str], tuple[tuple[float, float], tuple[float, float]]]
 CAPACITIES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Rows of a microbatch that are tried; beyond them a step gains nothing."""
+"""Rows of a microbatch that are tried; more bring no gain."""
 GPU_TILE, CPU_TILE = 2048, 128
-"""Rows are computed in whole tiles, on a GPU of at most a whole microbatch; as the engine does."""
+"""Rows are computed in whole tiles, on a GPU of at most a whole microbatch, as in the engine."""
 ROUNDING = 1e-9
 MANY = 2048
-"""Rows far above where reading the weights bounds a step on any device of the table."""
+"""Rows far above where reading the weights bounds a step, on any known device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +56,19 @@ class PackOption:
 
 @dataclass(frozen=True)
 class SweepSetting:
-    """What a sweep runs on."""
+    """The hardware and settings of a sweep."""
 
     shape: ModelShape
     hardware: Hardware
     num_gpus: int = 1
     quantize: str = "none"
     recompute: str | None = None
-    """None: whichever is best for a pack."""
+    """None: the best mode for each pack."""
     capacity: int | None = None
     memory_share: float = 0.95
-    """Of a device that may be planned; the rest is the driver's and the allocator's."""
+    """Usable share of a device; the rest is for the driver and the allocator."""
     max_degree: int | None = None
-    """GPUs of a pack at most; None: all of them."""
+    """Most GPUs of a pack; None: all."""
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
@@ -81,25 +80,20 @@ class SweepSetting:
 
     @property
     def degrees(self) -> list[int]:
-        """Parallel degrees: powers of two, as many GPUs as there are and a pack may have."""
         return [1 << i for i in range(min(self.num_gpus, self.max_degree or self.num_gpus).bit_length())]
 
     @property
     def usable_bytes(self) -> int:
-        """Of one device."""
         return int(self.memory_share * self.hardware.memory_bytes)
 
     def memory(self, degree: int, recompute: str = "none") -> MemoryModel:
-        """The memory model of a pack on so many GPUs."""
         return self.step_cost(PackOption(degree, 0, recompute), rank=0).memory
 
     def step_cost(self, way: PackOption, rank: int, targets: str | tuple[str, ...] = ALL_LINEAR) -> AnalyticCost:
-        """The time model of a microbatch with adapters of one rank."""
         setup = BackboneSetup(self.shape, (rank,), self.quantize, way.recompute)
         return setup.cost(self.hardware, tensor_parallel=way.degree, targets=targets)
 
     def ways(self, longest: int) -> list[PackOption]:
-        """All ways, for samples of at most so many tokens."""
         if self.capacity is None:
             least = -(-longest // 64) * 64
             capacities = sorted({c for c in CAPACITIES if c >= longest} | {least})
@@ -114,7 +108,7 @@ class SweepSetting:
 
 
 class PackCost:
-    """Prices packs of the given configurations; kinds are numbered in order of first appearance."""
+    """Prices packs of configurations; kinds are numbered in order of first appearance."""
 
     def __init__(self, configurations: Sequence[Configuration], setting: SweepSetting) -> None:
         if not configurations:
@@ -135,7 +129,7 @@ class PackCost:
                 raise PlanError(self._why_never(kind), where=configuration.name)
 
     def _tabulate(self) -> None:
-        """Rows k are kinds, columns q ways."""
+        """Arrays over kinds k (rows) and ways q (columns)."""
         kinds, ways, setting = self.kinds, self.ways, self.setting
         self.degree = np.array([way.degree for way in ways])
         capacity = np.array([way.capacity for way in ways], dtype=float)
@@ -157,18 +151,18 @@ class PackCost:
         self.rank_classes = sorted({rank_class([k.rank]) for k in kinds})
         bases = [[self._base_bytes(way, widest) for way in ways] for widest in self.rank_classes]
         self.room = setting.usable_bytes - np.array(bases, dtype=float)
-        """For adapters, where the widest has the rank class of the row; below 0: not even the microbatch fits."""
+        """Bytes for adapters, by widest rank class and way; below 0: not even the microbatch fits."""
         self.width = np.array([self.rank_classes.index(rank_class([k.rank])) for k in kinds])
 
     def _lines(self, way: PackOption) -> tuple[tuple[float, float], tuple[float, float]]:
-        """(intercept, slope) over rows of the frozen step where weights' reading bounds it, and where products do."""
+        """(intercept, slope) over rows of the frozen step bound by reading weights, and bound by products."""
         cost = self.setting.step_cost(way, rank=0)
         one, two, many, twice = (_both_s(cost, [1] * n) for n in (1, 2, MANY, 2 * MANY))
         slope = (twice - many) / MANY
         return (2 * one - two, two - one), (2 * many - twice, slope)
 
     def _own_s(self, kind: Configuration, q: int, lines: Lines) -> float:
-        """Of a kind's whole training, beyond the frozen rows: attention, its adapter, its optimizer, evaluations."""
+        """Seconds of a kind's training beyond the frozen rows: attention, adapter, optimizer, evaluations."""
         way = self.ways[q]
         key = (kind.rank, kind.sample_tokens, kind.targets, way.degree, way.recompute)
         if key not in self._prices:
@@ -181,7 +175,7 @@ class PackCost:
                 _both_s(adapted, [length] * (n * count)) - frozen - (n - 1) * (frozen - fixed) for n in (1, 2)
             )
             each = (twice - once) / count
-            # Evaluations that are due at once share microbatches, so these are taken to be full.
+            # Evaluations that are due together share microbatches, which are assumed full.
             token_s = adapted.forward_s([length] * count, 0) / (count * length)
             self._prices[key] = each, once - count * each, adapted.step_s(0), token_s
         sample_s, visit_s, step_s, token_s = self._prices[key]
@@ -190,13 +184,13 @@ class PackCost:
         return own_s + kind.forward_tokens * token_s
 
     def _base_bytes(self, way: PackOption, widest: int) -> int:
-        """On each GPU of a pack beside its adapters, the widest of which has that rank."""
+        """Bytes per GPU of a pack beside its adapters, whose largest rank is `widest`."""
         memory = self.setting.memory(way.degree, way.recompute)
         kept = memory.kept_bytes(way.capacity, widest) + memory.workspace_bytes(way.capacity, widest)
         return memory.weight_bytes() + kept + memory.loss_bytes()
 
     def prefixes(self, kinds: Sequence[int], degree: int) -> tuple[Floats, Ints]:
-        """Of every prefix of a list of kinds as one pack: seconds in its best way (inf: none fits), and that way."""
+        """Seconds of every prefix of a list of kinds as one pack in its best way (inf: none fits), and that way."""
         ways = np.flatnonzero(self.degree == degree)
         order = np.asarray(kinds)
         rows = np.cumsum(self.rows[order])[:, None]
@@ -209,12 +203,11 @@ class PackCost:
         return seconds[np.arange(len(order)), best], ways[best]
 
     def price(self, kinds: Sequence[int], degree: int) -> tuple[float, int]:
-        """Seconds of one pack in its best way on so many GPUs, and that way; inf if it does not fit."""
+        """Seconds of one pack in its best way, and that way; inf if it does not fit."""
         seconds, ways = self.prefixes(kinds, degree)
         return float(seconds[-1]), int(ways[-1])
 
     def seconds(self, kinds: Sequence[int], way: int) -> float:
-        """Of one pack in a given way, whether it fits or not."""
         order, ways = np.asarray(kinds), np.array([way])
         own = self.own[np.ix_(order, ways)].sum(axis=0)
         return float(self._seconds(self.rows[order].sum(), self.steps[order].max(), own, ways)[0])
@@ -229,7 +222,6 @@ class PackCost:
         return np.asarray(frozen + own)
 
     def gpu_bytes(self, kinds: Sequence[int], way: PackOption) -> int:
-        """Of a pack on each of its GPUs."""
         memory, members = self.setting.memory(way.degree), [self.kinds[k] for k in kinds]
         adapters = sum(memory.adapter_bytes(kind.rank, kind.targets) for kind in members)
         return adapters + self._base_bytes(way, max(kind.rank for kind in members))
@@ -249,5 +241,4 @@ class PackCost:
 
 
 def _both_s(cost: AnalyticCost, lengths: Sequence[int]) -> float:
-    """A microbatch forward and back."""
     return cost.forward_s(lengths, 0) + cost.backward_s(lengths, 0)

@@ -2,29 +2,31 @@
 
     min  max end     s.t.  every configuration in one pack, packs of one GPU one after another, every pack within memory
 
-NP-hard (PLoRA, section 6.1). Candidates are every cut of the GPUs into groups of powers of two that stay as they are,
-and for every degree d the plan that trains on d GPUs whatever fits there, after what needs more. The most promising are
-improved; the shortest is returned with a lower bound (`bounds.py`), so its distance from the best is known. Tests
-compare both with brute force.
+NP-hard (PLoRA, section 6.1). Candidates are every partition of the GPUs into fixed groups of powers of two, and for
+every degree d the plan that trains on d GPUs what fits there, after what needs more. The most promising are improved;
+the shortest is returned with a lower bound (`bounds.py`), so its distance from the optimum is known. Tests compare both
+with brute force.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from weft.plan.cost.hardware import Hardware, find_hardware
 from weft.plan.cost.shape import ModelShape
-from weft.plan.sweep.assign import Assigner, DeviceLane
-from weft.plan.sweep.bounds import lower_bound_s
-from weft.plan.sweep.cost import PackCost, SweepSetting
-from weft.plan.sweep.solo import one_by_one_s
+from weft.plan.sweep.bounds import lower_bound_s, one_by_one_s
+from weft.plan.sweep.cost import Floats, PackCost, SweepSetting
 from weft.plan.sweep.types import Configuration, Pack, SweepPlan
 
 MOST_CUT = 8
-"""GPUs up to which all cuts into groups are tried (10 for 8); above, groups of one size."""
+"""GPUs up to which all partitions are tried (10 for 8); above, groups of one size."""
 CLOSE = 1.002
-"""A plan this close to its bound ends the search."""
+"""Ratio to the lower bound at which the search ends."""
 NUM_IMPROVED = 3
 
 
@@ -40,7 +42,7 @@ def plan_sweep(
     memory_share: float = 0.95,
     max_degree: int | None = None,
 ) -> SweepPlan:
-    """The plan for G GPUs of one kind; deterministic. Given `recompute` or `capacity`, every pack has these.
+    """The plan for `gpus` GPUs of one kind; deterministic. `recompute` and `capacity` apply to every pack.
 
     A pack has at most `max_degree` GPUs: 1 where each holds a whole backbone.
     """
@@ -66,7 +68,7 @@ def plan_sweep(
 
 
 def _best(assigner: Assigner, bound: float) -> list[DeviceLane]:
-    """The candidate that ends first; the most promising are improved."""
+    """The candidate that ends first, after improving the most promising."""
 
     def makespan(lanes: Sequence[DeviceLane]) -> float:
         return max(assigner.end_s(lane) for lane in lanes)
@@ -76,14 +78,13 @@ def _best(assigner: Assigner, bound: float) -> list[DeviceLane]:
         if min(map(makespan, promising)) <= CLOSE * bound:
             break
         smallest = min(lane.degree for lane in lanes)
-        # In phases nobody waits for the last one alone; lanes that stay as they are have nobody waiting at all.
+        # In phases only the last group delays the end; fixed groups never wait for each other.
         is_phased = any(lane.ready_s for lane in lanes)
         assigner.improve([lane for lane in lanes if lane.degree == smallest or not is_phased])
     return min(promising, key=makespan)
 
 
 def _candidates(assigner: Assigner) -> Iterator[list[DeviceLane]]:
-    """Lanes filled with all kinds, in several ways."""
     cost = assigner.cost
     for degree in cost.setting.degrees:
         yield _in_phases(assigner, degree)
@@ -99,7 +100,7 @@ def _candidates(assigner: Assigner) -> Iterator[list[DeviceLane]]:
 
 
 def _in_phases(assigner: Assigner, least: int) -> list[DeviceLane]:
-    """Kinds that need many GPUs first, then on ever smaller groups, down to `least`, what fits there."""
+    """Kinds that need many GPUs first, then ever smaller groups down to `least`, with what fits there."""
     cost = assigner.cost
     ready = [0.0] * cost.setting.num_gpus
     lanes: list[DeviceLane] = []
@@ -118,7 +119,7 @@ def _in_phases(assigner: Assigner, least: int) -> list[DeviceLane]:
 
 
 def _degree(assigner: Assigner, kind: int, least: int) -> int:
-    """The smallest group of at least so many GPUs that holds a kind; if none does, the largest that does."""
+    """The smallest group of at least `least` GPUs that holds a kind; otherwise the largest that does."""
     fitting = [d for d in assigner.cost.setting.degrees if assigner.work_s(kind, d) < float("inf")]
     return next((d for d in fitting if d >= least), fitting[-1])
 
@@ -135,7 +136,7 @@ def _cuts(num_gpus: int, largest: int) -> Iterator[tuple[int, ...]]:
 
 
 def _packs(lanes: Sequence[DeviceLane], assigner: Assigner) -> tuple[Pack, ...]:
-    """Lanes as packs, with the names of their configurations; those of one kind in the order they were given."""
+    """The packs of all lanes with named configurations; those of one kind keep their order."""
     cost = assigner.cost
     names: dict[int, deque[str]] = {}
     for kind, configuration in zip(cost.kind_of, cost.configurations, strict=True):
@@ -160,3 +161,166 @@ def _packs(lanes: Sequence[DeviceLane], assigner: Assigner) -> tuple[Pack, ...]:
             )
             start += cut.seconds
     return tuple(sorted(packs, key=lambda pack: (pack.start_s, pack.gpus)))
+
+
+MAX_PACK = 64
+"""Most configurations of one pack; far more than fill a microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One pack: its kinds, way and seconds."""
+
+    kinds: tuple[int, ...]
+    way: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Packs in turn, the longest first; `seconds` is inf if one does not fit."""
+
+    seconds: float
+    cuts: tuple[Cut, ...] = ()
+
+
+class Splitter:
+    """Splits lists of kinds into packs, with a cache."""
+
+    def __init__(self, cost: PackCost) -> None:
+        self.cost = cost
+        self._known: dict[tuple[int, tuple[int, ...]], Split] = {}
+
+    def split(self, kinds: Sequence[int], degree: int) -> Split:
+        key = degree, tuple(sorted(kinds))
+        if key not in self._known:
+            steps, ranks = self.cost.steps, [kind.rank for kind in self.cost.kinds]
+            by_steps = sorted(kinds, key=lambda k: (-steps[k], -ranks[k], k))
+            by_rank = sorted(kinds, key=lambda k: (-ranks[k], -steps[k], k))
+            found = [self._cut(by_steps, degree)]
+            if by_rank != by_steps:
+                found.append(self._cut(by_rank, degree))
+            self._known[key] = min(found, key=lambda split: split.seconds)
+        return self._known[key]
+
+    def _cut(self, order: Sequence[int], degree: int) -> Split:
+        n = len(order)
+        best = np.full(n + 1, np.inf)
+        best[0] = 0.0
+        came: list[tuple[int, int, float]] = [(0, 0, 0.0)] * (n + 1)
+        for start in range(n):
+            if not np.isfinite(best[start]):
+                break
+            end = min(n, start + MAX_PACK)
+            seconds, ways = self.cost.prefixes(order[start:end], degree)
+            for offset in np.flatnonzero(best[start] + seconds < best[start + 1 : end + 1]):
+                stop = start + int(offset) + 1
+                best[stop] = best[start] + seconds[offset]
+                came[stop] = start, int(ways[offset]), float(seconds[offset])
+        if not np.isfinite(best[n]):
+            return Split(float("inf"))
+        cuts, stop = [], n
+        while stop:
+            start, way, seconds_s = came[stop]
+            cuts.append(Cut(tuple(order[start:stop]), way, seconds_s))
+            stop = start
+        return Split(float(best[n]), tuple(sorted(cuts, key=lambda cut: (-cut.seconds, cut.kinds))))
+
+
+MAX_TRIES = 120
+"""Changes tried for one assignment, about a millisecond each."""
+
+
+@dataclass
+class DeviceLane:
+    """A group of GPUs, and the kinds it trains from `ready_s` on."""
+
+    gpus: tuple[int, ...]
+    ready_s: float = 0.0
+    kinds: list[int] = field(default_factory=list)
+
+    @property
+    def degree(self) -> int:
+        return len(self.gpus)
+
+
+class Assigner:
+    """Assigns kinds to lanes."""
+
+    def __init__(self, cost: PackCost) -> None:
+        self.cost = cost
+        self.splitter = Splitter(cost)
+        self._work = {degree: self._estimates(degree) for degree in cost.setting.degrees}
+
+    def _estimates(self, degree: int) -> Floats:
+        """Seconds of every kind in full microbatches; inf where it does not fit."""
+        cost, ways = self.cost, self.cost.degree == degree
+        line = cost.large[:, ways]
+        work = cost.own[:, ways] + cost.rows[:, None] * (line[1] + line[0] / cost.filled[ways])
+        fits = cost.adapter[:, ways] <= cost.room[cost.width][:, ways]
+        return np.asarray(np.where(fits, work, np.inf).min(axis=1))
+
+    def work_s(self, kind: int, degree: int) -> float:
+        """Estimated seconds that a kind adds to a lane; inf where it does not fit."""
+        return float(self._work[degree][kind])
+
+    def split(self, lane: DeviceLane) -> Split:
+        return self.splitter.split(lane.kinds, lane.degree) if lane.kinds else Split(0.0)
+
+    def end_s(self, lane: DeviceLane) -> float:
+        return lane.ready_s + self.split(lane).seconds
+
+    def fill(self, lanes: Sequence[DeviceLane], kinds: Sequence[int]) -> bool:
+        """Assigns kinds to lanes, longest first; False if one fits on none."""
+        loads = [lane.ready_s for lane in lanes]
+        widest = max(lane.degree for lane in lanes)
+        for kind in sorted(kinds, key=lambda k: (-self.work_s(k, widest), k)):
+            ends = [load + self.work_s(kind, lane.degree) for load, lane in zip(loads, lanes, strict=True)]
+            taker = int(np.argmin(ends))
+            if not np.isfinite(ends[taker]):
+                return False
+            lanes[taker].kinds.append(kind)
+            loads[taker] = ends[taker]
+        return True
+
+    def improve(self, lanes: Sequence[DeviceLane]) -> None:
+        """Moves kinds between lanes while the last of them then ends sooner."""
+        tries_left = MAX_TRIES
+        while tries_left > 0:
+            last = max(lanes, key=self.end_s)
+            others = sorted((lane for lane in lanes if lane is not last), key=self.end_s)
+            changes = ((lane, *change) for lane in others for change in self._changes(last, lane))
+            for lane, mine, theirs in itertools.islice(changes, tries_left):
+                tries_left -= 1
+                if self._accept(last, lane, mine, theirs):
+                    break
+            else:
+                return
+
+    def _accept(self, last: DeviceLane, lane: DeviceLane, mine: list[int], theirs: list[int]) -> bool:
+        """Makes a change if the later of both lanes then ends sooner."""
+        limit = self.end_s(last) * (1 - 1e-9)
+        if last.ready_s + self._seconds(mine, last.degree) >= limit:
+            return False
+        if lane.ready_s + self._seconds(theirs, lane.degree) >= limit:
+            return False
+        last.kinds, lane.kinds = mine, theirs
+        return True
+
+    def _seconds(self, kinds: list[int], degree: int) -> float:
+        return self.splitter.split(kinds, degree).seconds if kinds else 0.0
+
+    def _changes(self, last: DeviceLane, lane: DeviceLane) -> Iterator[tuple[list[int], list[int]]]:
+        """Both lanes' kinds after a move, or after an exchange for a smaller one."""
+        for kind in sorted(set(last.kinds), key=lambda k: (self.work_s(k, last.degree), k)):
+            rest = _without(last.kinds, kind)
+            yield rest, [*lane.kinds, kind]
+            for other in sorted(set(lane.kinds)):
+                if self.work_s(other, last.degree) < self.work_s(kind, last.degree):
+                    yield [*rest, other], [*_without(lane.kinds, other), kind]
+
+
+def _without(kinds: Sequence[int], kind: int) -> list[int]:
+    rest = list(kinds)
+    rest.remove(kind)
+    return rest

@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's routes, names and objects, as a thin layer over `records` and `jobs`."""
+"""The HTTP API: OpenAI's routes, names and objects, as a thin layer over `weft.serve.db`."""

@@ -1,7 +1,8 @@
-"""Gives every request an id, a time, one line in the log, and an unrevealing 500 if something breaks.
+"""Gives every request an id, a time, one line in the log, and an unrevealing 500 if something breaks; counts them all.
 
 The log is one JSON object per line with the ids of request, tenant, key and job. It never contains bodies, query
-strings, headers or keys.
+strings, headers or keys. The metrics are Prometheus's: what this process has served, and jobs and
+workers as the database has them now.
 """
 
 from __future__ import annotations
@@ -12,13 +13,22 @@ import logging
 import secrets
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
+import sqlalchemy as sa
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serve.api.errors import ApiError, as_api_error
-from weft.serve.api.metrics import Metrics
+from weft.serve.db.engine import Database
+from weft.serve.db.jobs import STATES
+from weft.serve.db.tables import FILES, JOBS, MODELS, USAGE
+from weft.serve.db.workers import live_workers
 
 LOG = logging.getLogger("weft.serve")
 CLIENT_GONE = 499
@@ -29,7 +39,6 @@ class JsonLines(logging.Formatter):
     """Formats each log record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the record's time, level, message and fields as JSON."""
         line: dict[str, Any] = {
             "time": f"{_clock(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -47,19 +56,20 @@ _encode = json.JSONEncoder(default=str).encode
 
 @functools.lru_cache(1)
 def _clock(second: int) -> str:
-    """Formats unix seconds as a date and time of day."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
-def log_json(level: int = logging.INFO) -> None:
+def log_json() -> None:
     """Makes the service and its HTTP server log to stderr as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name in ("weft.serve", "uvicorn", "uvicorn.error"):
+    # Libraries warn as they train; what they write must not break the lines.
+    logging.captureWarnings(True)
+    for name in ("weft.serve", "uvicorn", "uvicorn.error", "py.warnings"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(level if name == "weft.serve" else logging.WARNING)
+        logger.setLevel(logging.INFO if name == "weft.serve" else logging.WARNING)
 
 
 class RequestObserver:
@@ -70,7 +80,6 @@ class RequestObserver:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -113,7 +122,80 @@ _METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS")
 
 
 def _refusal(scope: Scope) -> ApiError | None:
-    """Refuses a NUL in a path or query: nobody means it, and each database refuses it in its own way."""
+    """Refuses a NUL in a path or query: it is never meant, and each database refuses it in its own way."""
     if "\0" in scope["path"] or b"%00" in scope.get("query_string", b""):
         return ApiError(400, "The URL holds a NUL character.", code="invalid_url")
     return None
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Metrics:
+    """The counters of one process, and gauges that are read from the database at each scrape."""
+
+    def __init__(self, database: Database) -> None:
+        self.registry = CollectorRegistry()
+        labels = ("method", "route", "status")
+        self.requests = Counter("weft_http_requests", "Requests answered.", labels, registry=self.registry)
+        self.seconds = Histogram(
+            "weft_http_request_seconds", "Time to answer.", labels[:2], buckets=_SECONDS, registry=self.registry
+        )
+        self.active = Gauge("weft_http_requests_active", "Requests being answered.", registry=self.registry)
+        self.uploaded = Counter("weft_uploaded_bytes", "Bytes of files taken in.", registry=self.registry)
+        self._of_route: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self.registry.register(_DatabaseFigures(database))
+
+    def note(self, method: str, route: str, status: int, seconds: float) -> None:
+        # Looking a counter up by its labels takes longer than counting.
+        found = self._of_route.get((method, route, status))
+        if found is None:
+            found = self.requests.labels(method, route, str(status)), self.seconds.labels(method, route)
+            self._of_route[method, route, status] = found
+        found[0].inc()
+        found[1].observe(seconds)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _DatabaseFigures(Collector):
+    """Figures of the whole service: every process reports the same."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def describe(self) -> Iterable[Metric]:
+        """Returns nothing, so that registering does not need the database."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Reads all figures in one transaction."""
+        jobs = GaugeMetricFamily("weft_jobs", "Jobs by state.", labels=("state",))
+        tokens = CounterMetricFamily("weft_tokens", "Tokens by kind.", labels=("kind",))
+        stored = GaugeMetricFamily("weft_stored_bytes", "Bytes kept by kind.", labels=("kind",))
+        workers = GaugeMetricFamily("weft_workers", "Workers alive.", labels=("base_model", "draining"))
+        speed = GaugeMetricFamily("weft_worker_info", "A number that a worker reports.", labels=("worker", "what"))
+        with self._database.read() as tx:
+            counts: dict[str, int] = dict(
+                tx.execute(sa.select(JOBS.c.status, sa.func.count()).group_by(JOBS.c.status)).all()
+            )
+            for state in STATES:
+                jobs.add_metric((state,), counts.get(state, 0))
+            trained = tx.execute(sa.select(sa.func.coalesce(sa.func.sum(JOBS.c.trained_tokens), 0))).scalar_one()
+            used = tx.execute(sa.select(USAGE.c.kind, sa.func.sum(USAGE.c.tokens)).group_by(USAGE.c.kind))
+            for kind, count in {"trained": trained, "prompt": 0, "completion": 0, **dict(used.all())}.items():
+                tokens.add_metric((kind,), float(count))
+            for kind, table in (("files", FILES), ("models", MODELS)):
+                query = sa.select(sa.func.coalesce(sa.func.sum(table.c.bytes), 0)).where(table.c.deleted_at.is_(None))
+                stored.add_metric((kind,), float(tx.execute(query).scalar_one()))
+            alive = live_workers(tx)
+        groups = [(w["base_model"], str(w["is_draining"]).lower()) for w in alive]
+        for group in sorted(set(groups)):
+            workers.add_metric(group, groups.count(group))
+        for worker in alive:
+            for what, value in sorted((worker["info"] or {}).items()):
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    speed.add_metric((worker["id"], what), value)
+        return [jobs, tokens, stored, workers, speed]

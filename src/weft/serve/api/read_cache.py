@@ -1,11 +1,11 @@
 """Keeps answers that were read from the database, and gives them again for as long as they are still true.
 
-Many clients ask the same thing again and again: whether their job is done, what is in the list, whether a key is valid.
-SQLite tells in microseconds whether anybody, in any process, has committed since it was last asked (`PRAGMA
+Many clients poll: whether their job is done, what is in the list, whether a key is valid.
+SQLite reports in microseconds whether any connection, in any process, has committed since the last look (`PRAGMA
 data_version`); until then every answer is still true. After a commit, which a worker makes about twice a second, an
 answer whose rows are known is checked against those rows: most jobs have not changed, and the check takes a tenth of
-the time of making the answer again. So a revoked key is refused from the next request on, and whoever changed
-something sees the change. PostgreSQL has no such number; there everything is read each time.
+the time of making the answer again. So a revoked key is refused from the next request on, and a client
+sees its own changes. PostgreSQL has no such number; there everything is read each time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any, TypeVar, cast
 
 from starlette.concurrency import run_in_threadpool
 
-from weft.serve.db.engine import Database, Tx
+from weft.serve.db.engine import Database, Tx, WatchedRows
 from weft.serve.errors import Busy
-from weft.serve.records.rows import WatchedRows
 
 MAX_KEPT = 1000
 """How many answers are kept at most."""

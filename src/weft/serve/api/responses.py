@@ -8,14 +8,14 @@ from typing import Any
 
 from fastapi import Response
 
-from weft.serve.records.rows import DbRow, Page
-from weft.serve.records.workers import worker_state
+from weft.serve.db.engine import DbRow, Page
+from weft.serve.db.workers import worker_state
 
 Json = dict[str, Any]
+HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 
 
 def file_object(row: DbRow) -> Json:
-    """A FileObject."""
     shown = ("id", "bytes", "created_at", "expires_at", "filename", "purpose", "status", "status_details")
     return {"object": "file", **{name: row[name] for name in shown}, "sha256": row["sha256"]}
 
@@ -27,13 +27,13 @@ def upload_object(row: DbRow, file: DbRow | None = None) -> Json:
 
 
 def part_object(row: DbRow) -> Json:
-    """An UploadPart."""
     return {"object": "upload.part", "id": row["id"], "created_at": row["created_at"], "upload_id": row["upload"]}
 
 
 def job_object(row: DbRow) -> Json:
     """A FineTuningJob; `settings`, `priority`, `step` and `total_steps` are ours."""
-    kind = row["method"]["type"]
+    method = row["method"]
+    used = method.get(method["type"], {}).get("hyperparameters") or {}
     same = (
         "id",
         "created_at",
@@ -60,8 +60,8 @@ def job_object(row: DbRow) -> Json:
         **{name: row[name] for name in same},
         "model": row["settings"].get("init_adapter") or row["model"],
         "organization_id": row["tenant"],
-        # Those of other methods stand in the method alone.
-        "hyperparameters": row["method"].get(kind, {}).get("hyperparameters") if kind == "supervised" else None,
+        # OpenAI's type has these three; those of a method alone are in the method.
+        "hyperparameters": {name: value for name, value in used.items() if name in HYPERPARAMETERS},
         "trained_tokens": row["trained_tokens"] if row["trained_tokens"] or row["status"] == "succeeded" else None,
         "user_provided_suffix": row["suffix"],
         "wanted": row["wanted"],
@@ -69,13 +69,11 @@ def job_object(row: DbRow) -> Json:
 
 
 def event_object(row: DbRow) -> Json:
-    """A FineTuningJobEvent."""
     shown = ("id", "created_at", "level", "message", "type", "data")
     return {"object": "fine_tuning.job.event", **{name: row[name] for name in shown}}
 
 
 def checkpoint_object(row: DbRow) -> Json:
-    """A FineTuningJobCheckpoint."""
     return {
         "object": "fine_tuning.job.checkpoint",
         "id": row["id"],
@@ -88,12 +86,10 @@ def checkpoint_object(row: DbRow) -> Json:
 
 
 def model_object(id: str, created: int, owner: str, **more: Any) -> Json:
-    """A Model."""
     return {"object": "model", "id": id, "created": created, "owned_by": owner, **more}
 
 
 def deleted(id: str, kind: str) -> Json:
-    """The answer to a successful delete."""
     return {"id": id, "object": kind, "deleted": True}
 
 
@@ -108,23 +104,16 @@ def listed(page: Page, shape: Callable[[DbRow], Json], *, ends: bool = False) ->
 
 
 def event_stream(data: str, *, id: str | None = None) -> bytes:
-    """One server-sent event."""
     return (f"id: {id}\n" if id else "").encode() + f"data: {data}\n\n".encode()
 
 
 def as_json(value: Json) -> bytes:
-    """Encodes an object as the bytes of an answer."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def ready(data: bytes) -> Response:
     """Makes an answer of encoded JSON, which FastAPI then neither checks nor copies."""
     return Response(data, media_type="application/json")
-
-
-def without_none(values: Mapping[str, Any]) -> Json:
-    """Returns the values that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def worker_object(row: DbRow, held: Mapping[str, int], at: float) -> Json:

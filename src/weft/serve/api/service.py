@@ -1,18 +1,29 @@
-"""What the routes of one API process share: settings, database, file store, rate limits, and whether it is stopping."""
+"""What the routes of one API process share: the service itself, the caller of a request, and the models by name.
+
+A caller is a tenant whose key has the scope that the route needs, or `default` without authentication.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Annotated, Any, cast
 
-from fastapi import Request
+from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
 
-from weft.serve.api.metrics import Metrics
+from weft.serve.api.errors import ApiError, too_many, unavailable
+from weft.serve.api.observe import Metrics
 from weft.serve.api.read_cache import ReadCache
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database
+from weft.serve.db import files, jobs, tenants
+from weft.serve.db.engine import Database, DbRow, Tx
+from weft.serve.db.tenants import DEFAULT_TENANT, SCOPES, find_key, get_tenant, needs_touch, touch_key, watched_key
+from weft.serve.errors import Busy, NotFound
 from weft.serve.settings import Settings
 
 
@@ -57,11 +68,137 @@ class ApiService:
     checked: dict[tuple[str | int | None, ...], int] = field(default_factory=dict)
     """The number of samples in files that passed the check, by blob, requested format and fewest lines."""
 
+    silent_workers: dict[str, float] = field(default_factory=dict)
+    """When a worker was last found not to answer, by its id."""
+
     def __post_init__(self) -> None:
         self.read_cache = ReadCache(self.database)
         """Answers of reads that many clients repeat."""
 
 
 def service_of(request: Request) -> ApiService:
-    """Returns the service to which a request came."""
     return cast(ApiService, request.app.state.service)
+
+
+OWNER = "weft"
+"""The owner that the API names for backbones."""
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """What the name of a model stands for."""
+
+    base: str
+    """The name of the backbone."""
+    blob: str | None
+    """The adapter's archive; None is the bare backbone."""
+    created: int
+    owner: str
+    job: str | None = None
+    """The job that trained the adapter."""
+    bytes: int | None = None
+    """Size of a fine-tuned model's archive; that of a checkpoint is not kept."""
+
+
+def resolve_model(tx: Tx, service: ApiService, tenant: str, name: str) -> ResolvedModel:
+    """Finds a backbone, or a fine-tuned model or checkpoint of the tenant, by its name."""
+    if name in service.settings.base_models:
+        return ResolvedModel(name, None, 0, OWNER)
+    if ":ckpt-step-" not in name:
+        row = files.get_model(tx, tenant, name)
+        return ResolvedModel(row["base"], row["blob"], row["created_at"], tenant, row["job"], row["bytes"])
+    try:
+        row = files.get_checkpoint(tx, tenant, name)
+    except NotFound:
+        raise missing_model(name) from None
+    if row["blob"] is None:
+        raise missing_model(name)
+    base = jobs.get_job(tx, tenant, row["job"])["model"]
+    return ResolvedModel(base, row["blob"], row["created_at"], tenant, row["job"])
+
+
+def missing_model(name: str) -> NotFound:
+    """Makes the error for a model that is not there or belongs to another tenant."""
+    return NotFound(f"The model '{name}' does not exist or you do not have access to it.", where="model")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The tenant that sent a request with a valid key, and its names in logs and the audit table."""
+
+    tenant: str
+    owner: DbRow
+    """The tenant's row, which holds its limits."""
+    key: str | None
+    """The id of the key, not the key itself."""
+    scopes: tuple[str, ...]
+    request: str
+    """The request's id."""
+
+    def note(self, tx: Tx, action: str, object: str = "", data: Any = None) -> None:
+        """Adds an action to the audit table, in the transaction that performs it."""
+        tenants.add_audit(tx, self.tenant, action, object, key=self.key, request=self.request, data=data)
+
+
+def needs(*scopes: str) -> Callable[[Request], Awaitable[Caller]]:
+    """Makes a FastAPI dependency that returns the caller, provided its key has one of these scopes."""
+    assert set(scopes) <= set(SCOPES)
+
+    async def caller(request: Request) -> Caller:
+        service = service_of(request)
+        if service.is_draining and request.method == "POST":
+            raise unavailable("The server is stopping.", "draining")
+        found = await _caller(request, service)
+        request.state.log.update(tenant=found.tenant, key=found.key)
+        if not set(scopes) & set(found.scopes):
+            wanted = " or ".join(f"'{scope}'" for scope in scopes)
+            message = f"This key lacks the scope {wanted}; it has {', '.join(found.scopes)}."
+            raise ApiError(403, message, code="missing_scope")
+        wait_s = service.rates.wait_s(found.tenant, found.owner["max_requests_per_minute"])
+        if wait_s > 0:
+            limit = found.owner["max_requests_per_minute"]
+            message = f"Rate limit reached: {limit:,} requests per minute. Try again in {wait_s:.1f} s."
+            raise too_many(message, "rate_limit_exceeded", retry_after_s=math.ceil(wait_s))
+        return found
+
+    caller.scopes = scopes  # type: ignore[attr-defined]
+    return caller
+
+
+async def _caller(request: Request, service: ApiService) -> Caller:
+    id = request.state.request_id
+    if not service.settings.auth:
+        owner = await service.read_cache.read(("tenant", DEFAULT_TENANT), lambda tx: get_tenant(tx, DEFAULT_TENANT))
+        return Caller(DEFAULT_TENANT, owner, None, SCOPES, id)
+    kind, _, text = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not text.strip():
+        message = "You didn't provide an API key; send it as 'Authorization: Bearer YOUR_KEY'."
+        raise ApiError(401, message, headers={"www-authenticate": "Bearer"})
+    key = await service.read_cache.read(("key", text), lambda tx: find_key(tx, text.strip()), watched_key(text.strip()))
+    if key is None:
+        # Unknown, wrong, revoked and disabled keys get the same answer, and it does not quote the key.
+        raise ApiError(
+            401, "Incorrect API key provided.", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+        )
+    at = time.time()
+    if needs_touch(key, at) and needs_touch({"last_used_at": service.touched.get(key["id"])}, at):
+        # Only one request writes this; those that come meanwhile find it done.
+        service.touched[key["id"]] = at
+        await run_in_threadpool(_touch, service, key)
+    return Caller(key["tenant"], key["owner"], key["id"], tuple(key["scopes"]), id)
+
+
+def _touch(service: ApiService, key: DbRow) -> None:
+    # A request that can be answered is not refused only because this note cannot be written.
+    with contextlib.suppress(Busy), service.database.begin() as tx:
+        touch_key(tx, key["tenant"], key["id"])
+
+
+FilesUser = Annotated[Caller, Depends(needs("files"))]
+JobsUser = Annotated[Caller, Depends(needs("jobs"))]
+ModelsUser = Annotated[Caller, Depends(needs("models"))]
+ChatUser = Annotated[Caller, Depends(needs("chat"))]
+UsageUser = Annotated[Caller, Depends(needs("usage"))]
+Viewer = Annotated[Caller, Depends(needs("usage", "admin"))]
+Operator = Annotated[Caller, Depends(needs("admin"))]
+"""Parameters of routes: the caller, whose key must have that scope, or one of them."""

@@ -10,19 +10,18 @@ import datetime
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import sqlalchemy as sa
 
 from weft.job_state import FINAL_STATES
 from weft.serve.api.responses import Json
-from weft.serve.db.engine import Database, Tx, now
+from weft.serve.db import files, tenants, usage
+from weft.serve.db.engine import Database, DbRow, Tx, every, now
 from weft.serve.db.tables import FILES, JOBS, MODELS
-from weft.serve.jobs.quota import token_usage
-from weft.serve.records import files, keys, tenants, usage
-from weft.serve.records.rows import DbRow, every
-from weft.serve.records.workers import all_workers, held_by_worker, live_workers, worker_state
+from weft.serve.db.usage import token_usage
+from weft.serve.db.workers import all_workers, held_by_worker, live_workers, worker_state
 
 _SHORT = 6
 """How many letters of a worker's id people see."""
@@ -105,16 +104,13 @@ def queues(tx: Tx, tenant: str | None) -> dict[str, Json]:
 
 
 def total_queue(by_tenant: dict[str, Json]) -> dict[str, int]:
-    """Adds up the jobs by state of all given tenants."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for one in by_tenant.values():
-        for state, number in one["queue"].items():
-            total[state] = total.get(state, 0) + number
-    return total
+        total.update(one["queue"])
+    return dict(total)
 
 
 def tenants_view(tx: Tx, by_tenant: dict[str, Json]) -> list[Json]:
-    """Returns every tenant with its jobs and stored bytes, for the operator."""
     stored: dict[str, int] = {}
     for table in (FILES, MODELS):
         query = sa.select(table.c.tenant, sa.func.sum(table.c.bytes).label("bytes")).where(table.c.deleted_at.is_(None))
@@ -127,11 +123,6 @@ def tenants_view(tx: Tx, by_tenant: dict[str, Json]) -> list[Json]:
         shown = {name: row[name] for name in ("id", "name", "is_disabled", "weight")}
         views.append({**shown, **mine, "num_active_jobs": active, "stored_bytes": stored.get(row["id"], 0)})
     return views
-
-
-def keys_view(tx: Tx) -> list[Json]:
-    """Returns every key without its secret, for the operator."""
-    return [dict(row) for row in keys.list_keys(tx)]
 
 
 def usage_view(tx: Tx, tenant: str, months: int, at: float) -> Json:
@@ -198,6 +189,5 @@ class History:
             self._points = {id: points for id, points in self._points.items() if points[-1]["at"] > oldest}
 
     def points(self) -> dict[str, list[HistoryPoint]]:
-        """Returns all points by worker."""
         with self._lock:
             return {id: list(points) for id, points in self._points.items()}

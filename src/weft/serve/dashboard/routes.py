@@ -15,13 +15,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from weft.serve.api.auth import Caller, UsageUser
-from weft.serve.api.service import ApiService, service_of
+from weft.serve.api.service import ApiService, Caller, Viewer, service_of
 from weft.serve.dashboard import overview
 from weft.serve.dashboard.overview import SAMPLE_S, History
 from weft.serve.db.engine import now
+from weft.serve.db.tenants import LIMITS, list_keys
 from weft.serve.errors import Busy, NotFound
-from weft.serve.records.tenants import LIMITS
 
 PAGE = "index.html"
 KINDS = {
@@ -40,7 +39,7 @@ class Asset:
     content: bytes
     kind: str
     tag: str
-    """Changes with the content: browsers ask with it whether theirs is still the latest."""
+    """Changes with the content: browsers send it to check that their copy is current."""
 
 
 @functools.cache
@@ -73,7 +72,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
-    # Asked for again every time, answered with 304 while it is the same: an upgrade shows at once.
+    # Requested again every time, answered with 304 while it is the same: an upgrade shows at once.
     "cache-control": "no-cache",
 }
 """Headers by which the browser loads only our own files and lets no other site frame the page."""
@@ -81,7 +80,7 @@ HEADERS = {
 
 @contextlib.asynccontextmanager
 async def _sampling(app: FastAPI) -> AsyncIterator[None]:
-    """Records the workers' speed while the app runs, so that the charts are filled when somebody looks."""
+    """Records the workers' speed while the app runs, so that the charts are filled when the page is opened."""
     task = asyncio.create_task(_sample(app))
     try:
         yield
@@ -104,7 +103,7 @@ router = APIRouter(tags=["Dashboard"], lifespan=_sampling)
 
 @router.get("/", include_in_schema=False)
 def page(request: Request) -> Response:
-    """The page itself; it holds nothing of anybody's and needs no key."""
+    """The page itself; it holds no tenant's data and needs no key."""
     return _answer(request, assets()[PAGE])
 
 
@@ -118,7 +117,7 @@ def static(request: Request, name: str) -> Response:
 
 
 @router.get("/dashboard/overview")
-def read_overview(request: Request, user: UsageUser, months: Annotated[int, Query(ge=0, le=24)] = 0) -> dict[str, Any]:
+def read_overview(request: Request, user: Viewer, months: Annotated[int, Query(ge=0, le=24)] = 0) -> dict[str, Any]:
     """Workers, queue and limits as of now; with `months` also the usage of the last months and, for operators, keys."""
     service = service_of(request)
     history = _history(request.app)
@@ -144,7 +143,7 @@ def _overview(service: ApiService, user: Caller, months: int) -> dict[str, Any]:
         if is_admin:
             view["tenants"] = overview.tenants_view(tx, by_tenant)
         if is_admin and months:
-            view["keys"] = overview.keys_view(tx)
+            view["keys"] = list_keys(tx)
     return view
 
 

@@ -1,8 +1,8 @@
-"""The database as one small type: transactions that read, transactions that write, and the clock that counts.
+"""The database as one small type: transactions that read, transactions that write, the clock that counts, and rows.
 
 SQLite uses WAL and synchronous=FULL, and writers take the lock when they begin, so that none can fail half way for want
 of it. A writer that finds the lock taken waits a random moment and tries again; SQLite's own waiting lets a busy writer
-starve the others. On PostgreSQL these are plain transactions; the functions in `records` lock the rows they change.
+starve the others. On PostgreSQL these are plain transactions; the functions of this package lock the rows they change.
 
 A problem of the database, and not of the request, is Busy: it is locked, away or full, or it undid the transaction to
 end a deadlock. Then nothing was written, unless the error is Unsure: the connection broke during the commit.
@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+import secrets
+import string
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +26,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from weft.errors import ConfigError, MissingExtraError, install_command
-from weft.serve.errors import Busy, Unsure
+from weft.serve.errors import Busy, NotFound, Unsure
 
 Tx = sa.Connection
 """An open transaction."""
@@ -43,7 +46,7 @@ class Database:
         self.is_sqlite = engine.dialect.name == "sqlite"
         self._lock_wait_s = lock_wait_s
         self._writing = engine.execution_options(weft_writes=True)
-        # Threads of one process wait for each other here, in order, and only the first of them asks SQLite.
+        # Threads of one process wait for each other here, in order, and only the first of them tries SQLite's lock.
         self._turn = threading.Lock()
 
     @contextlib.contextmanager
@@ -135,7 +138,6 @@ def now(tx: Tx) -> float:
 
 
 def is_locked(error: DBAPIError) -> bool:
-    """Whether SQLite refused because another connection holds its lock."""
     return "database is locked" in str(error.orig) or "database table is locked" in str(error.orig)
 
 
@@ -187,7 +189,7 @@ def _sqlstate(error: DBAPIError) -> str:
 
 
 def _is_away(error: DBAPIError) -> bool:
-    # A server that cannot be reached has no code to tell.
+    # A server that cannot be reached sends no code.
     unreachable = isinstance(error, OperationalError) and "connect" in str(error.orig)
     return unreachable or _sqlstate(error).startswith(_AWAY)
 
@@ -226,7 +228,7 @@ def _begin_sqlite(connection: Tx) -> None:
 
 SCRIPTS = Path(__file__).parent / "migrations"
 _LOCK = 7_733_101
-"""The number of the PostgreSQL lock under which migrations run one after another."""
+"""The number of the PostgreSQL lock under which processes set up the database one after another."""
 
 
 def migrate(database: Database) -> str:
@@ -240,8 +242,7 @@ def migrate(database: Database) -> str:
     scripts = ScriptDirectory.from_config(config)
     head = str(scripts.get_current_head())
     with database.begin() as tx:
-        if tx.dialect.name == "postgresql":
-            tx.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+        lock_setup(tx)
         before = revision(tx)
         if before == head:
             return head
@@ -256,8 +257,74 @@ def migrate(database: Database) -> str:
     return head
 
 
+def lock_setup(tx: Tx) -> None:
+    """Waits until no other process sets up the database; on SQLite every transaction that writes is alone already."""
+    if tx.dialect.name == "postgresql":
+        tx.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+
+
 def revision(tx: Tx) -> str | None:
     """Returns the revision of a database, or None if it has no tables yet."""
     from alembic.runtime.migration import MigrationContext
 
     return MigrationContext.configure(tx).get_current_revision()
+
+
+DbRow = dict[str, Any]
+"""One row of a table, by the names of its columns."""
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Page:
+    """Some rows of a list, and whether there are more after them."""
+
+    items: list[DbRow]
+    has_more: bool
+
+
+@dataclass(frozen=True)
+class WatchedRows:
+    """A query, in plain SQL for SQLite, for all rows that an answer depends on: while they are equal, the answer is."""
+
+    sql: str
+    values: tuple[Any, ...]
+
+
+def new_id(prefix: str) -> str:
+    """Makes an id that cannot be guessed: a prefix such as `file-` and 24 letters and digits."""
+    return prefix + "".join(secrets.choice(_LETTERS) for _ in range(24))
+
+
+def first(tx: Tx, query: sa.Select[Any]) -> DbRow | None:
+    row = tx.execute(query.limit(1)).mappings().first()
+    return None if row is None else dict(row)
+
+
+def every(tx: Tx, query: sa.Select[Any]) -> list[DbRow]:
+    return [dict(row) for row in tx.execute(query).mappings()]
+
+
+def page(
+    tx: Tx,
+    table: sa.Table,
+    where: Sequence[sa.ColumnElement[bool]],
+    *,
+    after: str | None,
+    limit: int,
+    newest_first: bool = True,
+) -> Page:
+    """Returns up to `limit` rows after the one with id `after`; raises NotFound if there is no such id in the list.
+
+    A page may go on after a deleted row, so only the first condition of `where`, on the tenant and the parent, applies
+    when that row is looked up.
+    """
+    query = sa.select(table).where(*where)
+    if after:
+        seq = tx.execute(sa.select(table.c.seq).where(table.c.id == after, where[0])).scalar_one_or_none()
+        if seq is None:
+            raise NotFound(f"No such object: {after}", where="after")
+        query = query.where(table.c.seq < seq if newest_first else table.c.seq > seq)
+    query = query.order_by(table.c.seq.desc() if newest_first else table.c.seq.asc())
+    items = every(tx, query.limit(limit + 1))
+    return Page(items[:limit], len(items) > limit)

@@ -108,8 +108,8 @@ JOBS = sa.Table(
     _seq(),
     sa.Column("id", sa.String(64), nullable=False, unique=True),
     _tenant(),
-    sa.Column("status", sa.String(20), nullable=False, index=True),  # see weft.serve.jobs.states
-    sa.Column("wanted", sa.String(10)),  # cancel, pause or resume: asked for, not yet done by the worker
+    sa.Column("status", sa.String(20), nullable=False, index=True),  # see weft.serve.db.jobs
+    sa.Column("wanted", sa.String(10)),  # cancel, pause or resume: requested, not yet done by the worker
     sa.Column("model", sa.String(512), nullable=False),
     sa.Column("training_file", sa.String(64), nullable=False),
     sa.Column("validation_file", sa.String(64)),
@@ -227,7 +227,7 @@ WORKERS = sa.Table(
     sa.Column("id", sa.String(64), primary_key=True),
     sa.Column("base_model", sa.String(512), nullable=False),
     sa.Column("address", sa.String(256)),  # where it answers prompts, on this machine or a private network
-    sa.Column("token", sa.String(64)),  # what it must be asked with
+    sa.Column("token", sa.String(64)),  # the secret that prompts must bring
     sa.Column("started_at", BIG, nullable=False),
     sa.Column("seen_at", sa.Float, nullable=False),
     sa.Column("is_draining", sa.Boolean, nullable=False, default=False),

@@ -1,4 +1,4 @@
-"""All jobs that a worker has claimed: what the engine is asked to do with each, and what follows from each transaction.
+"""All jobs that a worker has claimed: what the engine is to do with each, and what follows from each transaction.
 
 Nothing here touches the database. `DatabaseSync` calls these methods between two transactions, and only when it knows
 that the last one was committed.
@@ -18,19 +18,16 @@ from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, JobFailed, JobWarning
 from weft.errors import JobError, StorageError, WeftError
 from weft.job_state import JobState, Reason, ReasonCode
-from weft.serve.blob_gc import discard
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database
+from weft.serve.db.engine import Database, DbRow
+from weft.serve.db.files import discard
 from weft.serve.errors import Busy
 from weft.serve.limited_process import FileLimits
-from weft.serve.records.rows import DbRow
-from weft.serve.worker.claim import GIVE_BACK, Claim, EngineNotice
+from weft.serve.worker.checkpoint_uploads import CheckpointUploads, upload_results
+from weft.serve.worker.claim import GIVE_BACK, Claim, EngineNotice, Tracking
 from weft.serve.worker.directory import WorkDirectory
+from weft.serve.worker.journal import Fate, Journal, error_of
 from weft.serve.worker.prepare import JobPreparer
-from weft.serve.worker.tracking import Tracking
-from weft.serve.worker.transaction.journal import Fate, Journal
-from weft.serve.worker.transaction.outcome import error_of
-from weft.serve.worker.uploads.checkpoints import CheckpointUploads, upload_results
 
 LOG = logging.getLogger("weft.serve.worker")
 RETRY_S = 5.0
@@ -54,7 +51,7 @@ class Claims:
         wake: Callable[[], None],
         on_ready: Callable[[], None],
     ) -> None:
-        """`limits` are those of reading one job's files; `wake` tells the trainer that there is work; `on_ready` is
+        """`limits` are those of reading one job's files; `wake` wakes the trainer; `on_ready` is
         called when a job has been prepared."""
         self.by_name: dict[str, Claim] = {}
         """Every claim by its name."""
@@ -89,7 +86,6 @@ class Claims:
 
     @property
     def may_claim(self) -> bool:
-        """Whether the worker may claim new jobs now."""
         return time.monotonic() >= self.claim_after
 
     def sort_notices(self) -> None:
@@ -100,7 +96,7 @@ class Claims:
             if claim is None:
                 continue
             claim.notices.append(notice)
-            self.tracking.tell(claim, notice.event)
+            self.tracking.record(claim, notice.event)
             if isinstance(notice.event, CheckpointSaved):
                 self.uploads.offer(claim, notice.event.step)
 
@@ -136,6 +132,8 @@ class Claims:
             except JobError as error:
                 claim.too_large = error_of(error)
             except WeftError as error:
+                fields = {"job": claim.id, "tenant": claim.tenant}
+                LOG.warning("not trainable: %s", error, extra={"fields": fields})
                 self._fail(claim, error_of(error))
             except Exception:
                 # Whatever is wrong with this job's data must not harm the other jobs.
@@ -155,7 +153,7 @@ class Claims:
         unused = [*claim.blobs.values(), *((claim.result.adapter, claim.result.table) if claim.result else ())]
         discard(self._blobs, unused)
 
-    def settle(self, journal: Journal) -> None:
+    def apply(self, journal: Journal) -> None:
         """Carries out what a committed journal means for its claim."""
         claim = journal.claim
         for notice in claim.notices:
@@ -178,7 +176,7 @@ class Claims:
             claim.has_stalled, claim.retry_at = True, time.monotonic() + RETRY_S
 
     def pass_on_requests(self, rows: dict[str, DbRow]) -> None:
-        """Tells the engine what users want of the jobs that it trains."""
+        """Passes users' requests about the jobs that it trains on to the engine."""
         for claim in list(self.by_name.values()):
             row = rows.get(claim.id)
             if row is None or not claim.is_training or claim.requested == GIVE_BACK or claim.is_leaving:
@@ -196,7 +194,7 @@ class Claims:
                 self._command(self._engine.resume, claim)
 
     def give_back(self, claim: Claim, message: str | None = None) -> None:
-        """Has a job saved at its next step boundary and returned to the queue; `message` tells its user why."""
+        """Has a job saved at its next step boundary and returned to the queue; `message` is the reason for its user."""
         if claim.requested is not None or claim.is_leaving:
             return
         claim.leave_message = message
@@ -214,7 +212,6 @@ class Claims:
         claim.is_leaving, claim.leave_by = True, time.monotonic() + STORE_S
 
     def may_release(self, claim: Claim) -> bool:
-        """Whether a job goes back to the queue now, because it was not prepared or because it is saved for others."""
         is_kept = not self.uploads.is_busy_with(claim) or time.monotonic() >= claim.leave_by
         return claim.is_put_back or (claim.is_leaving and is_kept)
 
@@ -226,7 +223,7 @@ class Claims:
 
     def _forget(self, claim: Claim) -> None:
         self.by_name.pop(claim.name, None)
-        self.tracking.tell(claim, None)
+        self.tracking.record(claim, None)
 
     def _command(self, command: Callable[[str], None], claim: Claim) -> None:
         if claim.name in self._engine.jobs:

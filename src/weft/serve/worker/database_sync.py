@@ -1,9 +1,12 @@
 """Keeps the database in step with one worker's engine, in a thread of its own, so that training never waits for it.
 
 About once a second, one transaction for all jobs renews the leases, writes down everything the engine reported since
-the last one, updates the worker's own row and claims new jobs (`transaction/`). While the database does not answer, the
-notices wait and the transaction is tried again. If the connection breaks during a commit, the worker's own row tells
-whether the transaction happened.
+the last one, updates the worker's own row and claims new jobs. The renewal comes first and locks the rows, so the
+worker learns that a job is no longer its own before it writes anything about it. Nothing outside the database changes
+in the transaction: what follows from it is carried out once it is committed.
+
+While the database does not answer, the notices wait and the transaction is tried again. If the connection breaks during
+a commit, the worker's own row shows whether the transaction happened.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,16 +27,18 @@ from weft.data.prepared.cache import default_cache
 from weft.engine.engine import Engine
 from weft.errors import StorageError, WeftError
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database, Tx
+from weft.serve.db.engine import Database, DbRow, Tx, now
+from weft.serve.db.give_back import Rebalance, SeatShares
+from weft.serve.db.jobs import move
+from weft.serve.db.leases import claim_jobs, give_up, has_free, release, renew
 from weft.serve.db.tables import WORKERS
+from weft.serve.db.workers import loads_of, put_worker, remove_worker, wanted_of
 from weft.serve.errors import Busy, Unsure
-from weft.serve.jobs.leases import give_up, has_free
-from weft.serve.records.workers import remove_worker
-from weft.serve.worker.claim import EngineNotice
+from weft.serve.settings import WorkerOptions
+from weft.serve.worker.claim import Claim, EngineNotice
 from weft.serve.worker.claims import Claims
 from weft.serve.worker.directory import PreparedGc, WorkDirectory, clean_up_after_dead_workers
-from weft.serve.worker.options import WorkerOptions
-from weft.serve.worker.transaction.sync_round import RoundWriter, SyncRound
+from weft.serve.worker.journal import Fate, Journal
 
 LOG = logging.getLogger("weft.serve.worker")
 LOOK_S = 0.2
@@ -40,6 +47,7 @@ STUCK = 70
 """The exit code of a worker whose training hung."""
 LEAVE_TO_OTHERS_S = 5.0
 """How long a worker that has given jobs to others claims none itself."""
+MAKES_WAY = "It is another tenant's turn; the job goes back to the queue and will go on where it was"
 MOVES = "Another worker has more room; the job goes back to the queue and will go on there where it was"
 TRACKING_GRACE_S = 5.0
 """How long a worker that is leaving waits for the trackers of its jobs."""
@@ -59,9 +67,9 @@ class DatabaseSync:
         address: tuple[str, str],
         wake: Callable[[], None],
     ) -> None:
-        """`address` is where the worker answers prompts, and the token; `wake` tells the trainer that there is work."""
+        """`address` is where the worker answers prompts, and the token; `wake` wakes the trainer."""
         self.info: dict[str, Any] = {}
-        """What the worker's row says about the worker."""
+        """The description of the worker in its row."""
         self.crash: BaseException | None = None
         """The error that ended the thread, if there was one."""
         self.trainer_seen_at = time.monotonic()
@@ -87,7 +95,6 @@ class DatabaseSync:
         self._thread = threading.Thread(target=self._run, name="weft-database-sync", daemon=True)
 
     def start(self) -> None:
-        """Registers the worker and starts to claim jobs."""
         clean_up_after_dead_workers(self._database, self._work)
         self._thread.start()
         self._claims.preparer.start()
@@ -101,7 +108,6 @@ class DatabaseSync:
 
     @property
     def num_claims(self) -> int:
-        """How many jobs the worker has claimed so far."""
         return self._claims.num_claimed
 
     @property
@@ -110,7 +116,6 @@ class DatabaseSync:
         return self._wanted == "remove"
 
     def drain(self) -> None:
-        """Stops claiming jobs."""
         self._is_draining = True
 
     def leave(self) -> None:
@@ -183,22 +188,26 @@ class DatabaseSync:
         self._claims.upload()
         self._num_rounds += 1
         rounds: list[SyncRound] = []
+
+        def write(tx: Tx) -> None:
+            is_stopping = self._is_draining
+            rounds.append(
+                self._writer.write(tx, self._num_rounds, is_last=is_last, is_stopping=is_stopping, info=self.info)
+            )
+
         try:
-            self._database.run(lambda tx: rounds.append(self._write(tx, is_last)))
+            self._database.run(write)
         except Unsure:
             self._unsure = rounds[-1]
             raise
         self._carry_out(rounds[-1])
-
-    def _write(self, tx: Tx, is_last: bool) -> SyncRound:
-        return self._writer.write(tx, self._num_rounds, is_last=is_last, is_stopping=self._is_draining, info=self.info)
 
     def _carry_out(self, sync_round: SyncRound) -> None:
         """Carries out what a committed transaction means for the engine and the directory."""
         for claim in sync_round.lost:
             self._claims.drop_lost(claim)
         for journal in sync_round.journals:
-            self._claims.settle(journal)
+            self._claims.apply(journal)
         for job in sync_round.claimed:
             self._claims.add(job)
         if not sync_round.is_last:
@@ -206,9 +215,10 @@ class DatabaseSync:
             self._give_back(sync_round)
 
     def _give_back(self, sync_round: SyncRound) -> None:
-        """Gives jobs back that other workers are to have: all of them while draining, or some that are moved."""
+        """Gives jobs back that other workers are to have: all while draining, else those that move or make way."""
         self._wanted = sync_round.wanted
         moving = [claim for claim in self._claims.by_name.values() if claim.id in sync_round.moving]
+        making_way = [claim for claim in self._claims.by_name.values() if claim.id in sync_round.making_way]
         if self._wanted == "drain":
             for claim in list(self._claims.by_name.values()):
                 self._claims.give_back(claim)
@@ -218,6 +228,10 @@ class DatabaseSync:
             self._writer.rebalance.rest(sync_round.at)
             # The jobs are for others, who look within a moment.
             self._claims.claim_after = time.monotonic() + LEAVE_TO_OTHERS_S
+        elif making_way:
+            for claim in making_way:
+                self._claims.give_back(claim, MAKES_WAY)
+            self._writer.seat_shares.rest(sync_round.at)
 
     def _was_committed(self, sync_round: SyncRound) -> bool:
         """Whether a transaction whose commit was not confirmed did happen."""
@@ -233,3 +247,115 @@ class DatabaseSync:
         LOG.error("training hangs; the worker ends", extra={"fields": {"worker": self._options.id}})
         self.abandon()
         os._exit(STUCK)
+
+
+@dataclass
+class SyncRound:
+    """What one transaction did, and what must be carried out once it is committed."""
+
+    number: int
+    is_last: bool
+    at: float
+    """When it was, by the database's clock."""
+    wanted: str | None
+    """What the operator wants of this worker: drain, remove or nothing."""
+    rows: dict[str, DbRow]
+    """The rows of the jobs that are ours, by id."""
+    journals: list[Journal] = field(default_factory=list)
+    lost: list[Claim] = field(default_factory=list)
+    claimed: list[DbRow] = field(default_factory=list)
+    moving: list[str] = field(default_factory=list)
+    """The ids of jobs that another worker has room for."""
+    making_way: list[str] = field(default_factory=list)
+    """The ids of jobs whose seats go to other tenants."""
+
+
+class RoundWriter:
+    """Writes the rounds of one worker."""
+
+    def __init__(self, options: WorkerOptions, claims: Claims, *, address: tuple[str, str]) -> None:
+        """`address` is where the worker answers prompts, and the token."""
+        self.rebalance, self.seat_shares = Rebalance(), SeatShares()
+        self._options, self._claims = options, claims
+        self._address, self._token = address
+
+    def write(self, tx: Tx, number: int, *, is_last: bool, is_stopping: bool, info: Mapping[str, Any]) -> SyncRound:
+        """Writes all that this worker has to report; with `is_stopping` it claims nothing, with `is_last` it gives all
+        of its jobs back."""
+        options = self._options
+        rows = {row["id"]: row for row in renew(tx, options.id, lease_s=options.lease_s)}
+        sync_round = SyncRound(number, is_last, now(tx), wanted_of(tx, options.id), rows)
+        self._write_claims(tx, sync_round)
+        if is_last:
+            remove_worker(tx, options.id)
+            return sync_round
+        is_draining = is_stopping or sync_round.wanted is not None
+        # The row comes first: what the worker can hold decides what it may claim.
+        put_worker(
+            tx,
+            options.id,
+            base_model=options.base_model,
+            address=self._address,
+            token=self._token,
+            info={**info, "turn": number},
+            is_draining=is_draining,
+            machine=socket.gethostname(),
+            lease_s=options.lease_s,
+        )
+        sync_round.claimed = self._claim_jobs(tx, rows, is_draining)
+        if rows and not is_draining and not sync_round.claimed:
+            values, at = rows.values(), sync_round.at
+            sync_round.moving = self.rebalance.choose(tx, options.id, options.base_model, values, at)
+            sync_round.making_way = self.seat_shares.choose(tx, options.id, options.base_model, values, at)
+        return sync_round
+
+    def _write_claims(self, tx: Tx, sync_round: SyncRound) -> None:
+        for claim in self._claims.by_name.values():
+            row = sync_round.rows.get(claim.id)
+            if row is None or row["fence"] != claim.fence:
+                sync_round.lost.append(claim)
+            elif sync_round.is_last or not claim.is_unstored:
+                journal = self._journal(tx, claim, row, sync_round)
+                if journal.fate is Fate.ENDED and row["saved_blob"]:
+                    journal.unused.append(row["saved_blob"])
+                sync_round.journals.append(journal)
+
+    def _journal(self, tx: Tx, claim: Claim, row: DbRow, sync_round: SyncRound) -> Journal:
+        journal, is_last = Journal(tx, claim, row, sync_round.at), sync_round.is_last
+        if not claim.is_unstored:
+            journal.write()
+        if journal.fate is Fate.ENDED or journal.fate is Fate.PAUSED:
+            return journal
+        if (is_last or not claim.is_training or claim.is_leaving) and row["wanted"] in ("cancel", "pause"):
+            to = {"cancel": "cancelled", "pause": "paused"}[row["wanted"]]
+            move(tx, claim.tenant, claim.id, to, fence=claim.fence)
+            journal.fate = Fate.ENDED if to == "cancelled" else Fate.PAUSED
+        elif claim.too_large is not None:
+            self._requeue_or_fail(tx, journal, claim.too_large)
+        elif is_last or self._claims.may_release(claim):
+            # Its durable tokens were counted with its last checkpoint.
+            release(tx, claim.tenant, claim.id, fence=claim.fence, message=claim.leave_message)
+            journal.fate = Fate.RELEASED
+        return journal
+
+    def _requeue_or_fail(self, tx: Tx, journal: Journal, error: dict[str, Any]) -> None:
+        """Leaves a job that does not fit into this worker's memory to one that has more, or fails it."""
+        claim = journal.claim
+        mine, others = loads_of(tx, self._options.id, self._options.base_model)
+        more = None if mine.job_bytes is None else mine.job_bytes + 1
+        if more is not None and any(other.has_bytes(more) for other in others):
+            release(tx, claim.tenant, claim.id, fence=claim.fence, min_job_bytes=more)
+            journal.fate = Fate.RELEASED
+        else:
+            move(tx, claim.tenant, claim.id, "failed", fence=claim.fence, message=error["message"], error=error)
+            journal.fate = Fate.ENDED
+
+    def _claim_jobs(self, tx: Tx, rows: dict[str, DbRow], is_draining: bool) -> list[DbRow]:
+        """Claims new jobs, and takes up any that are ours by the database but unknown here: no other worker would."""
+        known = {(claim.id, claim.fence) for claim in self._claims.by_name.values()}
+        strays = [row for row in rows.values() if (row["id"], row["fence"]) not in known]
+        if is_draining or not self._claims.may_claim:
+            return strays
+        options = self._options
+        room = options.max_jobs - len(self._claims.by_name) - len(strays)
+        return [*strays, *claim_jobs(tx, options.id, options.base_model, room, lease_s=options.lease_s)]

@@ -2,7 +2,7 @@
 
 work/<worker>/<job>.<fence>/    as in any run directory: checkpoints/, adapter/, metrics.jsonl; and data/, the files
 
-Nobody else ever writes there, so a worker that was given up and wakes up again disturbs nobody: the job's new worker
+No other process writes there, so a worker that was given up and wakes up again does no harm: the job's new worker
 copies the newest sound checkpoint once, into a directory of its own. All of it may be lost: results are in the file
 store, as are checkpoints for other machines, and a job without a checkpoint starts again and ends with the same bytes.
 """
@@ -21,16 +21,15 @@ import sqlalchemy as sa
 from weft.data.prepared.cache import EntryInfo, PreparedCache
 from weft.errors import StorageError
 from weft.job_state import FINAL_STATES
-from weft.serve.blob_gc import file_is_needed
 from weft.serve.db.engine import Database
+from weft.serve.db.files import file_is_needed
+from weft.serve.db.leases import give_up
 from weft.serve.db.tables import FILES, JOBS
-from weft.serve.jobs.leases import give_up
-from weft.serve.records.workers import remove_worker
+from weft.serve.db.workers import remove_worker
 from weft.store import json_text
 from weft.store.atomic import storage_errors
 from weft.store.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from weft.store.run_dir import RunDirectory
-from weft.store.run_record import RunRecord
+from weft.store.run_dir import RunDirectory, RunRecord
 
 
 class WorkDirectory:
@@ -50,7 +49,6 @@ class WorkDirectory:
         self.run.close()
 
     def data_dir(self, name: str) -> Path:
-        """Returns the directory for the files of a claim, and makes it."""
         path = self.run.job_dir(name) / "data"
         with storage_errors(path):
             path.mkdir(exist_ok=True)
@@ -80,11 +78,9 @@ class WorkDirectory:
         return [json_text.parse(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def drop(self, name: str) -> None:
-        """Removes the files of a claim."""
         shutil.rmtree(self.run.path / name, ignore_errors=True)
 
     def drop_job(self, job: str) -> None:
-        """Removes this worker's files of a job that is over, including those of earlier claims."""
         for claim in self.run.path.glob(f"{job}.*"):
             self.drop(claim.name)
 

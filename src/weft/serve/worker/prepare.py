@@ -19,28 +19,25 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from weft.data.chat.chat_template import Tokenizer
+from weft.data.chat_template import Tokenizer
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.errors import ConfigError, DataError
-from weft.serve.archives import unpack
-from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database, Tx
+from weft.serve.blobs import Blobs, unpack
+from weft.serve.db.engine import Database, DbRow, Tx
+from weft.serve.db.files import get_checkpoint, get_file, get_model
 from weft.serve.db.tables import FILES
+from weft.serve.db.usage import count_tokens, reserve
 from weft.serve.errors import NotFound
-from weft.serve.jobs.quota import count_tokens, reserve
-from weft.serve.jobs.spec import spec_of
 from weft.serve.limited_process import FileLimits, LimitedProcess
-from weft.serve.records.files import get_file
-from weft.serve.records.models import get_checkpoint, get_model
-from weft.serve.records.rows import DbRow
+from weft.serve.new_job import spec_of
+from weft.serve.worker.checkpoint_uploads import fetch_saved
 from weft.serve.worker.claim import Claim
 from weft.serve.worker.directory import WorkDirectory
-from weft.serve.worker.prompts.prompt_server import ADAPTER_FILES
-from weft.serve.worker.uploads.checkpoints import fetch_saved
+from weft.serve.worker.prompt_inputs import ADAPTER_FILES
 from weft.spec import JobSpec
 from weft.store.atomic import storage_errors
-from weft.wall_clock import Activity, WallClock
+from weft.store.wall_clock import Activity, WallClock
 
 PreparedJob = tuple[JobSpec, JobData]
 
@@ -79,12 +76,10 @@ class JobPreparer:
         ]
 
     def start(self) -> None:
-        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 
     def put(self, claim: Claim) -> None:
-        """Adds a job to those that wait to be prepared."""
         future: Future[PreparedJob] = Future()
         self._under_way.append((claim, future))
         with self._changed:
@@ -137,15 +132,15 @@ def prepare(
 ) -> PreparedJob:
     """Returns the job as the engine takes it, and brings its newest checkpoint, if there is one, into `work`."""
     job = claim.job
-    place = work.data_dir(claim.name)
-    train = _fetch(job, "training_file", database, blobs, place)
-    evaluation = _fetch(job, "validation_file", database, blobs, place) if job["validation_file"] else None
+    folder = work.data_dir(claim.name)
+    train = _fetch(job, "training_file", database, blobs, folder)
+    evaluation = _fetch(job, "validation_file", database, blobs, folder) if job["validation_file"] else None
     spec = replace(spec_of(job, train, evaluation), name=claim.name)
     if spec.init_adapter is not None:
-        spec = replace(spec, init_adapter=fetch_init_adapter(job, spec.init_adapter, database, blobs, place))
+        spec = replace(spec, init_adapter=fetch_init_adapter(job, spec.init_adapter, database, blobs, folder))
     # Whenever and wherever a job is prepared again, it is the moment it was created to its chat template.
     created = datetime.datetime.fromtimestamp(job["created_at"], datetime.UTC)
-    data = _read(spec, tokenizer, place, created, process)
+    data = _read(spec, tokenizer, folder, created, process)
     with database.begin() as tx:
         reserve(tx, job, count_tokens(spec, data.train.group_tokens))
     step = work.adopt(claim.name, claim.id)
@@ -158,25 +153,25 @@ def prepare(
 
 
 def _read(
-    spec: JobSpec, tokenizer: Tokenizer, place: Path, clock: datetime.datetime, process: LimitedProcess
+    spec: JobSpec, tokenizer: Tokenizer, folder: Path, clock: datetime.datetime, process: LimitedProcess
 ) -> JobData:
     """Reads a job's samples, in the process with limits unless its files are small."""
     load = functools.partial(load_job_data, clock=clock)
-    if sum(path.stat().st_size for path in place.glob("*.jsonl")) <= SMALL_BYTES:
-        return load(spec, tokenizer, place)
+    if sum(path.stat().st_size for path in folder.glob("*.jsonl")) <= SMALL_BYTES:
+        return load(spec, tokenizer, folder)
     try:
-        return process.call(load, spec, tokenizer, place)
+        return process.call(load, spec, tokenizer, folder)
     except DataError as error:
         raise error if error.where else DataError(error.message, where=str(spec.train_data[0])) from None
 
 
-def _fetch(job: DbRow, column: str, database: Database, blobs: Blobs, place: Path) -> str:
-    """Copies a file of the job into `place`; the copy is named by the file's id, which error messages then quote."""
+def _fetch(job: DbRow, column: str, database: Database, blobs: Blobs, folder: Path) -> str:
+    """Copies a file of the job into `folder`; the copy is named by the file's id, which error messages then quote."""
     name = f"{job[column]}.jsonl"
     try:
         with database.read() as tx:
-            blob = _blob_of_file(tx, job, job[column])
-        blobs.fetch(blob, place / name)
+            blob, sha256 = _blob_of_file(tx, job, job[column])
+        blobs.fetch(blob, folder / name, sha256)
     except NotFound:
         error = DataError("the file was deleted before the job could read it.", where=str(job[column]))
         error.setting = "eval_data" if column == "validation_file" else "train_data"
@@ -184,18 +179,18 @@ def _fetch(job: DbRow, column: str, database: Database, blobs: Blobs, place: Pat
     return name
 
 
-def _blob_of_file(tx: Tx, job: DbRow, file: str) -> str:
-    """Finds a file's blob; a job that has begun keeps what it reads, even if the file is deleted meanwhile."""
+def _blob_of_file(tx: Tx, job: DbRow, file: str) -> tuple[str, str]:
+    """Finds a file's blob and SHA-256; a job that has begun keeps its files even if they are deleted meanwhile."""
     if job["started_at"] is None:
-        return str(get_file(tx, job["tenant"], file)["blob"])
-    return str(
-        tx.execute(sa.select(FILES.c.blob).where(FILES.c.tenant == job["tenant"], FILES.c.id == file)).scalar_one()
-    )
+        get_file(tx, job["tenant"], file)
+    query = sa.select(FILES.c.blob, FILES.c.sha256).where(FILES.c.tenant == job["tenant"], FILES.c.id == file)
+    blob, sha256 = tx.execute(query).one()
+    return blob, sha256
 
 
-def fetch_init_adapter(job: DbRow, model: str, database: Database, blobs: Blobs, place: Path) -> str:
+def fetch_init_adapter(job: DbRow, model: str, database: Database, blobs: Blobs, folder: Path) -> str:
     """Unpacks the adapter from which the job starts, a model or checkpoint of its tenant; returns the directory."""
-    directory = place / "start"
+    directory = folder / "start"
     with storage_errors(directory):
         directory.mkdir(exist_ok=True)
     try:

@@ -21,6 +21,7 @@ import weft
 from weft.engine.engine import Engine
 from weft.engine.events import (
     CheckpointSaved,
+    EvalSliceDone,
     Event,
     JobEnded,
     JobEvent,
@@ -34,13 +35,13 @@ from weft.kernels.device import device_name, free_and_total_bytes, is_gpu
 from weft.plan.pack import planner_named
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
+from weft.serve.settings import WorkerOptions
 from weft.serve.worker.claim import EngineNotice
 from weft.serve.worker.database_sync import DatabaseSync
 from weft.serve.worker.directory import WorkDirectory
-from weft.serve.worker.options import WorkerOptions
-from weft.serve.worker.prompts.prompt_scheduler import PromptScheduler
-from weft.serve.worker.prompts.prompt_server import PromptServer
-from weft.wall_clock import Activity, WallClock, process_start_s
+from weft.serve.worker.prompt_scheduler import PromptScheduler
+from weft.serve.worker.prompt_server import PromptServer
+from weft.store.wall_clock import Activity, WallClock, process_start_s
 
 LOG = logging.getLogger("weft.serve.worker")
 IDLE_S = 0.02
@@ -90,15 +91,13 @@ class Worker:
 
     @property
     def address(self) -> str:
-        """The URL at which the worker answers prompts."""
         return self._server.address
 
     def stop(self) -> None:
-        """Asks `run` to finish the step, save everything, give the jobs back and return; fit for signal handlers."""
+        """Makes `run` finish the step, save everything, give the jobs back and return; fit for signal handlers."""
         self._is_stopping = True
 
     def run(self) -> None:
-        """Trains and answers until asked to stop."""
         self._update_info()
         self._server.start()
         fields = {"worker": self._options.id, "base_model": self._options.base_model, "address": self.address}
@@ -115,7 +114,9 @@ class Worker:
                     self._idle()
             self._server.close()
             self.sync.drain()
-            for event in self._last_events():
+            # Every job is saved at its last step boundary.
+            self.engine.stop()
+            for event in list(self.engine.events()):
                 self._pass_on(event)
             self.sync.leave()
         except BaseException:
@@ -125,11 +126,6 @@ class Worker:
             self._server.close()
             self.engine.finish_files()
             self._work.close()
-
-    def _last_events(self) -> list[Event]:
-        """Stops the engine, which saves every job at its last step boundary, and returns the events of that."""
-        self.engine.stop()
-        return list(self.engine.events())
 
     def _pass_on(self, event: Event) -> None:
         """Passes an event on; the engine forgets a job that has ended."""
@@ -165,18 +161,16 @@ class Worker:
         """After each event, gives prompts their turn, checks the database thread and passes a stop on."""
         if self._is_stopping:
             self.engine.stop()
-        elif isinstance(event, MicrobatchDone):
+        elif isinstance(event, MicrobatchDone | EvalSliceDone):
             self._answer_prompts(event.seconds)
         self._check_sync()
 
     def _idle(self) -> None:
-        """Gives prompts all the time while there is nothing to train."""
         if not self._answer_prompts(None):
             self._has_work.wait(IDLE_S)
         self._check_sync()
 
     def _answer_prompts(self, trained_s: float | None) -> bool:
-        """Gives prompts their turn; False if there was none."""
         begun_s = time.perf_counter()
         is_busy = self.scheduler.take_turn(trained_s)
         if is_busy:
@@ -195,7 +189,7 @@ class Worker:
             self._update_info()
 
     def _update_info(self) -> None:
-        """Updates what the worker's row says about the worker, for the dashboard and the metrics page."""
+        """Updates the description of the worker in its row, for the dashboard and the metrics page."""
         engine = self.engine
         spans = list(itertools.islice(reversed(engine.timeline.spans), PROGRAM_SPANS))
         self.sync.info = {
@@ -239,11 +233,6 @@ class Worker:
         while self._rate and self._rate[0][0] < at - RATE_S:
             self._rate.popleft()
         return sum(tokens for _, tokens in self._rate) / RATE_S
-
-
-def run_worker(options: WorkerOptions, database: Database, blobs: Blobs) -> None:
-    """Loads the backbone and trains until the process is asked to stop."""
-    Worker(options, database, blobs).run()
 
 
 def _device_info(device: torch.device) -> dict[str, Any]:

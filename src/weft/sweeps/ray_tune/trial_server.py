@@ -1,7 +1,7 @@
-"""One engine that trains the trials of a search, each a job that stands still after an evaluation until it is asked on.
+"""One engine that trains the trials of a search, each a job that pauses after an evaluation until it is continued.
 
-So a trial that is stopped because of an evaluation has taken no step beyond it, and one that nobody asks about any more
-takes none either. Calls come from many threads; everything that touches the engine happens in its own.
+So a trial that is stopped after an evaluation has taken no further step, nor has one that is no longer polled. Calls
+come from many threads; only the engine's own thread touches the engine.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class BackboneTrial(tune.Trainable):  # type: ignore[misc]
-    """One job on a shared backbone; an iteration of it is the training up to its next evaluation."""
+    """One job on a shared backbone; an iteration is the training up to its next evaluation."""
 
     def setup(self, config: dict[str, Any], server: Any = None) -> None:
-        """Begins the job with the settings of this trial."""
+        """Starts the job with the settings of this trial."""
         self._server = server
         self._last: dict[str, Any] = {}
         ray.get(server.submit.remote(self.trial_id, config))
 
     def step(self) -> dict[str, Any]:
-        """What the next evaluation measures; with the last one comes where the adapter is."""
+        """Returns the next evaluation; the last one includes the adapter's path."""
         ray.get(self._server.go_on.remote(self.trial_id))
         news = self._next()
         if news.error is not None:
@@ -46,15 +46,14 @@ class BackboneTrial(tune.Trainable):  # type: ignore[misc]
         return {**self._last, "done": news.is_ended}
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
-        """Its weights are in the run directory of the backbone; Tune keeps what it has reported."""
+        """Returns what was reported; the weights are in the backbone's run directory."""
         return self._last
 
     def load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on from what it has reported."""
         self._last = checkpoint
 
     def cleanup(self) -> None:
-        """Takes the job off, if it is stopped before its end."""
+        """Cancels the job unless it has ended."""
         ray.get(self._server.cancel.remote(self.trial_id))
 
     def _next(self) -> TrialNews:
@@ -65,17 +64,16 @@ class BackboneTrial(tune.Trainable):  # type: ignore[misc]
 
 
 NEWS_S = 5.0
-"""Longest that a call for news waits."""
+"""Most seconds that a call for news waits."""
 
 
 @dataclass(frozen=True)
 class TrialNews:
-    """What a trial has to tell: an evaluation, or its end."""
+    """An evaluation of a trial, or its end."""
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
     is_ended: bool = False
     error: str | None = None
-    """Why it failed, if it did."""
 
 
 @dataclass
@@ -84,19 +82,17 @@ class TunedTrial:
 
     num_steps: int
     eval_steps: int
-    """Steps from one evaluation to the next."""
     last: Mapping[str, Any] = field(default_factory=dict)
-    """What its last step measured, if that is to be told with its end."""
+    """Metrics of its last step, if they are reported with its end."""
     loss: float | None = None
-    """Of its last step."""
     news: queue.SimpleQueue[TrialNews] = field(default_factory=queue.SimpleQueue)
 
 
 class TrialServer:
-    """Trains trials; each call but `news` and `wait_until_loaded` is obeyed between two events of the engine."""
+    """Trains trials; all calls but `news` and `wait_until_loaded` run between two events of the engine."""
 
     def __init__(self, spec: SweepSpec, out: Path, base_dir: Path, variables: Mapping[str, str | None]) -> None:
-        """`spec` says what all trials have in common; results go to `out`, and paths are relative to `base_dir`."""
+        """`spec`: settings of all trials; `out`: directory of results; other paths are relative to `base_dir`."""
         take_over(variables)
         self._spec, self._out, self._base_dir = spec, out, base_dir
         self._trials: dict[str, TunedTrial] = {}
@@ -106,38 +102,37 @@ class TrialServer:
         threading.Thread(target=self._train, name="weft-trials", daemon=True).start()
 
     def wait_until_loaded(self) -> None:
-        """Returns once trials can come; raises what is in the way of that."""
+        """Returns once trials can be submitted; raises if loading failed."""
         self._loaded.result()
 
     def submit(self, name: str, params: Mapping[str, Any]) -> None:
-        """Begins a trial, or raises what is wrong with its settings; one that is there already goes on."""
-        self._ask(lambda engine: self._begin(engine, name, params))
+        """Starts a trial, or raises if its settings are wrong; an existing one continues."""
+        self._call(lambda engine: self._begin(engine, name, params))
 
     def go_on(self, name: str) -> None:
-        """Lets a trial train up to its next evaluation."""
-        self._ask(lambda engine: self._release(engine, name))
+        self._call(lambda engine: self._release(engine, name))
 
     def news(self, name: str) -> TrialNews | None:
-        """The next thing that a trial has to tell; None if it does not come soon."""
+        """The next news of a trial; None if there is none soon."""
         try:
             return self._trials[name].news.get(timeout=NEWS_S)
         except queue.Empty:
             return None
 
     def cancel(self, name: str) -> None:
-        """Takes a trial off, unless it has ended."""
-        self._ask(lambda engine: engine.cancel(name) if not engine.jobs[name].state.is_final else None)
+        """Cancels a trial unless it has ended."""
+        self._call(lambda engine: engine.cancel(name) if not engine.jobs[name].state.is_final else None)
 
     def close(self) -> None:
-        """Saves what trains; no trial goes on."""
+        """Saves running trials and ends."""
 
         def end(engine: Engine) -> None:
             self._is_over = True
             engine.stop()
 
-        self._ask(end)
+        self._call(end)
 
-    def _ask(self, act: Callable[[Engine], None]) -> None:
+    def _call(self, act: Callable[[Engine], None]) -> None:
         done: Future[None] = Future()
         self._requests.put((act, done))
         done.result()
@@ -154,14 +149,14 @@ class TrialServer:
             return
         self._loaded.set_result(None)
         while not self._is_over:
-            self._obey(engine)
+            self._run_request(engine)
             for event in engine.events():
-                self._hear(event)
+                self._handle(event)
                 while not self._requests.empty():
-                    self._obey(engine)
+                    self._run_request(engine)
         engine.finish_files()
 
-    def _obey(self, engine: Engine) -> None:
+    def _run_request(self, engine: Engine) -> None:
         act, done = self._requests.get()
         try:
             act(engine)
@@ -186,7 +181,7 @@ class TrialServer:
         each = self._trials[name].eval_steps
         engine.hold(name, (live.step // each + 1) * each)
 
-    def _hear(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         trial = self._trials.get(event.job) if isinstance(event, JobEvent) else None
         if trial is None:
             return

@@ -10,12 +10,11 @@ import torch
 from tiny_models import job_spec, random_backbone
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from weft.engine.execute.optimizers.muon import orthogonal
-from weft.engine.execute.optimizers.optimizer import Optimizer, PartOfStep
-from weft.engine.execute.optimizers.registry import OPTIMIZER_KINDS, optimizer_of
-from weft.engine.execute.optimizers.step_together import step_by_kind, step_together
-from weft.plan.cost.job_state import optimizer_bytes
-from weft.spec.choices.optimizers import OPTIMIZERS
+from weft.engine.execute.optimizers import OPTIMIZER_KINDS, optimizer_of
+from weft.engine.execute.optimizers.gated import orthogonal
+from weft.engine.execute.optimizers.optimizer import Optimizer, PartOfStep, step_by_kind, step_together
+from weft.plan.cost.memory import optimizer_bytes
+from weft.spec.choices import OPTIMIZERS
 
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {"optim": "adamw"},

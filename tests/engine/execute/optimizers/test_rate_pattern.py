@@ -9,10 +9,10 @@ import torch
 from tiny_models import job_spec, random_backbone, random_data
 
 from weft.engine.engine import Engine
-from weft.engine.execute.optimizers.registry import optimizer_of
-from weft.engine.execute.optimizers.step_together import step_together
+from weft.engine.execute.optimizers import optimizer_of
+from weft.engine.execute.optimizers.optimizer import step_together
 from weft.errors import ConfigError
-from weft.spec.choices.optimizers import OPTIMIZERS
+from weft.spec.choices import OPTIMIZERS
 
 FACTORS = {"q_proj": 0.1, r"layers\.0\..*": 3.0}
 

@@ -10,8 +10,7 @@ from tiny_models import assert_same_bits, finish, job_spec, random_backbone, ran
 
 from weft.engine.engine import Engine
 from weft.engine.execute.optimizers.adamw import AdamW
-from weft.engine.execute.optimizers.optimizer import Optimizer
-from weft.engine.execute.optimizers.step_together import step_by_kind, step_together
+from weft.engine.execute.optimizers.optimizer import Optimizer, step_by_kind, step_together
 
 
 @pytest.fixture(scope="module")

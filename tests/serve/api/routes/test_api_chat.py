@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,11 +13,15 @@ from typing import Any
 
 import openai
 import pytest
-from service_home import Home
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from service_home import ADAPTER, Home
 from starlette.requests import ClientDisconnect
 
-from weft.serve.api.worker_client import choose_worker
-from weft.serve.records.workers import put_worker
+from weft.serve.api import chat_routes, pending_answers
+from weft.serve.api.pending_answers import choose_worker
+from weft.serve.db.files import get_model
+from weft.serve.db.workers import put_worker
 
 COUNTS = {"prompt_tokens": 5, "completion_tokens": 3}
 CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -100,7 +105,7 @@ def test_chat_when_asked_then_the_adapter_of_the_model_answers(home: Home, worke
     assert (asked["path"], asked["token"], asked["base"]) == ("/generate", "secret", "tiny")
     assert asked["messages"] == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     with home.blobs.open(asked["model_blob"]) as blob:
-        assert blob.read() == b"PK-adapter"
+        assert blob.read() == ADAPTER
     assert (asked["max_tokens"], asked["temperature"], asked["top_p"], asked["stop"]) == (9, 0, 0.5, ["\n"])
     assert asked["seed"] == 2**32 - 1
     usage = home.call("GET", "/v1/usage").json()
@@ -257,6 +262,132 @@ def test_stream_when_its_reader_goes_away_then_the_worker_is_hung_up_on(home: Ho
     with contextlib.suppress(ClientDisconnect):
         asyncio.run(home.app(scope, receive, send))
     assert worker.was_left.wait(60)
+
+
+def test_answers_when_read_by_the_types_of_the_sdk_then_fit_them_and_every_chunk_has_its_fields(
+    home: Home, worker: Worker
+):
+    kinds = {"chat/completions": {"messages": [{"role": "user", "content": "x"}]}, "completions": {"prompt": "x"}}
+    types: dict[str, tuple[Any, Any]] = {
+        "chat/completions": (ChatCompletion, ChatCompletionChunk),
+        "completions": (Completion, Completion),
+    }
+    fingerprints = set()
+    for path, question in kinds.items():
+        body = {"model": "tiny", **question}
+        whole, piece = types[path]
+        fingerprints.add(whole.model_validate(home.call("POST", f"/v1/{path}", json=body).json()).system_fingerprint)
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            text = home.call("POST", f"/v1/{path}", json={**body, "stream": True, **options}).text
+            *chunks, end = [line.removeprefix("data: ") for line in text.splitlines() if line]
+            assert end == "[DONE]"
+            values = [json.loads(chunk) for chunk in chunks]
+            if piece is ChatCompletionChunk:
+                assert [piece.model_validate(value) for value in values]
+            fingerprints |= {value["system_fingerprint"] for value in values}
+            assert all("logprobs" in choice for value in values for choice in value["choices"])
+            if options:
+                assert [value["usage"] for value in values[:-1]] == [None] * (len(values) - 1)
+                assert values[-1]["usage"]["total_tokens"] == 8
+            else:
+                assert not any("usage" in value for value in values)
+    assert len(fingerprints) == 1 and next(iter(fingerprints)).startswith("fp_")
+
+
+@pytest.fixture
+def frozen(monkeypatch) -> Iterator[str]:
+    """The address of a worker that accepts connections and answers nothing."""
+    monkeypatch.setattr(chat_routes, "SILENT_S", 0.1)
+    monkeypatch.setattr(pending_answers, "PROBE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_when_its_worker_is_frozen_then_another_answers_and_the_next_chat_does_not_try_it(
+    home: Home, worker: Worker, frozen: str, stream: bool
+):
+    model = home.finish(home.job())
+    with home.database.begin() as tx:
+        blob = get_model(tx, "acme", model)["blob"]
+        put_worker(tx, "w0", base_model="tiny", address=frozen, token="x", info={"adapters": [blob]})
+    body = {"model": model, "messages": [{"role": "user", "content": "x"}], "stream": stream}
+    for number in (1, 2):
+        answer = home.call("POST", "/v1/chat/completions", json=body)
+        assert answer.status_code == 200 and "well" in answer.text
+        assert len(worker.asked) == number
+        assert list(home.app.state.service.silent_workers) == ["w0"]
+
+
+def test_chat_when_its_only_worker_is_frozen_then_503(home: Home, frozen: str):
+    with home.database.begin() as tx:
+        put_worker(tx, "w0", base_model="tiny", address=frozen, token="x", info={})
+    answer = home.call("POST", "/v1/chat/completions", json={"model": "tiny", "messages": CHAT})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
+
+
+@pytest.mark.parametrize("mode", ["busy", "gone"])
+def test_chat_when_one_worker_cannot_answer_then_another_does(home: Home, worker: Worker, mode: str):
+    worker.mode = mode
+    if mode == "gone":
+        worker.server.server_close()
+    other = Worker()
+    address = f"http://127.0.0.1:{other.server.server_port}"
+    with home.database.begin() as tx:
+        put_worker(tx, "w2", base_model="tiny", address=address, token="secret", info={})
+    try:
+        for _ in range(8):
+            answer = home.call("POST", "/v1/chat/completions", json={"model": "tiny", "messages": CHAT})
+            assert answer.status_code == 200
+    finally:
+        other.server.shutdown()
+        other.server.server_close()
+
+
+def test_chat_when_its_client_goes_away_then_the_worker_is_hung_up_on(home: Home, frozen: str):
+    """Also while nothing is streamed and the worker lives."""
+    hung_up = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            asked.set()
+            if not self.connection.recv(1):
+                hung_up.set()
+
+        def do_GET(self) -> None:
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    async def receive() -> dict[str, Any]:
+        if not bodies:
+            bodies.append(json.dumps({"model": "tiny", "messages": CHAT}).encode())
+            return {"type": "http.request", "body": bodies[0]}
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        raise AssertionError("there is no one to answer")
+
+    asked, bodies = threading.Event(), []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    with home.database.begin() as tx:
+        address = f"http://127.0.0.1:{server.server_port}"
+        put_worker(tx, "w0", base_model="tiny", address=address, token="x", info={})
+    headers = [(name.encode(), value.encode()) for name, value in home.headers().items()]
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST"}
+    scope |= {"scheme": "http", "path": "/v1/chat/completions", "query_string": b"", "headers": headers}
+    try:
+        asyncio.run(home.app(scope, receive, send))
+        assert hung_up.wait(60)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_chat_when_no_worker_is_there_then_503_with_retry_after(home: Home):

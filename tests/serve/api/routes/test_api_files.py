@@ -11,11 +11,11 @@ import openai
 import pytest
 from service_home import Home, chat_lines, make_home
 
-from weft import faults
-from weft.serve.api.bodies.multipart import clean_name
+from weft.serve.api.stored_files import clean_name
+from weft.serve.db import files
 from weft.serve.db.tables import FILES
 from weft.serve.errors import Unsure
-from weft.serve.records import files
+from weft.store import faults
 
 LINE = b'{"text": "a"}\n'
 NAMES = [

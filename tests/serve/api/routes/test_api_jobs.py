@@ -13,11 +13,10 @@ import openai
 import pytest
 from service_home import Home, chat_lines
 
+from weft.serve.db.jobs import add_event, get_job
 from weft.serve.db.tables import EVENTS, IDEMPOTENCY, JOBS
-from weft.serve.jobs.quota import guess_tokens
-from weft.serve.jobs.spec import spec_of
-from weft.serve.records.events import add_event
-from weft.serve.records.jobs import get_job
+from weft.serve.db.usage import guess_tokens
+from weft.serve.new_job import spec_of
 from weft.spec import JobSpec
 
 SUFFIX = "1 to 64 letters, digits, dots, dashes and underscores."
@@ -80,9 +79,27 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "metadata value": ({"metadata": {"k": "x" * 513}}, "metadata", "512"),
     "metadata number": ({"metadata": {"k": 1}}, "metadata.k", "got 1; use text."),
     "integration": ({"integrations": [{"type": "slack"}]}, "integrations.0.type", "wandb"),
+    "two methods": ({"method": {"type": "supervised", "dpo": {}}}, "method", "has 'dpo', but its type is 'supervised'"),
+    "other method": ({"method": {"type": "dpo", "supervised": {}}}, "method", "has 'supervised', but its type is"),
     "rank 0": ({"lora": {"r": 0}}, "lora.r", "at least 1, got 0"),
     "rank -1": ({"lora": {"r": -1}}, "lora.r", "at least 1"),
-    "rank huge": ({"lora": {"r": 10**30}}, "lora.r", "too large"),
+    "rank huge": ({"lora": {"r": 10**30}}, "lora.r", "use at most 65,536"),
+    "rank 1e18": ({"lora": {"r": 1e18}}, "lora.r", "got 1e+18; use at most 65,536."),
+    "rank of a pattern": ({"lora": {"rank_pattern": {"q_proj": 1e18}}}, "lora.rank_pattern.q_proj", "at most 65,536"),
+    "layer 1e9": ({"settings": {"adapter": {"layers_to_transform": [1, 10**9]}}}, "lora.layers_to_transform.1", "most"),
+    "layers many": (
+        {"lora": {"layers_to_transform": list(range(1025))}},
+        "lora.layers_to_transform",
+        "has 1,025 entries; at most 1,024 are accepted.",
+    ),
+    "ranks many": ({"lora": {"rank_pattern": {f"m{i}": 1 for i in range(1025)}}}, "lora.rank_pattern", "1,025 entries"),
+    "module long": ({"lora": {"target_modules": ["q" * 1025]}}, "lora.target_modules.0", "has 1,025 characters"),
+    "settings many": ({"settings": {f"s{i}": 1 for i in range(1025)}}, "settings", "1,025 entries"),
+    "epochs 1e18": (
+        {"settings": {"num_train_epochs": 1e18}},
+        "settings.num_train_epochs",
+        "use at most 2,147,483,647.",
+    ),
     "rank text": ({"lora": {"r": "much"}}, "lora.r", "whole number"),
     "lora typo": ({"lora": {"lora_alhpa": 1}}, "lora.lora_alhpa", "Did you mean lora_alpha?"),
     "two names": ({"lora": {"r": 1, "rank": 2}}, "lora.rank", "two names"),
@@ -149,6 +166,43 @@ def test_body_when_it_is_no_json_object_then_400(home: Home, kind: str):
     answer = home.call("POST", "/v1/fine_tuning/jobs", content=data, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert text in answer.json()["error"]["message"]
+
+
+LARGE = {
+    "keys": (json.dumps({"metadata": {f"k{i}": "" for i in range(20_001)}}), "more than 20,000 keys"),
+    "keys in many objects": (json.dumps({"lora": [{"k": 1}] * 20_001}), "more than 20,000 keys"),
+    "items": (json.dumps({"lora": [0] * (2**18 + 1)}), "more than 262,144 items"),
+    "lists": ('{"lora": [' + "[]," * 2**17 + "[]]}", "more than 262,144 items"),
+    "nested": ('{"lora": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested more than 64 deep"),
+    "string without an end": ('{"lora": "' + '\\"' * 10**6, "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_body_when_it_has_too_many_parts_then_400_before_it_is_parsed(home: Home, kind: str, monkeypatch):
+    data, text = LARGE[kind]
+    if "JSON" not in text:
+        monkeypatch.setattr("weft.serve.api.requests.parse_json", lambda *_: pytest.fail("parsed"))
+    answer = home.call("POST", "/v1/fine_tuning/jobs", content=data, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert text in answer.json()["error"]["message"]
+
+
+def test_body_when_a_text_is_full_of_marks_then_they_do_not_count(home: Home):
+    body = {"model": "tiny", "training_file": home.upload(data=chat_lines(2)), "suffix": '{[,:\\"' * 10**5}
+    answer = home.call("POST", "/v1/fine_tuning/jobs", json=body)
+    assert answer.json()["error"]["param"] == "suffix", answer.text
+
+
+def test_body_when_it_is_large_then_other_requests_are_answered_while_it_is_parsed(home: Home, monkeypatch):
+    import weft.serve.api.requests as requests
+
+    parse, threads = requests.parse_json, []
+    monkeypatch.setattr(requests, "parse_json", lambda *a: threads.append(threading.current_thread()) or parse(*a))
+    for size in (10, 10**6):
+        home.call("POST", "/v1/fine_tuning/jobs", json={"model": "x" * size})
+    loop, other = threads
+    assert "AnyIO worker" in other.name and "AnyIO worker" not in loop.name
 
 
 def test_body_when_too_long_then_413(home: Home):
@@ -362,7 +416,7 @@ def test_server_when_something_breaks_then_500_hides_it_and_names_the_request(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the secret reason")
 
-    monkeypatch.setattr("weft.serve.records.models.list_models", broken)
+    monkeypatch.setattr("weft.serve.db.files.list_models", broken)
     answer = home.call("GET", "/v1/models")
     assert answer.status_code == 500
     assert "secret reason" not in answer.text
@@ -422,7 +476,9 @@ def test_job_when_the_method_is_dpo_then_its_pairs_and_beta_become_the_jobs_sett
     assert job.method is not None and job.method.type == "dpo" and job.method.dpo is not None
     used = job.method.dpo.hyperparameters
     assert used is not None and (used.beta, used.n_epochs, used.batch_size) == (0.3, 2, 1)
-    assert job.hyperparameters is None, "those of other methods stand in the method"
+    assert set(job.hyperparameters.model_dump(exclude_unset=True)) == {
+        "n_epochs", "batch_size", "learning_rate_multiplier"
+    }, "those of a method alone are in the method"  # fmt: skip
     assert job.settings["objective"] == "dpo" and job.settings["beta"] == 0.3  # type: ignore[attr-defined]
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
-from service_home import Home
+from service_home import ADAPTER, Home
 
 from weft.errors import StorageError
-from weft.serve.blob_gc import delete_unnamed_blobs
-from weft.serve.db.tables import CHECKPOINTS
-from weft.serve.records import files, models
+from weft.serve.db import files
+from weft.serve.db.files import delete_unnamed_blobs
+from weft.serve.db.jobs import get_job
+from weft.serve.db.tables import CHECKPOINTS, JOBS
 
 MODELS = "/v1/models"
 
@@ -22,7 +26,7 @@ def trained(home: Home, tenant: str = "acme", steps: tuple[int, ...] = (2, 3)) -
         names.append(f"{model}:ckpt-step-{step}")
         blobs.append(home.blobs.put(b"PK-%d" % step, ".zip"))
         with home.database.begin() as tx:
-            models.add_checkpoint(tx, tenant, job, step, model=names[-1], metrics={}, blob=blobs[-1])
+            files.add_checkpoint(tx, tenant, job, step, model=names[-1], metrics={}, blob=blobs[-1])
     return model, names, blobs
 
 
@@ -53,7 +57,7 @@ def test_checkpoint_when_deleted_then_only_it_goes_and_shared_bytes_stay(home):
     assert home.call("DELETE", f"{MODELS}/{second}").json()["deleted"]
     assert blobs[0] not in stored(home) and blobs[1] in stored(home)
     assert home.call("DELETE", f"{MODELS}/{model}:ckpt-step-1").json()["deleted"]
-    assert home.call("GET", f"{MODELS}/{model}/adapter").content == b"PK-adapter"
+    assert home.call("GET", f"{MODELS}/{model}/adapter").content == ADAPTER
     assert home.call("GET", f"{MODELS}/{third}").status_code == 200
     assert home.count(CHECKPOINTS) == 1
 
@@ -113,3 +117,40 @@ def test_url_when_the_version_is_left_out_then_the_answer_names_it(home: Home):
     assert "below /v1" in home.call("GET", "/fine_tuning/jobs").json()["error"]["message"]
     message = home.call("POST", "/v1/responses", json={}).json()["error"]["message"]
     assert "below" not in message and "chat/completions" in message
+
+
+def change(home: Home, blob: str) -> None:
+    path = Path(home.blobs.path_of(blob))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+
+
+def remove(home: Home, blob: str) -> None:
+    home.blobs.delete(blob)
+
+
+@pytest.mark.parametrize("harm", [change, remove])
+def test_downloads_when_the_stored_bytes_are_changed_or_gone_then_500_without_a_path(home: Home, harm: Any):
+    job = home.job()
+    model = home.finish(job)
+    with home.database.read() as tx:
+        results = get_job(tx, "acme", job)["result_files"][0]
+        blobs = [files.get_model(tx, "acme", model)["blob"], files.get_file(tx, "acme", results)["blob"]]
+    for blob in blobs:
+        harm(home, blob)
+    for path in (f"{MODELS}/{model}/adapter", f"/v1/files/{results}/content"):
+        answer = home.call("GET", path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stored_data_damaged")
+        assert answer.headers["x-should-retry"] == "false"
+        assert home.blobs.url not in answer.text and not any(blob in answer.text for blob in blobs)
+
+
+@pytest.mark.parametrize("harm", [change, remove])
+def test_job_when_its_stored_file_is_changed_or_gone_then_500_and_nothing_is_made(home: Home, harm: Any):
+    file = home.upload()
+    with home.database.read() as tx:
+        harm(home, files.get_file(tx, "acme", file)["blob"])
+    answer = home.call("POST", "/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stored_data_damaged")
+    assert home.count(JOBS) == 0

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from service_home import Home
 
-from weft.serve.api.routes import polled
-from weft.serve.records import keys
+from weft.serve.api import app
+from weft.serve.db import tenants
 
 JOBS = "/v1/fine_tuning/jobs"
 LONG = "?x=1"
@@ -19,13 +19,13 @@ LONG = "?x=1"
 def ways(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths that were answered the short way."""
     taken: list[str] = []
-    real = polled._answer
+    real = app._answer
 
     async def note(request: Any, job_id: str | None) -> Any:
         taken.append(request.url.path)
         return await real(request, job_id)
 
-    monkeypatch.setattr(polled, "_answer", note)
+    monkeypatch.setattr(app, "_answer", note)
     return taken
 
 
@@ -46,7 +46,7 @@ def test_poll_when_plain_then_is_answered_as_with_a_query_that_means_nothing(hom
 @pytest.mark.parametrize("path", [JOBS, JOBS + "/ftjob-none"])
 def test_poll_when_the_key_is_missing_wrong_or_too_weak_then_is_refused_as_the_long_way(home, ways, path):
     with home.database.begin() as tx:
-        weak = keys.create_key(tx, "acme", scopes=("files",))
+        weak = tenants.create_key(tx, "acme", scopes=("files",))
     for headers in ({}, {"authorization": "Bearer x"}, {"authorization": f"Bearer {weak}"}):
         short, long = (home.http.get(path + query, headers=headers) for query in ("", LONG))
         assert said(short) == said(long)

@@ -12,10 +12,10 @@ import pytest
 import sqlalchemy as sa
 from service_home import Home, chat_lines, make_home
 
-from weft import faults
-from weft.serve.api.routes import uploads as routes
-from weft.serve.blob_gc import delete_unnamed_blobs
+from weft.serve.api import file_routes as routes
+from weft.serve.db.files import delete_unnamed_blobs
 from weft.serve.db.tables import FILES, UPLOAD_PARTS, UPLOADS
+from weft.store import faults
 
 DATA = chat_lines(40)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from service_home import Home
 
-from weft.serve.records.audit import list_audit
-from weft.serve.records.workers import put_worker
+from weft.serve.db.tenants import list_audit
+from weft.serve.db.workers import put_worker
 
 
 def put(home: Home, worker: str) -> None:

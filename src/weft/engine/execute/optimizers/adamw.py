@@ -1,6 +1,7 @@
 """AdamW: torch's on a CPU, to the bits of a job trained alone with torch; on a GPU one fused kernel for all jobs.
 
-Either way the moments live in the job's torch optimizer, under torch's names.
+Either way the moments live in the job's torch optimizer, under torch's names. With 8 bits a number they take a quarter
+of the memory, and a step two thirds of the traffic.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from torch.optim.adamw import adamw as step_with_torch
 from weft.adapters.adapter import Adapter
 from weft.engine.execute.optimizers.optimizer import Optimizer, PartOfStep, Results, counting_steps, gradient_norm
 from weft.kernels.adamw import ParameterLane, Update, Updated, adamw, adamw_norm
+from weft.kernels.adamw_8bit import SCALED, QuantisedLane, adamw_8bit
+from weft.kernels.launch import cdiv
 from weft.spec import JobSpec
 
 
 class AdamW(Optimizer):
-    """Steps the flat buffers of an adapter, one per group, each with a learning rate of its own."""
+    """Steps the flat buffers of an adapter, one per group, each with its own learning rate."""
 
     def __init__(self, adapter: Adapter, spec: JobSpec) -> None:
         super().__init__(adapter, spec)
@@ -41,21 +44,18 @@ class AdamW(Optimizer):
 
     @property
     def states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What torch keeps of each group: exp_avg, exp_avg_sq and step."""
         states = (self._torch.state[group["params"][0]] for group in self._torch.param_groups)
         return dict(zip(self.adapter.groups, states, strict=True))
 
     def make_moments(self) -> None:
-        """Takes the memory for moments that are not there yet."""
         for name, state in self.states.items():
             if not state:
-                # All or nothing: memory may end between the two, and this is then tried again.
+                # Both or none: memory may run out between the two, and this is then tried again.
                 params = self.adapter.groups[name].params
                 moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
                 state.update(step=torch.tensor(0.0), **moments)
 
     def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
-        """Clips and applies the gradients with torch."""
         groups = self.adapter.groups.values()
         norm = float(gradient_norm(group.grad for group in groups)) if part is None else float(part.norm)
         skipped = not (is_finite and math.isfinite(norm))
@@ -72,7 +72,7 @@ class AdamW(Optimizer):
         return Updated(norm, largest, skipped)
 
     def _step_filled(self, fills: Mapping[str, int]) -> None:
-        """The step of torch over copies with zeros in front of them."""
+        """Torch's step over copies with zeros in front."""
         spec, rates = self.spec, self.rates
         for name, state in self.states.items():
             group, fill = self.adapter.groups[name], fills[name]
@@ -100,11 +100,9 @@ class AdamW(Optimizer):
 
     @classmethod
     def norm_of(cls, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """By the fused kernel on a GPU, as its steps do."""
         return adamw_norm(grads)
 
     def start_part(self, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
-        """By the fused kernel, which takes the norm as it is."""
         wait = adamw([self.update(True)], is_finite.float().view(1), part.norm.float().view(1))
         results = counting_steps([self], wait)
         return lambda: results()[0]
@@ -113,13 +111,12 @@ class AdamW(Optimizer):
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
         """All steps in one call of the fused kernel.
 
-        Memory is taken before anything is changed, so running out of it leaves every job as it was.
+        Memory is allocated before any change, so running out of it leaves every job as it was.
         """
         updates = [optimizer.update(is_finite) for optimizer, is_finite in zip(optimizers, finite, strict=True)]
         return counting_steps(optimizers, adamw(updates, finite_J))
 
     def update(self, is_finite: bool) -> Update:
-        """The same step, for the fused kernel."""
         spec = self.spec
         self.make_moments()
         states, groups = self.states.values(), self.adapter.groups.values()
@@ -144,3 +141,66 @@ class AdamW(Optimizer):
         if factor < 1:
             for group in self.adapter.groups.values():
                 group.grad.mul_(factor)
+
+
+class AdamW8bit(Optimizer):
+    """Steps the flat buffers of an adapter; on a GPU one kernel serves all jobs of this kind."""
+
+    def __init__(self, adapter: Adapter, spec: JobSpec) -> None:
+        super().__init__(adapter, spec)
+        self._states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in adapter.groups}
+
+    @property
+    def states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Codes and scales of the first moment and of the root of the second, and the step, by group."""
+        return self._states
+
+    def make_moments(self) -> None:
+        for name, state in self._states.items():
+            if not state:
+                params = self.adapter.groups[name].params
+                num_scales = cdiv(params.numel(), SCALED)
+                state.update(
+                    step=torch.tensor(0.0),
+                    exp_avg=torch.zeros_like(params, dtype=torch.int8),
+                    exp_avg_scales=params.new_zeros(num_scales),
+                    root=torch.zeros_like(params, dtype=torch.uint8),
+                    root_scales=params.new_zeros(num_scales),
+                )
+
+    def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
+        """Clips and applies the gradients. A part is a whole adapter: stages that would divide one refuse its job."""
+        return self.start_all([self], [is_finite], None)()[0]
+
+    def start_part(self, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
+        results = self.start_all([self], [True], is_finite.float().view(1))
+        return lambda: results()[0]
+
+    @classmethod
+    def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
+        """All steps in one call of the kernel; memory is allocated before any change."""
+        updates = [optimizer._update(is_finite) for optimizer, is_finite in zip(optimizers, finite, strict=True)]
+        return counting_steps(optimizers, adamw_8bit(updates, finite_J))
+
+    def _update(self, is_finite: bool) -> Update:
+        spec = self.spec
+        self.make_moments()
+        lanes = tuple(
+            QuantisedLane(
+                params_P=group.params,
+                grad_P=group.grad,
+                exp_avg_P=state["exp_avg"],
+                exp_avg_sq_P=state["root"],
+                rate=rate,
+                exp_avg_scales=state["exp_avg_scales"],
+                root_scales=state["root_scales"],
+            )
+            for state, group, rate in zip(
+                self._states.values(), self.adapter.groups.values(), self.rates.values(), strict=True
+            )
+        )
+        number = int(next(iter(self._states.values()))["step"]) + 1
+        betas = (spec.adam_beta1, spec.adam_beta2)
+        return Update(
+            lanes, number, betas, spec.adam_epsilon, spec.weight_decay, spec.max_grad_norm, is_finite=is_finite
+        )

@@ -69,6 +69,9 @@ export async function post(path, body, extra = {}) {
   return (await ask(path, options)).json();
 }
 
+/** DELETE. */
+export async function remove(path) { return (await ask(path, { method: "DELETE" })).json(); }
+
 /** A path with its parameters. */
 export function path(base, query = {}) {
   const text = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== undefined && value !== null));

@@ -3,14 +3,16 @@
 import { get, key, path, whenSignedOut } from "./api.js";
 import { h, notice, show, toast } from "./dom.js";
 import { chatScreen } from "./screens/chat.js";
+import { compareScreen } from "./screens/compare.js";
 import { composeScreen } from "./screens/compose.js";
+import { dataScreen } from "./screens/data.js";
 import { jobScreen } from "./screens/job.js";
 import { jobsScreen } from "./screens/jobs.js";
 import { operationsScreen } from "./screens/operations.js";
 import { usageScreen } from "./screens/usage.js";
 
-const SCREENS = { jobs: jobsScreen, job: jobScreen, new: composeScreen, chat: chatScreen, operations: operationsScreen, usage: usageScreen };
-const TITLES = { jobs: "Jobs", job: "Job", new: "New job", chat: "Chat", operations: "Operations", usage: "Usage" };
+const SCREENS = { jobs: jobsScreen, job: jobScreen, compare: compareScreen, new: composeScreen, data: dataScreen, chat: chatScreen, operations: operationsScreen, usage: usageScreen };
+const TITLES = { jobs: "Jobs", job: "Job", compare: "Compare jobs", new: "New job", data: "Files and models", chat: "Chat", operations: "Operations", usage: "Usage" };
 const main = document.getElementById("main");
 const [who, tenant, offline] = ["who", "tenant", "offline"].map((id) => document.getElementById(id));
 let leaving = null;
@@ -34,7 +36,7 @@ function open() {
   const { name, args } = placeOf(location.hash);
   document.title = `${TITLES[name]} · weft`;
   for (const link of document.querySelectorAll(".tabs a")) {
-    const here = link.dataset.screen === (name === "job" ? "jobs" : name);
+    const here = link.dataset.screen === (name === "job" || name === "compare" ? "jobs" : name);
     if (here) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
   // Each screen gets an element of its own: an answer that comes late has nowhere to be drawn.

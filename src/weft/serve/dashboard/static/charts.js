@@ -3,23 +3,47 @@
 import { h, s, show } from "./dom.js";
 
 const PAD = { top: 10, right: 16, bottom: 24, left: 56 };
+const HALF_LETTER = 3.4;
+const REACH = 24;
 const TIMES_S = [1, 5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600];
 
-/** Round numbers between low and high, about `wanted` of them. */
-export function ticks(low, high, wanted = 5) {
+/** Round numbers between low and high, about `wanted` of them; with `whole` none has a fraction. */
+export function ticks(low, high, wanted = 5, whole = false) {
   if (!(high > low)) return [low];
-  const rough = (high - low) / wanted;
+  const rough = Math.max((high - low) / wanted, whole ? 1 : 0);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find((n) => n >= rough);
+  const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find((n) => n >= rough && (!whole || Number.isInteger(n)));
   const from = Math.ceil(low / step - 1e-9);
   const to = Math.floor(high / step + 1e-9);
   return Array.from({ length: to - from + 1 }, (_, i) => Number(((from + i) * step).toPrecision(12)));
 }
 
-/** Numbers that are round in KiB, MiB or GiB. */
+/** Ticks for what is counted: steps, tokens. */
+export const wholeTicks = (low, high, wanted) => ticks(low, high, wanted, true);
+
+/** Ticks for parts of a whole: nothing below 0 or above 1, where only the margin of the chart is. */
+export const shareTicks = (low, high, wanted) => ticks(Math.max(low, 0), Math.min(high, 1), wanted);
+
+/** Multiples of a power of two, which are round in KiB, MiB and GiB. */
 export function binaryTicks(low, high, wanted) {
-  const unit = 1024 ** Math.max(0, Math.floor(Math.log(Math.max(high, 1)) / Math.log(1024)));
-  return ticks(low / unit, high / unit, wanted).map((value) => value * unit);
+  const step = 2 ** Math.max(0, Math.ceil(Math.log2((high - low) / wanted)));
+  const first = Math.ceil(low / step);
+  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, i) => (first + i) * step);
+}
+
+/** Ticks of a logarithmic axis from 10^low to 10^high: 1, 2 and 5 times powers of ten, or the powers alone. */
+export function logTicks(low, high, wanted) {
+  const powers = Array.from({ length: Math.floor(high) - Math.floor(low) + 1 }, (_, i) => Math.floor(low) + i);
+  const all = powers.flatMap((power) => [1, 2, 5].map((n) => Number(`${n}e${power}`)));
+  const inside = all.filter((value) => Math.log10(value) >= low && Math.log10(value) <= high);
+  if (inside.length < 3) return ticks(10 ** low, 10 ** high, wanted);
+  return inside.length > 2 * wanted ? inside.filter((value) => Number.isInteger(Math.log10(value))) : inside;
+}
+
+/** The texts at an axis' ticks, each with all digits that any of them needs. */
+export function labels(marks, write) {
+  const digits = Math.max(...marks.map((mark) => mark.toExponential().replace(/e.*|\D/g, "").length));
+  return marks.map((mark) => write(mark, digits));
 }
 
 /** Unix seconds at which clocks show something round. */
@@ -56,20 +80,30 @@ const line = (points, x, y) => points.map(([a, b], i) => `${i ? "L" : "M"}${x(a)
 
 /**
  * Curves that can be given new points: `update(series)` with series of {name, colour, points, faint, area, dots}.
- * `x`, `y` and `xTick` write a value, `xMarks` and `yMarks` choose those on an axis; `fromZero` keeps 0 on it; `empty`
- * is said when there are no points.
+ * `x`, `y` and `xTick` write a value, on an axis with a number of digits; `xMarks` and `yMarks` choose the ticks;
+ * `fromZero` keeps 0 on it; `empty` is shown when there are no points.
  */
 export function curves(label, { x = String, y = String, xTick = x, xMarks = ticks, yMarks = ticks, fromZero = false, empty = "No points yet.", height = 260 } = {}) {
   const options = { x, y, xTick, xMarks, yMarks, fromZero, empty, height };
   const box = h("div", { class: "plot", style: { "--height": `${height}px` } });
-  const state = { series: [], log: false };
+  const state = { series: [], empty, log: false };
   const redraw = () => drawCurves(box, label, state, options);
   new ResizeObserver(redraw).observe(box);
   return {
     node: box,
-    update(series) { state.series = series; redraw(); },
+    update(series, empty = options.empty) { Object.assign(state, { series, empty }); redraw(); },
     setLog(on) { state.log = on; redraw(); },
   };
+}
+
+/** A button that makes an axis logarithmic. */
+export function logToggle(setLog) {
+  const button = h("button", { type: "button", class: "toggle", "aria-pressed": "false", onclick: () => {
+    const on = button.getAttribute("aria-pressed") !== "true";
+    button.setAttribute("aria-pressed", String(on));
+    setLog(on);
+  } }, "log");
+  return button;
 }
 
 function drawCurves(box, label, state, options) {
@@ -78,10 +112,10 @@ function drawCurves(box, label, state, options) {
   const usable = state.series
     .map((one) => ({ ...one, points: one.points.filter(([, b]) => Number.isFinite(b) && (!state.log || b > 0)) }))
     .filter((one) => one.points.length);
-  if (!usable.length) { show(box, h("p", { class: "hollow" }, options.empty)); return; }
+  if (!usable.length) { show(box, h("p", { class: "hollow" }, state.empty)); return; }
   const frame = frameOf(usable, width, state.log, options);
   const svg = s("svg", { viewBox: `0 0 ${width} ${options.height}`, width, height: options.height, role: "img", "aria-label": spoken(label, usable, options) });
-  svg.append(...axes(frame, width, state.log, options));
+  svg.append(...axes(frame, width, options));
   for (const one of usable) {
     const points = thin(one.points, width * 1.5);
     if (one.area) svg.append(s("path", { class: "area", fill: one.colour, d: `${line(points, frame.x, frame.y)}L${frame.x(points.at(-1)[0])} ${frame.bottom}L${frame.x(points[0][0])} ${frame.bottom}Z` }));
@@ -91,7 +125,7 @@ function drawCurves(box, label, state, options) {
   show(box, svg, reader(svg, frame, usable, options));
 }
 
-function frameOf(series, width, log, { height, fromZero }) {
+function frameOf(series, width, log, { height, fromZero, y: write, yMarks }) {
   const all = series.flatMap((one) => one.points);
   const extent = (values) => [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
   const [left, right] = extent(all.map(([a]) => a));
@@ -99,27 +133,29 @@ function frameOf(series, width, log, { height, fromZero }) {
   if (log) [low, high] = [Math.log10(low), Math.log10(high)];
   const room = (high - low || Math.abs(high) || 1) * 0.06;
   const [from, to] = [fromZero && !log ? 0 : low - room, high + room];
+  const marks = (log ? logTicks : yMarks)(from, to, 4);
+  const texts = labels(marks, write);
+  const start = Math.max(PAD.left, 16 + 2 * HALF_LETTER * Math.max(...texts.map((text) => text.length)));
   const bottom = height - PAD.bottom;
-  const span = width - PAD.left - PAD.right;
-  const x = (a) => PAD.left + (right > left ? (a - left) / (right - left) : 0.5) * span;
+  const span = width - start - PAD.right;
+  const x = (a) => start + (right > left ? (a - left) / (right - left) : 0.5) * span;
   const y = (b) => bottom - (((log ? Math.log10(b) : b) - from) / (to - from)) * (bottom - PAD.top);
-  return { x, y, left, right, from, to, bottom };
+  return { x, y, left, right, start, bottom, marks, texts };
 }
 
-function axes(frame, width, log, { xTick, y, xMarks, yMarks }) {
+function axes(frame, width, { xTick, xMarks }) {
   const parts = [];
-  for (const tick of (log ? ticks : yMarks)(frame.from, frame.to, 4)) {
-    const value = log ? 10 ** tick : tick;
-    const at = frame.y(value);
-    parts.push(s("path", { class: "gridline", d: `M${PAD.left} ${at}H${width - PAD.right}` }));
-    parts.push(s("text", { class: "tick", x: PAD.left - 8, y: at + 4, "text-anchor": "end" }, y(value)));
-  }
+  frame.texts.forEach((text, i) => {
+    const at = frame.y(frame.marks[i]);
+    parts.push(s("path", { class: "gridline", d: `M${frame.start} ${at}H${width - PAD.right}` }));
+    parts.push(s("text", { class: "tick", x: frame.start - 8, y: at + 4, "text-anchor": "end" }, text));
+  });
   const marks = xMarks(frame.left, frame.right, Math.max(4, Math.floor((width - 60) / 100)));
-  for (const tick of marks) {
-    const at = frame.x(tick);
-    const anchor = at > width - 40 ? "end" : "middle";
-    parts.push(s("text", { class: "tick", x: anchor === "end" ? width - PAD.right : at, y: frame.bottom + 17, "text-anchor": anchor }, xTick(tick)));
-  }
+  labels(marks, xTick).forEach((text, i) => {
+    // Under its mark, but not beyond the edge.
+    const at = Math.min(frame.x(marks[i]), width - 2 - text.length * HALF_LETTER);
+    parts.push(s("text", { class: "tick", x: at, y: frame.bottom + 17, "text-anchor": "middle" }, text));
+  });
   return parts;
 }
 
@@ -132,7 +168,8 @@ function reader(svg, frame, series, { x, y }) {
   const read = (event) => {
     const at = event.clientX - svg.getBoundingClientRect().left;
     const nearest = (points) => points.reduce((a, b) => (Math.abs(frame.x(b[0]) - at) < Math.abs(frame.x(a[0]) - at) ? b : a));
-    const found = named.map((one) => [one, nearest(one.points)]);
+    const reaches = ({ points }) => at > frame.x(points[0][0]) - REACH && at < frame.x(points.at(-1)[0]) + REACH;
+    const found = named.filter(reaches).map((one) => [one, nearest(one.points)]);
     if (!found.length) return;
     const place = found[0][1][0];
     rule.setAttribute("d", `M${frame.x(place)} ${PAD.top}V${frame.bottom}`);

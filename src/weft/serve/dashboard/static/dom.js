@@ -53,6 +53,13 @@ export function table(caption, heads, rows, className = "") {
     h("tbody", null, rows.map((row) => h("tr", null, row.map(cell)))));
 }
 
+/** A box to search a list with; `matches` is true of texts that together have every word that is in it. */
+export function searchBox(label, oninput) {
+  const node = h("input", { type: "search", class: "search", "aria-label": label, placeholder: label, autocomplete: "off", spellcheck: false, oninput });
+  const words = () => node.value.toLowerCase().split(/\s+/).filter(Boolean);
+  return { node, words, matches: (...texts) => words().every((word) => texts.filter(Boolean).join(" ").toLowerCase().includes(word)) };
+}
+
 /** Pairs of a term and what it is; empty ones are left out. */
 export function facts(pairs, className = "facts") {
   return h("dl", { class: className }, pairs

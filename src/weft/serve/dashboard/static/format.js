@@ -3,35 +3,39 @@
 const NOTHING = "–";
 
 /** 1234567 -> 1.23 M. */
-export function count(value) {
+export function count(value, digits = 3) {
   if (!Number.isFinite(value)) return NOTHING;
   for (const [unit, size] of [["B", 1e9], ["M", 1e6], ["k", 1e4]]) {
     const scale = unit === "k" ? 1e3 : size;
-    if (Math.abs(value) >= size) return `${trim(value / scale)} ${unit}`;
+    if (Math.abs(value) >= size) return `${trim(value / scale, digits)} ${unit}`;
   }
   return Math.round(value).toLocaleString("en");
 }
 
 /** 3221225472 -> 3 GiB. */
-export function bytes(value) {
+export function bytes(value, digits = 3) {
   if (!Number.isFinite(value)) return NOTHING;
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let i = 0;
   while (Math.abs(value) >= 1024 && i < units.length - 1) { value /= 1024; i += 1; }
-  return `${i === 0 ? value : trim(value)} ${units[i]}`;
+  return `${i === 0 ? value : trim(value, digits)} ${units[i]}`;
 }
 
-/** A loss or a rate, short but never rounded to nothing. */
-export function number(value) {
+/** A loss or a rate, short but never rounded to nothing; exponents are written with just so many `digits`. */
+export function number(value, digits = 0) {
   if (value === null || value === undefined || !Number.isFinite(Number(value))) return NOTHING;
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e5)) return Number(value).toExponential(1).replace("e+", "e");
-  return String(Number(Number(value).toPrecision(4)));
+  if (size !== 0 && (size < 1e-3 || size >= 1e5)) {
+    const text = Number(value).toExponential(digits ? digits - 1 : 2).replace("e+", "e");
+    return digits ? text : text.replace(/\.?0+e/, "e");
+  }
+  return trim(Number(value), Math.max(4, digits));
 }
 
 /** 0.6125 -> 61.3 %. */
-export function share(value) {
-  return Number.isFinite(value) ? `${(100 * value).toFixed(1)} %` : NOTHING;
+export function share(value, digits = 0) {
+  if (!Number.isFinite(value)) return NOTHING;
+  return `${digits ? trim(100 * value, digits) : (100 * value).toFixed(1)} %`;
 }
 
 /** Seconds -> 1 h 4 min. */
@@ -63,6 +67,6 @@ export function clock(at, withSeconds = true) {
   return new Date(at * 1000).toLocaleTimeString("en-GB", options);
 }
 
-function trim(value) {
-  return String(Number(value.toPrecision(3)));
+function trim(value, digits) {
+  return String(Number(value.toPrecision(Math.max(3, digits))));
 }

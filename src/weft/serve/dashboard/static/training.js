@@ -1,6 +1,8 @@
 // What a job and its events say about training, whichever of their fields are there.
 
 import { get, path } from "./api.js";
+import { shareTicks, wholeTicks } from "./charts.js";
+import { count, share } from "./format.js";
 
 const PAGE = 100;
 const MOST = 20_000;
@@ -10,6 +12,12 @@ export const MAY = {
   resume: ["pausing", "paused"],
   cancel: ["validating_files", "queued", "running", "pausing", "paused"],
 };
+
+/** How curves over steps write and divide their axis. */
+export const STEPS = { x: (step) => `step ${count(step)}`, xTick: count, xMarks: wholeTicks };
+
+/** And how those of accuracies write and divide the other one. */
+export const SHARES = { y: share, yMarks: shareTicks };
 
 export const isOver = (job) => FINAL.includes(job.status);
 export const nameOf = (job) => job.user_provided_suffix || job.metadata?.name || job.id;
@@ -75,6 +83,8 @@ export class EventLog {
   }
 
   get losses() { return this.points("train_loss", "loss"); }
+  get accuracies() { return this.points("train_mean_token_accuracy"); }
+  get evalAccuracies() { return this.points("valid_mean_token_accuracy", "full_valid_mean_token_accuracy"); }
   get evals() { return this.points("valid_loss", "full_valid_loss", "eval_loss"); }
 
   /** The last thing metrics said under a name. */
@@ -97,6 +107,17 @@ export function progress(job, log) {
 /** Tokens trained so far: those accounted for, or while a job trains what it last said. */
 export function tokensOf(job, log) {
   return isOver(job) ? job.trained_tokens : Math.max(job.trained_tokens || 0, log?.last("trained_tokens") || 0) || null;
+}
+
+/** By what a job trains: pairs of a setting's name and its value as text. */
+export function settingsOf(job) {
+  const flat = (value, prefix) => Object.entries(value || {}).flatMap(([name, each]) =>
+    each && typeof each === "object" && !Array.isArray(each) ? flat(each, `${prefix}${name}.`) : [[prefix + name, Array.isArray(each) ? each.join(", ") : String(each)]]);
+  const ours = flat(job.settings, "");
+  return [
+    ["starts from", job.model], ["training file", job.training_file], ["validation file", job.validation_file],
+    ...(ours.length ? ours : flat(job.hyperparameters, "")), ["seed", String(job.seed)],
+  ];
 }
 
 /** Problems of a training file in a refusal: [{line, text}], by line; empty if the refusal is about something else. */

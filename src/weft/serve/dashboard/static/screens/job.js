@@ -1,14 +1,14 @@
 // One job: curves while they grow, what was asked for, what happened, and what came of it.
 
-import { download, get, patience, post } from "../api.js";
-import { curves, meter, smooth } from "../charts.js";
-import { chip, facts, h, notice, repeat, show, table, toast } from "../dom.js";
+import { action, saving } from "../actions.js";
+import { get, patience, post } from "../api.js";
+import { curves, logToggle, meter, smooth } from "../charts.js";
+import { chip, facts, h, notice, repeat, show, table } from "../dom.js";
 import { clock, count, duration, number, share, when } from "../format.js";
 import { colourOf } from "../palette.js";
-import { EventLog, MAY, isOver, nameOf, progress, stateOf, tokensOf } from "../training.js";
+import { EventLog, MAY, SHARES, STEPS, isOver, nameOf, progress, settingsOf, stateOf, tokensOf } from "../training.js";
 
 const SHOWN_EVENTS = 60;
-const STEPS = { x: (step) => `step ${count(step)}`, xTick: count };
 
 export function jobScreen(root, { signal, args: [id] }) {
   const base = `/v1/fine_tuning/jobs/${encodeURIComponent(id)}`;
@@ -43,24 +43,20 @@ export function jobScreen(root, { signal, args: [id] }) {
     return undefined;
   }
 
-  async function act(wish, button) {
-    button.disabled = true;
-    try {
-      job = await post(`${base}/${wish}`);
-      isLast = false;
-      turn = 0;
-      draw();
-    } catch (error) {
-      toast(error.message, true);
-    }
-    button.disabled = false;
+  async function act(wish) {
+    job = await post(`${base}/${wish}`);
+    isLast = false;
+    turn = 0;
+    draw();
   }
 
   function draw() {
     drawHead(parts, job, log, act);
     drawCharts(parts, job, log);
     show(parts.settings, settings(job));
-    drawCheckpoints(parts.checkpoints, checkpoints);
+    const metadata = Object.entries(job.metadata || {});
+    show(parts.metadata, metadata.length ? [h("h2", null, "Metadata"), h("section", { class: "card padded" }, facts(metadata, "settings"))] : []);
+    drawCheckpoints(parts.checkpoints, checkpoints, job);
     drawEvents(parts.events, log);
   }
 
@@ -68,23 +64,18 @@ export function jobScreen(root, { signal, args: [id] }) {
 }
 
 function layout(id) {
-  const loss = curves("Training loss", { ...STEPS, y: number, height: 300, empty: "The first step has not been done yet." });
+  const loss = curves("Training loss", { ...STEPS, y: number, height: 300 });
+  const accuracy = curves("Token accuracy", { ...STEPS, ...SHARES, height: 180 });
   const rate = curves("Learning rate", { ...STEPS, y: number, height: 180 });
   const norm = curves("Gradient norm", { ...STEPS, y: number, height: 180 });
-  const log = h("button", { type: "button", class: "toggle", "aria-pressed": "false" }, "log");
-  log.addEventListener("click", () => {
-    const on = log.getAttribute("aria-pressed") !== "true";
-    log.setAttribute("aria-pressed", String(on));
-    loss.setLog(on);
-  });
-  const parts = { loss, rate, norm, colour: colourOf(id) };
-  for (const name of ["head", "settings", "checkpoints", "events"]) parts[name] = h("div");
-  parts.small = h("div", { class: "grid two" }, card("Gradient norm", "before clipping", norm.node), card("Learning rate", "", rate.node));
+  const parts = { loss, accuracy, rate, norm, colour: colourOf(id) };
+  for (const name of ["head", "settings", "metadata", "checkpoints", "events"]) parts[name] = h("div");
+  parts.small = h("div", { class: "grid three" }, card("Token accuracy", "dots: validation", accuracy.node), card("Gradient norm", "before clipping", norm.node), card("Learning rate", "", rate.node));
   parts.all = [
     parts.head,
-    card("Loss", "faint: every step, clear: smoothed; dots: validation", loss.node, log), parts.small,
+    card("Loss", "faint: every step, clear: smoothed; dots: validation", loss.node, logToggle(loss.setLog)), parts.small,
     h("h2", null, "Checkpoints"), parts.checkpoints, h("h2", null, "Events"), parts.events,
-    h("h2", null, "Settings"), h("section", { class: "card padded" }, parts.settings),
+    h("h2", null, "Settings"), h("section", { class: "card padded" }, parts.settings), parts.metadata,
   ];
   return parts;
 }
@@ -96,14 +87,14 @@ function card(title, note, node, extra = null) {
 function drawHead(parts, job, log, act) {
   const { step, total } = progress(job, log);
   const wishes = Object.keys(MAY).filter((wish) => MAY[wish].includes(stateOf(job)));
-  const buttons = wishes.map((wish) => h("button", {
-    type: "button", data: { wish }, class: wish === "cancel" ? "danger" : "",
-    onclick: (event) => { if (wish !== "cancel" || confirm("Cancel this job for good? It cannot be resumed.")) act(wish, event.currentTarget); },
-  }, { cancel: "Cancel", pause: "Pause", resume: "Resume" }[wish]));
+  const buttons = wishes.map((wish) => action({ cancel: "Cancel", pause: "Pause", resume: "Resume" }[wish], async () => {
+    if (wish !== "cancel" || confirm("Cancel this job for good? It cannot be resumed.")) await act(wish);
+  }, { data: { wish }, class: wish === "cancel" ? "danger" : "" }));
   if (job.fine_tuned_model) buttons.unshift(
     h("a", { class: "button main", href: `#/chat/${encodeURIComponent(job.fine_tuned_model)}` }, "Try it"),
     saving("Download adapter", `/v1/models/${job.fine_tuned_model}/adapter`, `${nameOf(job)}.zip`));
   for (const file of job.result_files || []) buttons.push(saving("Results (CSV)", `/v1/files/${file}/content`, `${nameOf(job)}.csv`));
+  buttons.push(h("a", { class: "button", href: `#/new/${encodeURIComponent(job.id)}` }, "Clone"));
   const seconds = (job.finished_at || Date.now() / 1000) - (job.started_at || job.created_at);
   show(parts.head,
     h("p", { class: "crumb" }, h("a", { href: "#/jobs" }, "Jobs")),
@@ -130,15 +121,6 @@ function accuracy(log) {
   return validated === null ? share(trained) : `${share(trained)}, validation ${share(validated)}`;
 }
 
-function saving(text, from, filename) {
-  return h("button", { type: "button", data: { saves: from }, onclick: async (event) => {
-    const button = event.currentTarget;
-    button.disabled = true;
-    await download(from, filename).catch((error) => toast(error.message, true));
-    button.disabled = false;
-  } }, text);
-}
-
 function drawCharts(parts, job, log) {
   const { losses, evals } = log;
   const clear = losses.length > 40 ? smooth(losses) : losses;
@@ -146,29 +128,27 @@ function drawCharts(parts, job, log) {
     ...(clear === losses ? [] : [{ name: "each step", colour: parts.colour, points: losses, faint: true }]),
     { name: "training", colour: parts.colour, points: clear },
     { name: "validation", colour: "var(--ink)", points: evals, dots: true },
-  ]);
+  ], isOver(job) ? "No step was done." : "The first step has not been done yet.");
   parts.loss.node.dataset.points = losses.length;
   const [norms, rates] = [log.points("grad_norm"), log.points("learning_rate")];
   parts.small.hidden = norms.length < 2 && rates.length < 2;
+  parts.accuracy.update([
+    { name: "training", colour: parts.colour, points: log.accuracies },
+    { name: "validation", colour: "var(--ink)", points: log.evalAccuracies, dots: true },
+  ]);
   parts.norm.update([{ name: "norm", colour: parts.colour, points: norms }]);
   parts.rate.update([{ name: "rate", colour: parts.colour, points: rates }]);
 }
 
 function settings(job) {
-  const flat = (value, prefix) => Object.entries(value || {}).flatMap(([name, each]) =>
-    each && typeof each === "object" && !Array.isArray(each) ? flat(each, `${prefix}${name}.`) : [[prefix + name, Array.isArray(each) ? each.join(", ") : String(each)]]);
-  const ours = flat(job.settings, "");
   return facts([
-    ["starts from", job.model], ["training file", h("code", null, job.training_file)],
-    ["validation file", job.validation_file && h("code", null, job.validation_file)],
-    ...(ours.length ? ours : flat(job.hyperparameters, "")),
-    ["seed", String(job.seed)], ["priority", job.priority ? String(job.priority) : null],
-    ...flat(job.metadata, ""), ["created", when(job.created_at)], ["finished", job.finished_at && when(job.finished_at)],
+    ...settingsOf(job), ["priority", job.priority ? String(job.priority) : null],
+    ["created", when(job.created_at)], ["finished", job.finished_at && when(job.finished_at)],
   ], "settings");
 }
 
-function drawCheckpoints(node, checkpoints) {
-  if (!checkpoints.length) { show(node, notice("No checkpoint has been written yet.")); return; }
+function drawCheckpoints(node, checkpoints, job) {
+  if (!checkpoints.length) { show(node, notice(isOver(job) ? "This job has no checkpoints." : "No checkpoint has been written yet.")); return; }
   show(node, h("section", { class: "card table-card" }, table("Checkpoints, newest first", ["checkpoint", "training loss", "validation loss", "written", "model"], checkpoints.map((each) => [
     `step ${count(each.step_number)}`,
     [number(each.metrics?.train_loss ?? null), "number"],

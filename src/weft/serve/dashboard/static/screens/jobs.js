@@ -2,53 +2,79 @@
 
 import { get, path, patience } from "../api.js";
 import { meter, sparkline } from "../charts.js";
-import { chip, h, notice, repeat, show, table } from "../dom.js";
+import { chip, h, notice, repeat, searchBox, show, table } from "../dom.js";
 import { ago, count, duration, number } from "../format.js";
-import { colourOf } from "../palette.js";
+import { CALM, colourOf } from "../palette.js";
 import { EventLog, isOver, nameOf, progress, stateOf, tokensOf } from "../training.js";
 
 const PAGE = 20;
+const SEARCHED = 1000;
+const SEARCH_PAGE = 100;
+const SEARCH_S = 15;
+const MOST_COMPARED = CALM.length;
 const CURVE_PAGES = 1;
 const CURVES_A_TIME = 6;
 const STATES = ["all", "running", "queued", "paused", "succeeded", "failed", "cancelled"];
 
 export function jobsScreen(root, { signal }) {
-  const state = { jobs: [], hasMore: false, shown: PAGE, filter: "all", logs: new Map(), asked: new Map(), done: new Set() };
+  const state = { jobs: [], hasMore: false, shown: PAGE, filter: "all", chosen: new Set(), turn: 0, logs: new Map(), asked: new Map(), done: new Set() };
+  const search = searchBox("Search jobs", find);
+  const actions = h("div", { class: "actions" });
   const filters = h("div", { class: "chips", role: "group", "aria-label": "Show jobs that are" });
   const list = h("div", null, h("p", { class: "loading" }, "Loading…"));
   const more = h("button", { type: "button", hidden: true, onclick: () => { state.shown += PAGE; refresh(); } }, "Show older jobs");
-  show(root, h("header", { class: "head" }, h("h1", null, "Jobs"), h("a", { class: "button main", href: "#/new" }, "New job")), filters, list, more);
+  show(root, h("header", { class: "head" }, h("h1", null, "Jobs"), actions), h("div", { class: "finding" }, search.node, filters), list, more);
 
   async function refresh() {
+    const isSearch = search.words().length > 0;
     try {
-      await load(state, signal);
+      await load(state, isSearch ? SEARCHED : state.shown, isSearch ? SEARCH_PAGE : PAGE, signal);
       draw();
-      await loadCurves(state, signal);
+      await loadCurves(state, visible(), signal);
       draw();
     } catch (error) {
       if (error.name === "AbortError") return undefined;
       if (!state.jobs.length) show(list, notice(error.message, { bad: true }));
       return patience(error);
     }
-    return undefined;
+    return state.jobs.length > SEARCH_PAGE ? SEARCH_S : undefined;
+  }
+
+  // Those listed are searched at once, the older ones when they have come.
+  let typing = 0;
+  function find() {
+    draw();
+    clearTimeout(typing);
+    typing = setTimeout(() => { if (!signal.aborted) refresh(); }, 300);
+  }
+
+  const matching = () => state.jobs.filter((job) => search.matches(nameOf(job), job.id, job.model, job.fine_tuned_model, job.status, job.training_file, ...Object.entries(job.metadata || {}).flat()));
+  const visible = () => matching().filter((job) => state.filter === "all" || job.status === state.filter);
+
+  function choose(id, on) {
+    if (on) state.chosen.add(id); else state.chosen.delete(id);
+    draw();
   }
 
   function draw() {
-    const visible = state.jobs.filter((job) => state.filter === "all" || job.status === state.filter);
-    drawFilters();
+    const jobs = visible();
+    drawFilters(matching());
+    const compared = [...state.chosen].map(encodeURIComponent).join("/");
+    show(actions, state.chosen.size > 1 ? h("a", { class: "button", href: `#/compare/${compared}` }, `Compare ${state.chosen.size}`) : null,
+      h("a", { class: "button main", href: "#/new" }, "New job"));
     more.hidden = !state.hasMore;
     if (!state.jobs.length) {
       const action = h("a", { class: "button main", href: "#/new" }, "Start the first one");
       show(list, notice("There are no jobs yet: upload examples and train an adapter.", { action }));
-    } else if (!visible.length) {
-      show(list, notice(`None of the jobs listed is ${state.filter}.`));
+    } else if (!jobs.length) {
+      show(list, notice(search.words().length ? `No job matches "${search.node.value.trim()}"${state.hasMore ? ` among the newest ${count(state.jobs.length)}` : ""}.` : `None of the jobs listed is ${state.filter}.`));
     } else {
-      show(list, h("section", { class: "card table-card" }, table("Jobs, newest first", ["job", "state", "progress", "loss", "last loss", "tokens", "created"], visible.map((job) => row(job, state)), "jobs")));
+      show(list, h("section", { class: "card table-card" }, table("Jobs, newest first", ["job", "state", "progress", "loss", "last loss", "tokens", "created", "compare"], jobs.map((job) => row(job, state, choose)), "jobs")));
     }
   }
 
-  function drawFilters() {
-    const number = (name) => (name === "all" ? state.jobs.length : state.jobs.filter((job) => job.status === name).length);
+  function drawFilters(jobs) {
+    const number = (name) => (name === "all" ? jobs.length : jobs.filter((job) => job.status === name).length);
     show(filters, STATES.filter((name) => name === "all" || number(name) || name === state.filter).map((name) =>
       h("button", { type: "button", class: "chip", "aria-pressed": String(state.filter === name), data: { filter: name }, onclick: () => { state.filter = name; draw(); } }, `${name} `, h("b", null, name === "all" && state.hasMore ? `${number(name)}+` : number(name)))));
   }
@@ -56,22 +82,23 @@ export function jobsScreen(root, { signal }) {
   return repeat(refresh, 4, signal);
 }
 
-async function load(state, signal) {
+async function load(state, wanted, limit, signal) {
+  state.turn += 1;
+  const { turn } = state;
   const jobs = [];
-  let after;
+  let page;
   do {
-    const page = await get(path("/v1/fine_tuning/jobs", { limit: PAGE, after }), signal);
+    page = await get(path("/v1/fine_tuning/jobs", { limit, after: jobs.at(-1)?.id }), signal);
     jobs.push(...page.data);
-    state.hasMore = page.has_more;
-    after = page.data.at(-1)?.id;
-  } while (state.hasMore && jobs.length < state.shown);
-  state.jobs = jobs;
+  } while (page.has_more && jobs.length < wanted);
+  // What was wanted meanwhile, by a search or for older jobs, is on its way.
+  if (turn === state.turn) Object.assign(state, { jobs, hasMore: page.has_more });
 }
 
 // A few curves at a time, those not looked at for longest first; those of jobs that have ended once.
-async function loadCurves(state, signal) {
+async function loadCurves(state, jobs, signal) {
   const moves = (job) => !state.done.has(job.id) && (job.status === "running" || isOver(job) || !state.logs.has(job.id));
-  const due = state.jobs.filter(moves).sort((a, b) => (state.asked.get(a.id) || 0) - (state.asked.get(b.id) || 0));
+  const due = jobs.filter(moves).sort((a, b) => (state.asked.get(a.id) || 0) - (state.asked.get(b.id) || 0));
   await Promise.all(due.slice(0, state.asked.size ? CURVES_A_TIME : PAGE).map(async (job) => {
     const log = state.logs.get(job.id) || new EventLog(job.id);
     state.asked.set(job.id, Date.now());
@@ -81,7 +108,7 @@ async function loadCurves(state, signal) {
   }));
 }
 
-function row(job, state) {
+function row(job, state, choose) {
   const log = state.logs.get(job.id);
   const tokens = tokensOf(job, log);
   const losses = (log?.losses || []).map(([, loss]) => loss);
@@ -94,7 +121,16 @@ function row(job, state) {
     [number(losses.at(-1) ?? null), losses.length ? "number" : "number none"],
     [tokens ? count(tokens) : "–", tokens ? "number" : "number none"],
     [ago(job.created_at), "soft"],
+    [compareBox(job, state, choose), "compare"],
   ];
+}
+
+function compareBox(job, { chosen }, choose) {
+  const isChosen = chosen.has(job.id);
+  return h("input", {
+    type: "checkbox", id: `compare-${job.id}`, "aria-label": `Compare ${nameOf(job)}`, checked: isChosen,
+    disabled: !isChosen && chosen.size >= MOST_COMPARED, onchange: (event) => choose(job.id, event.currentTarget.checked),
+  });
 }
 
 function steps(job, log) {

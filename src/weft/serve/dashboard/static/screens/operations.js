@@ -1,7 +1,7 @@
 // The machines: who trains what, how fast, with how much memory, and what waits.
 
 import { patience, post } from "../api.js";
-import { binaryTicks, curves, meter, strip, timeTicks } from "../charts.js";
+import { binaryTicks, curves, meter, strip, timeTicks, wholeTicks } from "../charts.js";
 import { facts, h, notice, repeat, show, tile, toast } from "../dom.js";
 import { ago, bytes, clock, count, duration, share } from "../format.js";
 import { CALM, OTHERS, colours } from "../palette.js";
@@ -14,7 +14,7 @@ const WISHES = { alive: ["drain", "Drain"], draining: ["undrain", "Take jobs aga
 const ENDED = ["succeeded", "failed", "cancelled"];
 
 export function operationsScreen(root, { signal, overview }) {
-  const speed = curves("Throughput", { ...TIMES, y: count, fromZero: true, empty: "No worker has reported yet." });
+  const speed = curves("Throughput", { ...TIMES, y: count, yMarks: wholeTicks, fromZero: true, empty: "No worker has reported yet." });
   const memory = curves("Memory", { ...TIMES, y: bytes, yMarks: binaryTicks, fromZero: true, empty: "No worker has reported yet." });
   const [tiles, queue, workers] = [h("section", { class: "tiles" }), h("section", { class: "card padded" }), h("div", { class: "machines" })];
   let isDrawn = false;
@@ -30,8 +30,8 @@ export function operationsScreen(root, { signal, overview }) {
     }
     if (!isDrawn) {
       show(root, h("header", { class: "head" }, h("h1", null, "Operations")), tiles,
-        h("h2", null, "Over time"), h("div", { class: "grid two" }, chart("Throughput", "trained tokens per second", speed), chart("Memory", "in use, by worker", memory)),
-        h("h2", null, seen.is_admin ? "Queue, all tenants" : "Queue"), queue, h("h2", null, "Workers"), workers);
+        h("h2", null, "Over time"), h("div", { class: "grid two" }, chart("Throughput", "trained tokens per second, all tenants", speed), chart("Memory", "in use, by worker", memory)),
+        h("h2", null, seen.is_admin ? "Queue, all tenants" : "Queue, your jobs"), queue, h("h2", null, "Workers"), workers);
       isDrawn = true;
     }
     show(tiles, tilesOf(seen));
@@ -59,16 +59,17 @@ function chart(title, note, { node }) {
   return h("section", { class: "card chart-card" }, h("header", null, h("h3", null, title), h("p", null, note)), node);
 }
 
-function tilesOf({ workers: known, queue }) {
+function tilesOf({ workers: known, queue, is_admin: isAdmin }) {
   const workers = known.filter((worker) => worker.state !== "lost");
   const lost = known.length - workers.length;
   const sum = (name) => workers.reduce((total, worker) => total + (worker[name] || 0), 0);
+  const others = workers.reduce((total, worker) => total + worker.num_other_jobs, 0);
   const waiting = (queue.queued || 0) + (queue.validating_files || 0);
   return [
     tile("workers", count(workers.length), lost ? `alive, ${count(lost)} lost` : workers.some((worker) => worker.state !== "alive") ? "some drain or leave" : workers.length ? "alive" : "none is alive"),
-    tile("tokens per second", workers.length ? count(sum("tokens_per_second")) : "–", "all workers together"),
+    tile("tokens per second", workers.length ? count(sum("tokens_per_second")) : "–", "all workers and tenants"),
     tile("memory in use", sum("memory_bytes") ? bytes(sum("memory_bytes")) : "–", sum("memory_total_bytes") ? `of ${bytes(sum("memory_total_bytes"))}` : ""),
-    tile("jobs", `${count(queue.running || 0)} running`, `${count(waiting)} waiting`),
+    tile(isAdmin ? "jobs of all tenants" : "your jobs", `${count(queue.running || 0)} running`, `${count(waiting)} waiting${others ? `; beside ${count(others)} of other tenants` : ""}`),
   ];
 }
 
@@ -81,10 +82,10 @@ function drawHistory({ history, workers }, speed, memory) {
   memory.update(series("memory_bytes", { area: ids.length === 1 }));
 }
 
-function queueOf({ queue, tenants }) {
+function queueOf({ queue, tenants, is_admin: isAdmin }) {
   const active = STATES.map(([state, colour]) => [state.replaceAll("_", " "), queue[state] || 0, colour]);
   const ended = ENDED.map((state) => `${count(queue[state] || 0)} ${state}`).join(", ");
-  if (!active.some(([, number]) => number)) return notice(`Nothing is running or waiting; ${ended} so far.`);
+  if (!active.some(([, number]) => number)) return notice(`${isAdmin ? "No job of any tenant" : "None of your jobs"} is running or waiting; ${ended} so far.`);
   const rows = (tenants || []).filter((tenant) => STATES.some(([state]) => tenant.queue[state])).map((tenant) => h("li", null, h("b", null, tenant.name),
     STATES.filter(([state]) => tenant.queue[state]).map(([state]) => ` ${tenant.queue[state]} ${state.replaceAll("_", " ")}`).join(",")));
   return [strip("Jobs by state", active, count), h("p", { class: "soft" }, `Ended so far: ${ended}.`), rows.length ? h("ul", { class: "plain" }, rows) : null];

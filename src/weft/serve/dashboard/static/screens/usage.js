@@ -2,7 +2,7 @@
 
 import { get, patience } from "../api.js";
 import { columns, meter } from "../charts.js";
-import { h, notice, repeat, show, table, tile } from "../dom.js";
+import { h, notice, repeat, searchBox, show, table, tile } from "../dom.js";
 import { ago, bytes, count, when } from "../format.js";
 import { CALM } from "../palette.js";
 import { nameOf } from "../training.js";
@@ -11,14 +11,20 @@ const KINDS = [["trained", "trained", CALM[0]], ["prompt", "prompts", CALM[2]], 
 
 export function usageScreen(root, { signal, overview }) {
   show(root, h("p", { class: "loading" }, "Loading…"));
+  const [all, lists] = [h("div"), h("div")];
+  const search = searchBox("Search tenants and keys", () => show(lists, operator(last, search.matches)));
+  let last = null;
   let isDrawn = false;
 
   async function refresh() {
     try {
       const [seen, jobs] = await Promise.all([overview(6), get("/v1/fine_tuning/jobs?limit=100", signal)]);
       const where = window.scrollY;
-      show(root, h("header", { class: "head" }, h("h1", null, "Usage")), tilesOf(seen), months(seen), limits(seen), byJob(jobs.data), seen.is_admin ? operator(seen) : null);
-      if (isDrawn) window.scrollTo(0, where);
+      show(all, h("header", { class: "head" }, h("h1", null, "Usage")), tilesOf(seen), months(seen), limits(seen), byJob(jobs.data));
+      if (seen.is_admin) show(lists, operator(seen, search.matches));
+      if (!isDrawn) show(root, all, seen.is_admin ? [h("div", { class: "finding" }, search.node), lists] : []);
+      else window.scrollTo(0, where);
+      last = seen;
       isDrawn = true;
     } catch (error) {
       if (error.name !== "AbortError" && !isDrawn) show(root, notice(error.message, { bad: true }));
@@ -65,14 +71,14 @@ function byJob(jobs) {
   ])))];
 }
 
-function operator({ tenants, keys }) {
+function operator({ tenants, keys }, matches) {
   const state = (key) => (key.revoked_at ? h("span", { class: "badge failed" }, "revoked") : h("span", { class: "badge succeeded" }, "active"));
   return [
-    h("h2", null, "Tenants"), h("section", { class: "card table-card" }, table("Tenants", ["tenant", "state", "active jobs", "trained tokens", "stored", "weight"], tenants.map((tenant) => [
+    h("h2", null, "Tenants"), h("section", { class: "card table-card" }, table("Tenants", ["tenant", "state", "active jobs", "trained tokens", "stored", "weight"], tenants.filter((tenant) => matches(tenant.name, tenant.id)).map((tenant) => [
       [tenant.name, "name"], [h("span", { class: `badge ${tenant.is_disabled ? "failed" : "succeeded"}` }, tenant.is_disabled ? "shut out" : "active"), "state"],
       [count(tenant.num_active_jobs), "number"], [count(tenant.trained_tokens), "number"], [bytes(tenant.stored_bytes), "number"], [String(tenant.weight), "number"],
     ]))),
-    h("h2", null, "Keys"), h("section", { class: "card table-card" }, table("Keys", ["key", "state", "tenant", "may", "last used", "made"], keys.map((key) => [
+    h("h2", null, "Keys"), h("section", { class: "card table-card" }, table("Keys", ["key", "state", "tenant", "may", "last used", "made"], keys.filter((key) => matches(key.name, `weft_${key.id}`, key.tenant, ...key.scopes)).map((key) => [
       [[h("code", null, `weft_${key.id}_…`), h("small", null, key.name)], "name"], [state(key), "state"], key.tenant, [key.scopes.join(", "), "wide wrap"], [key.last_used_at ? ago(key.last_used_at) : "never", "soft"], [when(key.created_at), "soft"],
     ]))),
     h("p", { class: "soft" }, "Keys are made and revoked with weft keys; a secret is shown once and kept nowhere."),

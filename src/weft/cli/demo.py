@@ -1,0 +1,239 @@
+"""`weft demo`: several adapters learn different skills together on the embedded backbone.
+
+It shows what training changed, and how much faster it was than one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from weft.cli.options import path_option
+from weft.cli.skills import SKILLS, write_skill
+from weft.errors import ConfigError, StorageError
+from weft.report.readable import output_console
+from weft.store.wall_clock import Activity, WallClock, process_start_s
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+    from weft.engine.train import PreparedRun
+    from weft.spec import RunSpec
+    from weft.store.run_dir import RunDirectory
+
+
+@dataclass(frozen=True)
+class DemoSize:
+    """How much a demo trains, chosen so that two CPU cores need about a minute (tiny) or five (smollm2)."""
+
+    skills: tuple[str, ...]
+    steps: int
+    batch: int
+    held: int
+    """Prompts per skill that no training sees."""
+    learning_rate: float
+
+
+MODELS = {
+    "tiny": DemoSize(
+        ("reverse", "shout", "drop_vowels", "sort", "next_letter", "pig_latin", "add", "acronym"), 160, 2, 32, 2e-3
+    ),
+    # A model of word pieces hardly sees single letters, so it gets skills that need less spelling.
+    "smollm2": DemoSize(("shout", "drop_vowels", "acronym", "add"), 80, 2, 16, 1e-3),
+}
+SOLO_STEPS = 6
+"""Steps each job trains alone to measure one-by-one speed, after two to warm up."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of training, together and one by one."""
+
+    together: float
+    one_by_one: float
+
+    @property
+    def factor(self) -> float:
+        return self.together / self.one_by_one
+
+
+def demo(
+    model: Annotated[
+        str, typer.Option(help="tiny (embedded) or smollm2 (135 M parameters, about five minutes).")
+    ] = "tiny",
+    out: Annotated[Path, path_option("Where results go; an earlier demo there is replaced.")] = Path("runs/demo"),
+) -> None:
+    """Train several adapters together on a small backbone and see what they learnt."""
+    from weft.cli.watch import conclude, follow, print_time, record_time
+    from weft.engine.train import prepare_run
+    from weft.model.source import find_source
+    from weft.report.page import ReportExtra, SkillGain
+
+    if model not in MODELS:
+        raise ConfigError(f"got {model!r}; accepted are {' and '.join(MODELS)}.", where="--model")
+    find_source(model)
+    console, wall = output_console(), WallClock(process_start_s())
+    num_skills = len(MODELS[model].skills)
+    with _open_demo(out) as directory:
+        with console.status(f"loading {model} and writing {num_skills} small data sets"):
+            spec = _write_jobs(out, model)
+            run = prepare_run(spec, base_dir=out, wall=wall)
+            with wall.spending(Activity.EVALUATING):
+                before = _measure_skills(run, out, trained=False)
+        console.print(f"{num_skills} adapters learn {num_skills} skills together on one frozen {model}")
+        states, stopped = follow(run, directory, console)
+        time = partial(record_time, wall, directory)
+        if stopped or set(states.values()) != {"succeeded"}:
+            with wall.spending(Activity.WRITING):
+                conclude(out, console, time=time)
+            print_time(wall, console)
+            raise typer.Exit(130 if stopped else 1)
+        with console.status("trying the adapters, then training each alone for a few steps to compare"):
+            with wall.spending(Activity.EVALUATING):
+                after = _measure_skills(run, out, trained=True)
+            with wall.spending(Activity.COMPUTING):
+                speed = _measure_speed(run)
+        console.print(_skills(before, after))
+        console.print()
+        extra = ReportExtra(
+            title="What the adapters learnt",
+            paragraph="Exact match on prompts held out from training, of the bare backbone and of each adapter.",
+            skills=[SkillGain(name, before[name], after[name]) for name in before],
+            facts=[("speed-up over one by one", f"{speed.factor:.1f}x")],
+            speeds=[("together", speed.together), ("one by one", speed.one_by_one)],
+        )
+        with wall.spending(Activity.WRITING):
+            conclude(out, console, extra, time=time)
+    print_time(wall, console)
+    console.print(
+        f"speed     {speed.together:,.0f} tokens/s together, {speed.one_by_one:,.0f} one by one: "
+        f"{speed.factor:.1f}x (each job alone for {SOLO_STEPS} steps)",
+        highlight=False,
+    )
+    weft = "weft" if shutil.which("weft") else sys.argv[0]
+    console.print(f"try       {weft} chat --adapter {out}/{next(iter(before))}", highlight=False)
+
+
+def _skills(before: dict[str, float], after: dict[str, float]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("skill")
+    table.add_column("exact match before", justify="right")
+    table.add_column("after", justify="right")
+    table.add_column("what it learnt", style="dim")
+    for name in before:
+        table.add_row(name, f"{before[name]:.0%}", f"{after[name]:.0%}", SKILLS[name].description)
+    return table
+
+
+def _open_demo(out: Path) -> RunDirectory:
+    """The demo's directory, emptied of an earlier demo; anything else there is refused."""
+    from weft.store.atomic import storage_errors
+    from weft.store.run_dir import RunDirectory
+
+    if (out / "run.json").exists():
+        with RunDirectory.open(out, resume=True) as earlier:
+            if earlier.read_run().run_name != "demo":
+                raise StorageError("holds a run that is not a demo; give another --out.", where=str(out))
+        with storage_errors(out):
+            shutil.rmtree(out)
+    return RunDirectory.open(out, resume=False)
+
+
+def _write_jobs(out: Path, model: str) -> RunSpec:
+    """Writes the skills' data and a jobs file that `weft train` accepts too; returns the run."""
+    import yaml
+
+    from weft.spec import run_from_mapping
+    from weft.store.atomic import forget, write_file
+
+    size = MODELS[model]
+    lines = [
+        "# The jobs of `weft demo`; train them again with: weft train jobs.yaml --out ../again",
+        f"base_model: {model}",
+        "run_name: demo",
+        "capacity: 1024",
+        "defaults:",
+        f"  max_steps: {size.steps}",
+        f"  global_batch_size: {size.batch}",
+        f"  learning_rate: {size.learning_rate}",
+        "  warmup_steps: 5",
+        "  eval_steps: 40",
+        "  max_length: 128",
+        "  adapter: {r: 8, lora_alpha: 16, target_modules: all-linear}",
+        "jobs:",
+    ]
+    with contextlib.ExitStack() as undo:
+        if not (out / "data").exists():
+            undo.callback(shutil.rmtree, out / "data", ignore_errors=True)
+        for name in size.skills:
+            write_skill(out / "data" / name, name, train=size.steps * size.batch, held=size.held)
+            files = f"train_data: data/{name}/train.jsonl, eval_data: data/{name}/eval.jsonl"
+            lines.append(f"  - {{name: {name}, {files}}}  # {SKILLS[name].description}")
+        if not (out / "jobs.yaml").exists():
+            undo.callback(forget, (out / "jobs.yaml").unlink)
+        write_file(out / "jobs.yaml", "\n".join(lines) + "\n")
+        undo.pop_all()
+    return run_from_mapping(yaml.safe_load("\n".join(lines)))
+
+
+def _engine_of(run: PreparedRun) -> Engine:
+    from weft.engine.engine import Engine
+
+    assert isinstance(run.engine, Engine)
+    return run.engine
+
+
+def _measure_skills(run: PreparedRun, out: Path, *, trained: bool) -> dict[str, float]:
+    """Exact match of every skill on prompts held out from training: of the bare backbone, or of the adapters."""
+    from weft.data.load import load_prompts
+    from weft.engine.execute.protocol import AnswersWork
+    from weft.engine.inference.generate import Decoding, exact_match
+
+    executor = _engine_of(run).executor
+    prompts = {
+        name: load_prompts(f"data/{name}/eval.jsonl", executor.tokenizer, base_dir=out) for name in run.engine.jobs
+    }
+    answers = executor.wait(executor.start(AnswersWork(prompts, Decoding(max_new_tokens=24), is_bare=not trained)))
+    return {name: exact_match(given) for name, given in answers.items()}
+
+
+def _measure_speed(run: PreparedRun) -> Speed:
+    """Compares the finished run with each of its jobs alone on the same backbone, a few steps each."""
+    from weft.engine.engine import Engine
+    from weft.engine.events import StepDone
+    from weft.engine.execute.protocol import executor_beside
+
+    engine = _engine_of(run)
+    together = _rate(engine, since_step=3)
+    tokens, seconds = 0, 0.0
+    for job in engine.jobs.values():
+        alone = Engine(executor_beside(engine.executor), capacity=run.spec.capacity)
+        alone.submit(job.spec, job.data)
+        for event in alone.events():
+            if isinstance(event, StepDone) and event.step == SOLO_STEPS + 2:
+                alone.cancel(job.spec.name)
+        spans = _training_spans(alone, since_step=3)
+        tokens += sum(n for n, _ in spans)
+        seconds += sum(s for _, s in spans)
+    return Speed(together, tokens / seconds)
+
+
+def _rate(engine: Engine, since_step: int) -> float:
+    spans = _training_spans(engine, since_step)
+    return sum(tokens for tokens, _ in spans) / sum(seconds for _, seconds in spans)
+
+
+def _training_spans(engine: Engine, since_step: int) -> list[tuple[int, float]]:
+    """(tokens, seconds) of everything training takes, from the first microbatch after some optimizer steps on."""
+    spans = [s for s in engine.timeline.spans if s.name in ("forward_backward", "step", "plan")]
+    steps = [index for index, span in enumerate(spans) if span.name == "step"]
+    num_jobs = len(engine.jobs)
+    first = steps[min(len(steps) - 1, (since_step - 1) * num_jobs - 1)] + 1
+    return [(span.args.get("tokens", 0), span.duration_s) for span in spans[first:]]

@@ -1,1 +1,0 @@
-"""The embedded demo: generated skills, and the run that learns them together."""

@@ -1,1 +1,0 @@
-"""Rows from files, tables and Hub data sets, read with the location of every row."""

@@ -1,1 +1,0 @@
-"""From text to tokens and their weights in the loss."""

@@ -1,0 +1,319 @@
+"""Seats for jobs on the backbone, and how many tokens a microbatch may hold.
+
+`plan.admit` decides at step boundaries, and the executor carries it out. A job that waits, is paused or has ended keeps
+its whole state on the CPU and costs the GPU nothing. A job with a seat has its weights, gradients and moments beside
+the backbone, and a slot. Moving between the two changes no bit.
+
+On a CPU there is no limit unless one is given. On a GPU jobs may take what is left beside the backbone and the
+activations of a microbatch; those are estimated from the model's shape until microbatches have run, and measured from
+then on. When the memory runs out, microbatches become smaller (`CapacityLimit`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from weft.engine.execute.protocol import Executor, PeakMemory, Replica, ReplicaMemory, ReplicaMemoryError
+from weft.engine.jobs.live_job import LiveJob
+from weft.errors import ConfigError, JobError
+from weft.job_state import JobState, Reason, ReasonCode
+from weft.plan.admit import MARGIN, Admission, Applicant, Budget, Share, admit
+from weft.plan.cost.memory import best_bytes, job_state_bytes, passing_bytes
+from weft.plan.types import Limits
+from weft.spec import AdapterSpec
+from weft.spec.run import Capacity
+
+EVALUATED_PER_TRAINED = 3
+"""Evaluated tokens that count as one trained token in a tenant's share: they have no backward pass."""
+
+
+class Placement:
+    """Seats on one backbone: how many the memory allows, and which jobs have one."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        jobs: Mapping[str, LiveJob],
+        *,
+        max_jobs: int | None,
+        job_memory: int | None,
+        weights: Mapping[str, float],
+    ) -> None:
+        """`jobs`: the engine's, live; `job_memory`: bytes for all seated jobs; `weights`: by tenant, live."""
+        self._weights = weights
+        self._executor = executor
+        self._measurer = executor if isinstance(executor, PeakMemory) else None
+        self._jobs = jobs
+        self._max_jobs = max_jobs
+        self._seated: set[str] = set()
+        self._job_memory = job_memory
+        self._measured_bytes: int | None = None
+        """Most bytes that a GPU has held besides its jobs, once microbatches have run."""
+        self._peak_bytes = 0
+        self._proven_bytes = 0
+        self._has_run_out = False
+        """True if the memory ran out while microbatches were watched."""
+        self._ceiling_bytes: int | None = None
+        """Less than jobs would have held when one more turned out not to fit."""
+        self._credit: dict[str, int] = {}
+        """Tokens added to a tenant's count so that it starts level."""
+
+    def waiting(self) -> list[LiveJob]:
+        """Jobs that wait for a seat, in order of arrival."""
+        # A copy at once: other threads may submit while we look.
+        return [job for job in list(self._jobs.values()) if job.state is JobState.QUEUED]
+
+    def check(self, job: LiveJob, capacity: int) -> None:
+        """JobError for a job that would not fit even alone."""
+        reason = self._budget(capacity).why_never(self.bytes_of(job))
+        if reason is not None:
+            hint = "Lower adapter.r or max_length, or quantize the backbone."
+            raise JobError(reason.text, where=job.spec.name, hint=hint)
+
+    def fits_any_waiting(self, capacity: int) -> bool:
+        """True if this capacity leaves memory for at least one waiting job."""
+        budget = self._budget(capacity)
+        return any(budget.why_never(self.bytes_of(job)) is None for job in self.waiting())
+
+    def can_fill(self, capacity: int) -> bool:
+        """True if it leaves memory for enough waiting jobs to fill a microbatch with a global batch each."""
+        left_bytes = self._budget(capacity).usable_bytes
+        if left_bytes is None or self._measured_bytes is not None:
+            # Once microbatches have run, the free memory no longer shows how it depends on their size.
+            return True
+        num_tokens = 0.0
+        for job in self.waiting()[: self._max_jobs]:
+            left_bytes -= self.bytes_of(job)
+            if left_bytes < 0:
+                return num_tokens >= capacity
+            data = job.data.train
+            num_tokens += data.summary.num_tokens * min(1.0, job.spec.batch_size / len(data.samples))
+        return True
+
+    def decide(self, capacity: int) -> Admission:
+        waiting, running = self.waiting(), [job for job in list(self._jobs.values()) if job.is_running]
+        arrivals = {name: index for index, name in enumerate(list(self._jobs))}
+
+        def applicants(jobs: Sequence[LiveJob]) -> list[Applicant]:
+            return [
+                Applicant(job.name, arrivals[job.name], self.bytes_of(job), job.spec.priority, job.spec.tenant)
+                for job in jobs
+            ]
+
+        return admit(applicants(waiting), applicants(running), self._budget(capacity), self._shares(waiting, running))
+
+    def give(self, job: LiveJob) -> bool:
+        """Seats a job; False if there was no memory: the job stays on the CPU."""
+        job.progress.rewind()
+        with suppress(ReplicaMemoryError):
+            self._executor.seat(job.name)
+            self._seated.add(job.name)
+            return True
+        held = self.held_bytes()
+        if held:
+            self._ceiling_bytes = held + self.bytes_of(job) - 1
+        return False
+
+    def take(self, job: LiveJob) -> None:
+        """Takes a job off the backbone; its state stays on the CPU."""
+        if self.has_seat(job):
+            self._seated.remove(job.name)
+            job.progress.rewind()
+            self._executor.unseat(job.name)
+
+    def has_seat(self, job: LiveJob) -> bool:
+        return job.name in self._seated
+
+    def is_empty(self) -> bool:
+        return not self._seated
+
+    def held_bytes(self) -> int:
+        """Bytes of all seated jobs, once each has a best to keep."""
+        return sum(self.bytes_of(job) for job in self._seated_jobs())
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Measures the GPU's memory while microbatches run; jobs that trained then are proven to fit."""
+        held_bytes, allocated_bytes = self.held_bytes(), self._allocated_bytes()
+        self._has_run_out = False
+        yield
+        peak = 0 if self._measurer is None else self._measurer.peak_bytes()
+        if self._has_run_out or not peak:
+            return
+        if peak > self._peak_bytes:
+            # Counted with the jobs that train now; an earlier rise was counted with the jobs of that time.
+            self._measured_bytes = max(self._measured_bytes or 0, peak - allocated_bytes)
+            self._peak_bytes = peak
+        self._proven_bytes = max(self._proven_bytes, held_bytes)
+
+    def ran_out(self) -> None:
+        """Clears what was proven and measured: it did not fit, and smaller microbatches hold less."""
+        self._has_run_out = True
+        self._measured_bytes, self._peak_bytes, self._proven_bytes = None, 0, 0
+        if self._measurer is not None:
+            self._measurer.reset_peak()
+
+    def bytes_of(self, job: LiveJob) -> int:
+        """Memory of a job while it has a seat."""
+        weight_bytes = self._executor.facts.weight_bytes
+        own = job.num_parameters * (weight_bytes + job_state_bytes(job.spec))
+        own += job.num_reference_parameters * weight_bytes
+        return math.ceil(own) + self._reference_bytes(job) + job.kernel_bytes
+
+    def _reference_bytes(self, job: LiveJob) -> int:
+        """Bytes of a job's reference values. They lie on the last of several stages, and jobs are taken to fill stages
+        evenly."""
+        return job.reference_bytes * max(self._executor.facts.replica_sizes)
+
+    def _allocated_bytes(self) -> int:
+        # Not yet allocated: a best that is yet to come, and what steps hold for a moment.
+        seated = self._seated_jobs()
+        best = sum(job.num_parameters * best_bytes(job.spec) for job in seated if not job.progress.has_best)
+        # Reference values are computed step by step, too.
+        coming = sum(job.num_parameters * passing_bytes(job.spec) + self._reference_bytes(job) for job in seated)
+        return self.held_bytes() - best - coming
+
+    def _seated_jobs(self) -> list[LiveJob]:
+        return [job for job in list(self._jobs.values()) if self.has_seat(job)]
+
+    def _budget(self, capacity: int) -> Budget:
+        return self.budget(capacity, [job.spec.adapter for job in list(self._jobs.values())])
+
+    def budget(self, capacity: int, adapters: Collection[AdapterSpec]) -> Budget:
+        """Memory for jobs with such adapters beside microbatches of this capacity."""
+        budget = Budget(self._job_memory, max_jobs=self._max_jobs)
+        memory = self._executor.memory() if self._job_memory is None else None
+        if memory is not None:
+            fixed_bytes = self._fixed_bytes(memory, capacity, adapters)
+            budget = Budget(memory.usable_bytes, fixed_bytes, MARGIN, self._proven_bytes, self._max_jobs)
+        if self._ceiling_bytes is None:
+            return budget
+        usable = budget.usable_bytes
+        at_most = self._ceiling_bytes if usable is None else min(usable, self._ceiling_bytes)
+        return replace(budget, total_bytes=at_most, fixed_bytes=0, margin=0.0, proven_bytes=0)
+
+    def _fixed_bytes(self, memory: ReplicaMemory, capacity: int, adapters: Collection[AdapterSpec]) -> int:
+        """Bytes of a GPU that are not for jobs."""
+        if self._measured_bytes is not None:
+            return self._measured_bytes
+        at_rest = memory.allocated_bytes - self._allocated_bytes()
+        return at_rest + self._executor.activation_bytes(capacity, adapters)
+
+    def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:
+        """Tokens served per tenant. A tenant that arrives, or returns, starts level by weight with the least served
+        one.
+
+        Otherwise a new tenant would have the backbone to itself until it had caught up with all that others ever had.
+        """
+        served: dict[str, int] = {}
+        for job in list(self._jobs.values()):
+            tokens = job.num_tokens + job.evaluated_tokens // EVALUATED_PER_TRAINED
+            served[job.spec.tenant] = served.get(job.spec.tenant, 0) + tokens
+        present = {job.spec.tenant for job in (*waiting, *running)}
+        stayed = {job.spec.tenant for job in (*waiting, *running) if self.has_seat(job) or job.status.wait_reported}
+        had = {tenant: served[tenant] + self._credit.get(tenant, 0) for tenant in present}
+        weight = {tenant: self._weights.get(tenant, 1.0) for tenant in present}
+        least = min((had[tenant] / weight[tenant] for tenant in stayed), default=0.0)
+        for tenant in present - stayed:
+            level = int(least * weight[tenant])
+            self._credit[tenant] = self._credit.get(tenant, 0) + max(level - had[tenant], 0)
+            had[tenant] = max(had[tenant], level)
+        return {tenant: Share(weight[tenant], tokens) for tenant, tokens in had.items()}
+
+
+OUT_OF_MEMORY = (
+    "the GPU ran out of memory at a capacity of {before} tokens; its jobs go on from their last step with {now}, which "
+    "other runs on this GPU can start with (capacity: {now})."
+)
+SMALLER = (
+    "microbatches of {before} tokens would leave no memory for {whom} on this GPU; they hold at most {now} instead "
+    "(capacity: {now})."
+)
+NO_ROOM = Reason(
+    ReasonCode.DOES_NOT_FIT,
+    "the GPU has no memory for its adapter, even alone; lower adapter.r or capacity, or quantize the backbone.",
+)
+
+
+def refuse_empty(capacity: Capacity, max_jobs: int | None) -> None:
+    if capacity != "auto" and capacity < 2:
+        raise ConfigError(f"got {capacity}; accepted is auto or at least 2 tokens.", where="Engine capacity")
+    if max_jobs is not None and max_jobs < 1:
+        raise ConfigError(f"got {max_jobs}; accepted is at least 1.", where="Engine max_jobs")
+
+
+class CapacityLimit:
+    """Most tokens of a microbatch: as requested, or fewer once the memory has run out."""
+
+    def __init__(self, replica: Replica, allowed: Sequence[int], jobs: Mapping[str, LiveJob]) -> None:
+        """`allowed`: the requested capacity, then smaller ones that may replace it so that microbatches are full;
+        `jobs`: the engine's, live."""
+        self.requested, self._least_allowed = allowed[0], allowed[-1]
+        self.limits = Limits(self.requested)
+        self.row_tile = replica.row_tile(self.requested)
+        self._replica = replica
+        self._jobs = jobs
+
+    @property
+    def capacity(self) -> int:
+        return self.limits.capacity
+
+    def conditions(self) -> dict[str, Any]:
+        """The part of the environment that decides bits."""
+        return {"capacity": self.capacity, "row_tile": self.row_tile, "kernels": self._replica.facts.path}
+
+    def fit(self, placement: Placement) -> str | None:
+        """Shrinks until at least one waiting job fits, if one ever can, or, within `allowed`, until they can fill a
+        microbatch. Returns the message for the user if it shrank."""
+        before, whom = self.capacity, "a job"
+        if not placement.fits_any_waiting(self.least()):
+            return None
+        while not placement.fits_any_waiting(self.capacity) and self.shrink():
+            pass
+        while self.capacity > self._least_allowed and not placement.can_fill(self.capacity) and self.shrink():
+            whom = "enough jobs to fill them"
+        return None if self.capacity == before else SMALLER.format(before=before, now=self.capacity, whom=whom)
+
+    def shrink(self) -> bool:
+        """Halves the capacity, but not below the longest sample of any live job; False if it cannot."""
+        return self._set(max(self.capacity // 2, self.least()))
+
+    def least(self, longest: int = 0) -> int:
+        """Smallest capacity it can shrink to, with another job whose longest sample has `longest` tokens."""
+        return max(self._longest(), longest, 2)
+
+    def adopt(self, requested: int | None, capacity: int | None) -> bool:
+        """Continues with the capacity that a run was left with; False if that is no smaller."""
+        if requested != self.requested or capacity is None:
+            return False
+        return self._set(max(capacity, self._longest()))
+
+    def holders(self) -> list[LiveJob]:
+        """Jobs whose longest sample fills a whole microbatch."""
+        return [job for job in self._alive() if job.longest >= self.capacity]
+
+    def _alive(self) -> list[LiveJob]:
+        # A copy at once: other threads may submit while we look.
+        return [job for job in list(self._jobs.values()) if job.is_alive]
+
+    def _longest(self) -> int:
+        return max((job.longest for job in self._alive()), default=0)
+
+    def _set(self, capacity: int) -> bool:
+        if capacity >= self.capacity:
+            return False
+        self.limits = Limits(capacity)
+        self.row_tile = self._replica.row_tile(capacity)
+        return True
+
+
+def too_long(tokens: int) -> Reason:
+    return Reason(
+        ReasonCode.SAMPLE_TOO_LONG,
+        f"too long for this GPU: a microbatch of {tokens} tokens, as its longest sample needs, ran out of memory; "
+        "lower max_length, set recompute: full, or quantize the backbone.",
+    )

@@ -1,1 +1,0 @@
-"""Kernels of frozen weights in fewer bits: FP8, int8, NF4."""

@@ -1,1 +1,0 @@
-"""Objectives that learn which of two answers is better."""

@@ -1,0 +1,213 @@
+"""What a controller knows of jobs and ranks in other processes, and which rank is to train which job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.data.dataset import JobData
+from weft.engine.events import (
+    CheckpointSaved,
+    EvalDone,
+    JobEnded,
+    JobEvent,
+    JobFailed,
+    JobPaused,
+    JobStarted,
+    MicrobatchDone,
+    StepDone,
+)
+from weft.engine.jobs.live_job import LiveJob
+from weft.job_state import JobState, Reason, ReasonCode
+from weft.parallel.replicas.connections import RankHandle
+from weft.parallel.replicas.messages import JobOrder, JobView, RankReady
+from weft.plan.admit import Applicant, Budget, Share
+from weft.plan.place import Candidate, JobPlacement, Replica, assign_jobs
+from weft.spec import JobSpec
+
+if TYPE_CHECKING:
+    from weft.engine.execute.protocol import ReplicaFacts
+
+
+@dataclass
+class JobRecord:
+    """A job of a controller: its settings, its rank, and its progress from reports."""
+
+    order: JobOrder
+    data: JobData
+    arrival: int
+    """Index in order of submission."""
+    num_steps: int
+    longest: int
+    num_parameters: int = 0
+    num_bytes: int = 0
+    """Bytes with a seat, as counted by a rank."""
+    notes: tuple[str, ...] = ()
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """`JobProgress.inputs`."""
+    state: JobState = JobState.QUEUED
+    reason: Reason | None = None
+    step: int = 0
+    saved_step: int = 0
+    """Step of its last checkpoint."""
+    num_tokens: int = 0
+    best_eval: float | None = None
+    has_started: bool = False
+    hold_step: int | None = None
+    rank: int | None = None
+    """Its rank; after its end, its last rank."""
+    is_leaving: bool = False
+    """True while its rank is to release it."""
+    wait_reported: bool = False
+    is_parked: bool = False
+    """True if its owner has paused it without a seat."""
+    is_cancelled: bool = False
+    """True once its owner has cancelled it."""
+    shown_step: int = 0
+    """Last step that its owner knows."""
+    may_end: bool = False
+    """True if work due after that step may end it."""
+    has_best: bool = False
+    """True if the weights of its best evaluation are kept."""
+
+    @classmethod
+    def of(cls, order: JobOrder, data: JobData, arrival: int) -> JobRecord:
+        plan = LiveJob(order.spec, data)
+        return cls(order, data, arrival, plan.num_steps, plan.longest)
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.order.spec
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def is_short_of_storage(self) -> bool:
+        return self.reason is not None and self.reason.code is ReasonCode.STORAGE
+
+    @property
+    def wants_rank(self) -> bool:
+        return self.state in (JobState.QUEUED, JobState.RUNNING)
+
+    @property
+    def is_held(self) -> bool:
+        return self.hold_step is not None and self.step >= self.hold_step
+
+    @property
+    def tokens_left(self) -> float:
+        """Approximate number of tokens left."""
+        mean = self.data.train.summary.num_tokens / max(1, self.data.train.num_groups)
+        return (self.num_steps - self.step) * self.spec.batch_size * mean
+
+    @property
+    def applicant(self) -> Applicant:
+        return Applicant(self.name, self.arrival, self.num_bytes, self.spec.priority, self.spec.tenant)
+
+    def rank_lost(self, step: int) -> None:
+        """Takes it off its rank; it continues from this step on another, unless it has ended or is paused."""
+        self.rank, self.is_leaving = None, False
+        if self.state in (JobState.RUNNING, JobState.QUEUED):
+            self.state, self.step = JobState.PAUSED if self.is_parked else JobState.QUEUED, step
+
+    def show(self, view: JobView) -> None:
+        """Updates what its owner knows."""
+        self.shown_step, self.may_end, self.has_best = view.step, view.may_end, view.has_best
+
+    def update(self, event: JobEvent, view: JobView | None = None) -> None:
+        """Updates it after an event."""
+        if view is not None:
+            self.num_tokens = view.num_tokens
+        match event:
+            case JobStarted(_, step):
+                self.state, self.reason, self.step, self.saved_step = JobState.RUNNING, None, step, step
+                self.has_started, self.wait_reported = True, False
+            case StepDone():
+                self.step, self.num_tokens = event.step, event.num_tokens
+            case EvalDone() if event.is_best:
+                self.best_eval = event.eval_loss
+            case CheckpointSaved():
+                self.saved_step = event.step
+            case JobPaused():
+                self.state, self.reason, self.step = JobState.PAUSED, event.reason, event.step
+                self.is_leaving = False
+            case JobEnded():
+                self.state, self.step, self.is_leaving = event.state, event.step, False
+                self.reason = event.reason if isinstance(event, JobFailed) else None
+
+
+FIRST_PACE = 10_000.0
+"""Assumed tokens per second of a replica before any measurement."""
+
+
+@dataclass
+class RankRecord:
+    """A rank of a controller: its process and its reports."""
+
+    process: RankHandle
+    ready: RankReady | None = None
+    """Report of its loaded replica; None while it starts."""
+    permit: Path | None = None
+    """It may write into the run directory while this file exists."""
+    num_restarts: int = 0
+    max_jobs: int | None = None
+    """Most jobs, once it had no room for more."""
+    num_tokens: int = 0
+    seconds: float = 0.0
+    """Seconds of its microbatches."""
+    is_idle: bool = True
+    is_ending: bool = False
+    """True once its controller has ended it."""
+    failure: str | None = None
+    """Its own or its controller's reason for its end."""
+
+    @property
+    def index(self) -> int:
+        return self.process.index
+
+    @property
+    def facts(self) -> ReplicaFacts:
+        assert self.ready is not None, "it is still being loaded"
+        return self.ready.facts
+
+    def learn(self, event: MicrobatchDone) -> None:
+        self.num_tokens += event.tokens
+        self.seconds += event.seconds
+
+    def replica(self, speed: float) -> Replica:
+        """The rank for the placement planner; one that is loading takes no jobs yet."""
+        if self.ready is None:
+            return Replica(str(self.index), Budget(), is_draining=True)
+        limits = [limit for limit in (self.ready.budget.max_jobs, self.max_jobs) if limit is not None]
+        budget = replace(self.ready.budget, max_jobs=min(limits, default=None))
+        return Replica(str(self.index), budget, speed)
+
+
+def decide(jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], weights: Mapping[str, float]) -> JobPlacement:
+    """Assigns jobs to ranks."""
+    seconds, tokens = sum(rank.seconds for rank in ranks), sum(rank.num_tokens for rank in ranks)
+    pace = tokens / seconds if seconds else FIRST_PACE
+    candidates = [
+        Candidate(job.applicant, job.tokens_left / pace, None if job.rank is None else str(job.rank))
+        for job in jobs
+        if job.wants_rank
+    ]
+    served: dict[str, int] = {}
+    for job in jobs:
+        served[job.spec.tenant] = served.get(job.spec.tenant, 0) + job.num_tokens
+    shares = {tenant: Share(weights.get(tenant, 1.0), tokens) for tenant, tokens in served.items()}
+    speeds = _speeds(ranks, pace)
+    return assign_jobs(candidates, [rank.replica(speed) for rank, speed in zip(ranks, speeds, strict=True)], shares)
+
+
+def _speeds(ranks: Sequence[RankRecord], pace: float) -> list[float]:
+    """Relative speed of each rank, 1 on average: predicted for unlike replicas, measured for unlike devices."""
+    ready = [rank.ready for rank in ranks if rank.ready is not None]
+    if len({own.facts.layout for own in ready}) > 1:
+        mean = sum(own.speed for own in ready) / len(ready)
+        return [1.0 if rank.ready is None else rank.ready.speed / mean for rank in ranks]
+    are_alike = len({str(own.facts.environment.get("device")) for own in ready}) == 1
+    return [1.0 if are_alike or not rank.seconds else rank.num_tokens / rank.seconds / pace for rank in ranks]

@@ -1,1 +1,0 @@
-"""The report of a sweep: its leaderboard in the terminal, and report.html."""

@@ -1,0 +1,171 @@
+"""Reads a sweep's leaderboard into plain dataclasses; missing or odd values are left out and are never an error.
+
+A leaderboard is read most often while a sweep still runs or after a crash, so any value may be absent or not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.store.wall_clock import TimeSplit
+
+STATES = ("done", "training", "waiting", "stopped", "failed")
+"""States in the order of display."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoardPoint:
+    """The objective of one trial at one evaluation; always finite."""
+
+    step: float
+    tokens: float | None
+    value: float
+    at_s: float | None
+    """Seconds since the sweep began."""
+
+
+@dataclass(frozen=True)
+class BoardTrial:
+    """One row of the leaderboard."""
+
+    number: int
+    name: str
+    state: str
+    reason: str
+    value: float | None
+    params: Mapping[str, Any]
+    steps: int
+    total_steps: int
+    tokens: float
+    seconds: float
+    points: tuple[BoardPoint, ...]
+    losses: tuple[tuple[float, float], ...]
+    started_s: float | None = None
+    """Start of its training, in seconds since the sweep began."""
+    ended_s: float | None = None
+    """Its end, in seconds since the sweep began."""
+    origin: str = ""
+    """The earlier sweep that trained it; empty if this one did."""
+
+    @property
+    def left_out(self) -> float:
+        """Remaining training of a stopped trial over what it has trained: 3.0 after a quarter."""
+        is_known = self.state == "stopped" and 0 < self.steps < self.total_steps
+        return (self.total_steps - self.steps) / self.steps if is_known else 0.0
+
+
+@dataclass(frozen=True)
+class Board:
+    """The state of a sweep; trials in order of rank, the best first."""
+
+    metric: str
+    mode: str
+    """`min` or `max`."""
+    sampler: str
+    trials: tuple[BoardTrial, ...]
+    seconds: float | None
+    tokens: float
+    one_by_one_seconds: float | None
+    scales: Mapping[str, str]
+    """`log` or `linear` for every parameter that the sweep searches over a range."""
+    time: TimeSplit | None = None
+
+    @property
+    def best(self) -> BoardTrial | None:
+        """The first trial that has a value and did not fail."""
+        return next((trial for trial in self.trials if trial.value is not None and trial.state != "failed"), None)
+
+    @property
+    def speed_up(self) -> float | None:
+        """Time of the same trials one by one over that of the sweep."""
+        if not self.seconds or self.one_by_one_seconds is None:
+            return None
+        return self.one_by_one_seconds / self.seconds
+
+    def in_state(self, state: str) -> list[BoardTrial]:
+        return [trial for trial in self.trials if trial.state == state]
+
+    @property
+    def new_trials(self) -> list[BoardTrial]:
+        """Trials that this sweep has trained, and not an earlier one."""
+        return [trial for trial in self.trials if not trial.origin]
+
+    def counts(self) -> dict[str, int]:
+        others = sorted({trial.state for trial in self.trials} - set(STATES))
+        counted = {state: len(self.in_state(state)) for state in (*STATES, *others)}
+        return {state: num for state, num in counted.items() if num}
+
+
+def read_board(board: Mapping[str, Any]) -> Board:
+    """The leaderboard as the sweep passes it or as leaderboard.json holds it."""
+    rows = [row for row in board.get("trials") or () if isinstance(row, Mapping)]
+    numbered = [(_rank(row), _trial(row, index)) for index, row in enumerate(rows)]
+    numbered.sort(key=lambda pair: (pair[0], pair[1].number))
+    trials = tuple(trial for _, trial in numbered)
+    tokens, scales = finite(board.get("tokens")), board.get("scales")
+    return Board(
+        metric=str(board.get("metric") or "objective"),
+        mode="max" if board.get("mode") == "max" else "min",
+        sampler=str(board.get("sampler") or ""),
+        trials=trials,
+        seconds=finite(board.get("seconds")),
+        tokens=sum(trial.tokens for trial in trials if not trial.origin) if tokens is None else tokens,
+        one_by_one_seconds=finite(board.get("one_by_one_seconds")),
+        scales=dict(scales) if isinstance(scales, Mapping) else {},
+        time=TimeSplit.from_json(board.get("time")),
+    )
+
+
+def finite(value: Any) -> float | None:
+    """The value as a number, or None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _rank(row: Mapping[str, Any]) -> float:
+    rank = finite(row.get("rank"))
+    return math.inf if rank is None else rank
+
+
+def _trial(row: Mapping[str, Any], index: int) -> BoardTrial:
+    number = int(finite(row.get("number")) or 0) if "number" in row else index
+    params = row.get("params")
+    return BoardTrial(
+        number=number,
+        name=str(row.get("name") or f"trial {number}"),
+        state=str(row.get("state") or "waiting"),
+        reason=str(row.get("reason") or ""),
+        value=finite(row.get("value")),
+        params=dict(params) if isinstance(params, Mapping) else {},
+        steps=int(finite(row.get("steps")) or 0),
+        total_steps=int(finite(row.get("total_steps")) or 0),
+        tokens=finite(row.get("tokens")) or 0.0,
+        seconds=finite(row.get("seconds")) or 0.0,
+        points=tuple(_points(row.get("points") or ())),
+        losses=tuple(_losses(row.get("losses") or ())),
+        started_s=finite(row.get("started_s")),
+        ended_s=finite(row.get("ended_s")),
+        origin=str(row.get("origin") or ""),
+    )
+
+
+def _points(rows: Iterable[Any]) -> Iterable[BoardPoint]:
+    for row in rows:
+        step, value = (finite(row.get(key)) for key in ("step", "value")) if isinstance(row, Mapping) else (None, None)
+        if step is not None and value is not None:
+            yield BoardPoint(step, finite(row.get("tokens")), value, finite(row.get("at_s")))
+
+
+def _losses(rows: Iterable[Any]) -> Iterable[tuple[float, float]]:
+    for row in rows:
+        step, loss = map(finite, row) if isinstance(row, list | tuple) and len(row) == 2 else (None, None)
+        if step is not None and loss is not None:
+            yield step, loss

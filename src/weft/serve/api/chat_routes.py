@@ -1,0 +1,328 @@
+"""/v1/chat/completions and /v1/completions: prompts for trained models, answered while others are trained.
+
+A prompt goes to the worker that holds the backbone: one POST to the address in its row, with its token.
+`POST {address}/generate` takes {model_blob, base, messages or prompt (a text or token ids), max_tokens, temperature,
+top_p, seed, stop, stream} and answers {"text", "done", "prompt_tokens", "completion_tokens"} as JSON, or as a stream of
+such events.
+
+A worker may be silent for long, because it trains or others' prompts come first; one that is frozen or gone does not
+answer `GET {address}/alive` either. As long as nothing has been sent to the client, such a prompt goes to another
+worker. A client that hangs up ends its prompts at the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from weft import __version__
+from weft.data.chats import ROLES
+from weft.serve.api.errors import ApiError, invalid
+from weft.serve.api.pending_answers import (
+    WORKER_BUSY,
+    WORKER_LOST,
+    AnswerPiece,
+    PendingAnswer,
+    choose_worker,
+    is_alive,
+    send_all,
+)
+from weft.serve.api.requests import CreateChat, CreateCompletion, Message, body_of, documented
+from weft.serve.api.responses import event_stream
+from weft.serve.api.service import ApiService, Caller, ChatUser, ResolvedModel, resolve_model, service_of
+from weft.serve.db.engine import DbRow, new_id
+from weft.serve.db.usage import add_usage
+from weft.serve.db.workers import live_workers
+
+chat_router = APIRouter(prefix="/v1", tags=["Chat"])
+DEFAULT_MAX_TOKENS = 256
+WATCH_S = 0.2
+SILENT_S = 2.0
+"""After so long without a word from a worker the API looks whether it is alive."""
+AVOID_S = 10.0
+"""How long a worker that did not answer gets no prompts if there are others."""
+
+
+@dataclass(frozen=True)
+class _CompletionKind:
+    """How the answers of the two routes differ."""
+
+    prefix: str
+    object: str
+    chunk_object: str
+    choice: Callable[[int, str, str | None, bool], dict[str, Any]]
+    """Makes one choice: its index, its text, why it ended, and whether it is a piece of a stream."""
+
+
+def _chat_choice(index: int, text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
+    if is_chunk:
+        content: dict[str, Any] = {"delta": {"content": text} if text else {}}
+    else:
+        content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+
+def _text_choice(index: int, text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+CHAT = _CompletionKind("chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice)
+TEXT = _CompletionKind("cmpl-", "text_completion", "text_completion", _text_choice)
+
+
+@chat_router.post("/chat/completions", openapi_extra=documented(CreateChat), response_model=None)
+async def chat(request: Request, user: ChatUser, body: Annotated[CreateChat, Depends(body_of(CreateChat))]) -> Response:
+    """Answers a chat with a backbone, a fine-tuned model or a checkpoint."""
+    prompt = _prompt_of(request, body, body.max_completion_tokens or body.max_tokens)
+    # As in training files, `developer` is the newer name of the system prompt.
+    prompt["messages"] = [_turn(message, index) for index, message in enumerate(body.messages)]
+    return await _answer(request, user, body, [prompt], CHAT)
+
+
+@chat_router.post("/completions", openapi_extra=documented(CreateCompletion), response_model=None)
+async def complete(
+    request: Request, user: ChatUser, body: Annotated[CreateCompletion, Depends(body_of(CreateCompletion))]
+) -> Response:
+    """Goes on with a text, given as text or as the ids of its tokens, or with each of a list of them."""
+    given = body.prompt
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    texts: list[Any] = [given] if is_one else list(given)
+    prompts = [{**_prompt_of(request, body, body.max_tokens), "prompt": text} for text in texts]
+    return await _answer(request, user, body, prompts, TEXT)
+
+
+def _turn(message: Message, index: int) -> dict[str, Any]:
+    """A message as the worker takes it; tool calls may replace the text."""
+    tools = message.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+    text = "" if message.content is None and message.tool_calls else _text(message, index)
+    return {"role": ROLES[message.role], "content": text, **tools}
+
+
+def _text(message: Message, index: int) -> str:
+    if message.content is None:
+        param = f"messages.{index}.content"
+        raise invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    return message.content if isinstance(message.content, str) else "".join(p.text for p in message.content)
+
+
+def _prompt_of(request: Request, body: CreateChat | CreateCompletion, max_tokens: int | None) -> dict[str, Any]:
+    most = service_of(request).settings.limits.max_tokens
+    if max_tokens is not None and max_tokens > most:
+        param = "max_tokens" if body.max_tokens == max_tokens else "max_completion_tokens"
+        raise invalid(f"Invalid value for '{param}': got {max_tokens}; use at most {most:,}.", param, "invalid_value")
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return {
+        "max_tokens": min(most, DEFAULT_MAX_TOKENS) if max_tokens is None else max_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "seed": secrets.randbits(32) if body.seed is None else body.seed % 2**32,
+        "stop": [text for text in stop if text],
+        "stream": bool(body.stream),
+    }
+
+
+async def _answer(
+    request: Request,
+    user: Caller,
+    body: CreateChat | CreateCompletion,
+    prompts: list[dict[str, Any]],
+    kind: _CompletionKind,
+) -> Response:
+    service = service_of(request)
+    tried: dict[str, ApiError] = {}
+    while True:
+        found, worker = await run_in_threadpool(_find_worker, service, user.tenant, body.model, tried)
+        try:
+            sent = [{**prompt, "base": found.base, "model_blob": found.blob} for prompt in prompts]
+            pending = await run_in_threadpool(send_all, worker, sent)
+            reply = _CompletionReply(service, user, body.model, kind, pending, _fingerprint(found))
+            async with _watching(reply, worker, request):
+                if not body.stream:
+                    return JSONResponse(await run_in_threadpool(reply.whole))
+                # Until the first piece an error is still a proper error.
+                await run_in_threadpool(reply.begin)
+            with_usage = bool(body.stream_options and body.stream_options.include_usage)
+            return _ReplyStream(reply, worker, with_usage)
+        except ApiError as error:
+            if await request.is_disconnected():
+                raise ClientDisconnect from None
+            if error.code not in (WORKER_LOST, WORKER_BUSY):
+                raise
+            tried[worker["id"]] = error
+            if error.code == WORKER_LOST:
+                service.silent_workers[worker["id"]] = time.monotonic()
+
+
+def _fingerprint(model: ResolvedModel) -> str:
+    """Changes with the backbone, the adapter and the version of Weft, on which an answer with a seed depends."""
+    text = json.dumps([__version__, model.base, model.blob])
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+def _find_worker(
+    service: ApiService, tenant: str, model: str, tried: Mapping[str, ApiError]
+) -> tuple[ResolvedModel, DbRow]:
+    """Resolves the model and chooses a worker that is not in `tried`; raises the last error if there is none."""
+    after = time.monotonic() - AVOID_S
+    silent = {id for id, at in list(service.silent_workers.items()) if at > after}
+    with service.database.read() as tx:
+        found = resolve_model(tx, service, tenant, model)
+        workers = [worker for worker in live_workers(tx, found.base) if worker["id"] not in tried]
+    if tried and not workers:
+        raise list(tried.values())[-1]
+    answering = [worker for worker in workers if worker["id"] not in silent]
+    return found, choose_worker(answering or workers, found.base, found.blob)
+
+
+class _CompletionReply:
+    """The answers to a request's prompts as OpenAI's objects; their tokens are counted once."""
+
+    def __init__(
+        self,
+        service: ApiService,
+        user: Caller,
+        model: str,
+        kind: _CompletionKind,
+        pending: list[PendingAnswer],
+        fingerprint: str,
+    ) -> None:
+        self._service, self._user, self._kind, self._pending = service, user, kind, pending
+        self._answers = [answer.pieces() for answer in pending]
+        self._first: AnswerPiece | None = None
+        self._same = {"id": new_id(kind.prefix), "created": int(time.time()), "model": model}
+        self._same["system_fingerprint"] = fingerprint
+
+    def whole(self) -> dict[str, Any]:
+        """Waits for all answers."""
+        try:
+            pieces = [next(answer) for answer in self._answers]
+        finally:
+            self.close()
+        choices = [
+            self._kind.choice(index, piece.text, piece.finish_reason or "stop", False)
+            for index, piece in enumerate(pieces)
+        ]
+        return {"object": self._kind.object, **self._same, "choices": choices, "usage": self._count(pieces)}
+
+    def begin(self) -> None:
+        """Waits for the first piece."""
+        try:
+            self._first = next(self._answers[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def stream(self, with_usage: bool) -> Iterator[bytes]:
+        """Yields chunks until every answer is complete; one that breaks off ends with an error and no [DONE]."""
+        last: list[AnswerPiece] = []
+        # With usage every chunk has the field, and the last one has the figures.
+        chunk = partial(self._chunk, usage=None) if with_usage else self._chunk
+        if self._kind is CHAT:
+            opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            yield chunk([{"index": 0, **opening}])
+        try:
+            for index, answer in enumerate(self._answers):
+                piece = self._first if index == 0 and self._first is not None else next(answer)
+                while True:
+                    if piece.text:
+                        yield chunk([self._kind.choice(index, piece.text, None, True)])
+                    if piece.done:
+                        break
+                    piece = next(answer)
+                yield chunk([self._kind.choice(index, "", piece.finish_reason or "stop", True)])
+                last.append(piece)
+        except ApiError as error:
+            yield event_stream(json.dumps(error.body))
+            return
+        finally:
+            self.close()
+        usage = self._count(last)
+        if with_usage:
+            yield self._chunk([], usage=usage)
+        yield event_stream("[DONE]")
+
+    def close(self) -> None:
+        for answer in self._pending:
+            answer.close()
+
+    def hang_up(self) -> None:
+        """Ends the connections, also for a thread that waits for an answer."""
+        for answer in self._pending:
+            answer.hang_up()
+
+    @property
+    def silent_s(self) -> float:
+        """How long the worker has sent nothing."""
+        return time.monotonic() - max(answer.seen_at for answer in self._pending)
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event_stream(json.dumps({"object": self._kind.chunk_object, **self._same, "choices": choices, **more}))
+
+    def _count(self, pieces: list[AnswerPiece]) -> dict[str, int]:
+        prompt = sum(piece.prompt_tokens for piece in pieces)
+        completion = sum(piece.completion_tokens for piece in pieces)
+        with self._service.database.begin() as tx:
+            for name, tokens in (("prompt", prompt), ("completion", completion)):
+                add_usage(
+                    tx,
+                    self._user.tenant,
+                    self._user.request,
+                    kind=name,
+                    tokens=tokens,
+                    model=str(self._same["model"]),
+                )
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class _ReplyStream(StreamingResponse):
+    """Streams a reply, and hangs up on its worker however the stream ends.
+
+    A reader that goes away leaves the chunks half read: only here is that known, and no background task would run.
+    """
+
+    def __init__(self, reply: _CompletionReply, worker: DbRow, with_usage: bool) -> None:
+        chunks = reply.stream(with_usage)
+        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._reply, self._worker = reply, worker
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with _watching(self._reply, self._worker, None):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._reply.close()
+
+
+@contextlib.asynccontextmanager
+async def _watching(reply: _CompletionReply, worker: DbRow, request: Request | None) -> AsyncIterator[None]:
+    """Hangs up on a worker that does not live, or when the client has gone; without `request` the caller sees that."""
+
+    async def watch() -> None:
+        alive_at = time.monotonic()
+        while request is None or not await request.is_disconnected():
+            await asyncio.sleep(WATCH_S)
+            if min(reply.silent_s, time.monotonic() - alive_at) > SILENT_S:
+                if not await run_in_threadpool(is_alive, worker):
+                    break
+                alive_at = time.monotonic()
+        reply.hang_up()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()

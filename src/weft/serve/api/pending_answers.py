@@ -1,0 +1,174 @@
+"""Prompts that were sent to a worker, whose answers are read piece by piece; and which worker gets a prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from weft.serve.api.errors import ApiError, as_api_error, invalid, unavailable
+from weft.serve.db.engine import DbRow
+from weft.serve.errors import Damaged
+
+TIMEOUT_S = 300.0
+SEND_S = 10.0
+"""How long connecting to a worker and sending it a prompt may take."""
+PROBE_S = 3.0
+"""How long a live worker may take to answer `/alive`."""
+WORKER_LOST, WORKER_BUSY = "worker_lost", "worker_unavailable"
+NO_WORKER_RETRY_S = 5
+_CHUNK = "data:"
+
+
+def is_alive(worker: DbRow) -> bool:
+    """True if the worker's server answers at all."""
+    url = urlsplit(worker["address"])
+    connection = _connection_to(url, PROBE_S)
+    try:
+        connection.request("GET", url.path.rstrip("/") + "/alive")
+        connection.getresponse()
+        return True
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _connection_to(url: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    return kind(url.hostname or "", url.port, timeout=timeout_s)
+
+
+@dataclass(frozen=True)
+class AnswerPiece:
+    """A piece of an answer's text, with the token counts once they are known."""
+
+    text: str
+    done: bool = True
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: str | None = None
+
+
+def choose_worker(workers: list[DbRow], base: str, blob: str | None) -> DbRow:
+    """Chooses a live worker of this backbone that answers prompts, if possible one that is not stopping.
+
+    Prompts for an adapter, known by its archive `blob`, go to a worker that has it loaded. If none has, its name
+    decides, so that all API processes send its prompts to one worker and it is loaded once.
+    """
+    able = [w for w in workers if w["base_model"] == base and w["address"]]
+    able = [w for w in able if not w["is_draining"]] or able
+    if not able:
+        raise unavailable(f"No worker has the model '{base}' loaded at the moment.", "no_worker", NO_WORKER_RETRY_S)
+    if blob is None:
+        return random.choice(able)
+    loaded = [worker for worker in able if blob in worker["info"].get("adapters", ())]
+    return max(loaded or able, key=lambda worker: hashlib.sha256(f"{blob} {worker['id']}".encode()).digest())
+
+
+class PendingAnswer:
+    """A prompt that has been sent to a worker; its answer is read later, so that several can be under way."""
+
+    def __init__(self, worker: DbRow, prompt: dict[str, Any]) -> None:
+        url = urlsplit(worker["address"])
+        self._connection = _connection_to(url, SEND_S)
+        self.seen_at = time.monotonic()
+        """When the worker last sent something."""
+        self._answer: http.client.HTTPResponse | None = None
+        self._is_stream = bool(prompt["stream"])
+        headers = {"content-type": "application/json", "x-weft-token": worker["token"] or ""}
+        try:
+            self._connection.request("POST", url.path.rstrip("/") + "/generate", json.dumps(prompt), headers)
+            self._socket: socket.socket = self._connection.sock
+            self._socket.settimeout(TIMEOUT_S)
+        except (OSError, http.client.HTTPException):
+            self.close()
+            raise _broken() from None
+
+    def close(self) -> None:
+        if self._answer is not None:
+            # It holds the socket, whatever becomes of the connection.
+            self._answer.close()
+        self._connection.close()
+
+    def hang_up(self) -> None:
+        """Ends the connection at once; a thread that waits for the answer finds it broken."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def pieces(self) -> Iterator[AnswerPiece]:
+        """Yields the answer piece by piece; without streaming it is one piece."""
+        try:
+            answer = self._response()
+            if not self._is_stream:
+                yield _piece(json.loads(answer.read()))
+                return
+            while line := answer.readline():
+                self.seen_at = time.monotonic()
+                text = line.decode().strip()
+                if not text.startswith(_CHUNK) or text == "data: [DONE]":
+                    continue
+                piece = _piece(json.loads(text.removeprefix(_CHUNK)))
+                yield piece
+                if piece.done:
+                    return
+            raise _broken()
+        except (OSError, http.client.HTTPException, ValueError):
+            raise _broken() from None
+        finally:
+            self.close()
+
+    def _response(self) -> http.client.HTTPResponse:
+        answer = self._answer = self._connection.getresponse()
+        if answer.status != 200:
+            raise _refused(answer.status, answer.read(65_536), answer.getheader("retry-after"))
+        return answer
+
+
+def send_all(worker: DbRow, prompts: Sequence[dict[str, Any]]) -> list[PendingAnswer]:
+    """Sends all prompts to a worker before the first answer is read; it answers them together."""
+    pending: list[PendingAnswer] = []
+    try:
+        for prompt in prompts:
+            pending.append(PendingAnswer(worker, prompt))
+    except ApiError:
+        for answer in pending:
+            answer.close()
+        raise
+    return pending
+
+
+def _refused(status: int, body: bytes, retry_after: str | None) -> ApiError:
+    """Passes a worker's 400 about the prompt to the user; any other answer means that it cannot answer now."""
+    try:
+        error = json.loads(body)["error"]
+        message, param = str(error["message"]), error.get("param")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        message, param = "", None
+    if status == 400 and message:
+        return invalid(message, param, "invalid_prompt")
+    if status == 500:
+        return as_api_error(Damaged(f"a worker cannot use an adapter: {message}"))
+    wait_s = int(retry_after) if retry_after and retry_after.isdecimal() else NO_WORKER_RETRY_S
+    return unavailable("The worker cannot answer at the moment.", WORKER_BUSY, wait_s)
+
+
+def _broken() -> ApiError:
+    return unavailable("The worker went away before the answer was complete.", WORKER_LOST, NO_WORKER_RETRY_S)
+
+
+def _piece(value: Any) -> AnswerPiece:
+    if not isinstance(value, dict) or "error" in value:
+        raise ValueError("not an answer")
+    counts = {name: int(value.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+    return AnswerPiece(
+        str(value.get("text", "")), bool(value.get("done", True)), **counts, finish_reason=value.get("finish_reason")
+    )

@@ -1,1 +1,0 @@
-"""The HTTP endpoints, one file for each part of the API."""

@@ -1,1 +1,0 @@
-"""The life of a job: its states, the worker that holds it, its settings, its files and its quota."""

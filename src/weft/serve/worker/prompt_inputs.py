@@ -1,0 +1,207 @@
+"""What a prompt brings to a worker: its body, its adapter, and its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import shutil
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import BaseModel, Field
+
+from weft.data.chat_template import Tokenizer
+from weft.data.chats import Rendered
+from weft.data.load import prompt_of_chat
+from weft.data.tokenise import tokenise_prompt
+from weft.engine.inference.attach import StoredAdapter
+from weft.errors import AdapterFileError, DataError
+from weft.serve.blobs import Blobs, unpack
+from weft.serve.errors import Busy, Damaged
+from weft.serve.worker.prompt_scheduler import PromptRequest
+from weft.store.atomic import storage_errors
+from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE, read_adapter, read_chat_template
+
+KEPT = 32
+"""How many adapters are kept in memory; the least recently used one goes first."""
+ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE, TEMPLATE_FILE)
+
+
+class AdapterCache:
+    """Adapters by the names of their archives. Several threads may use it."""
+
+    def __init__(self, blobs: Blobs, directory: Path) -> None:
+        self._blobs = blobs
+        self._directory = directory
+        self._kept: OrderedDict[str, StoredAdapter] = OrderedDict()
+        self._lock = threading.Lock()
+        self._reading: dict[str, threading.Lock] = {}
+        self.names: tuple[str, ...] = ()
+        """The archives whose adapters are in memory; reading this never waits for one that is being fetched."""
+
+    def get(self, blob: str) -> StoredAdapter:
+        """Returns the adapter in an archive; raises NotFound without one, Damaged if it is broken."""
+        with self._lock:
+            reading = self._reading.setdefault(blob, threading.Lock())
+        # Each archive is read once, and one that takes long holds up only its own prompts.
+        with reading:
+            adapter = self._kept.get(blob) or self._read(blob)
+            with self._lock:
+                self._reading.pop(blob, None)
+                self._kept[blob] = adapter
+                self._kept.move_to_end(blob)
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+                self.names = tuple(self._kept)
+            return adapter
+
+    def _read(self, blob: str) -> StoredAdapter:
+        with storage_errors(self._directory):
+            self._directory.mkdir(exist_ok=True)
+            folder = Path(tempfile.mkdtemp(dir=self._directory))
+        try:
+            archive = folder / "archive"
+            self._blobs.fetch(blob, archive)
+            unpack(archive, folder, ADAPTER_FILES)
+            try:
+                spec, tensors, config = read_adapter(folder)
+            except AdapterFileError as error:
+                raise Damaged(f"the stored adapter cannot be read ({error.message})") from None
+            base = config.get("base_model_name_or_path")
+            return StoredAdapter(
+                blob, folder, spec, tensors, base if isinstance(base, str) else None, read_chat_template(folder)
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+LONG_CHARS = 2**15
+"""A prompt of more characters is tokenised apart from the others."""
+MAX_LONG = 8
+"""How many long prompts may wait to be tokenised; more are refused."""
+WATCH_S = 0.2
+"""How often the server looks whether the client has gone."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class PromptMessage(BaseModel):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class PromptBody(BaseModel):
+    """The body of a request to a worker."""
+
+    model_blob: str | None = None
+    base: str | None = None
+    messages: list[PromptMessage] | None = None
+    prompt: str | list[TokenId] | None = None
+    """A text, or the ids of its tokens."""
+    max_tokens: int = Field(256, ge=1, lt=2**31)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int = Field(0, ge=0, lt=2**32)
+    stop: list[str] = Field(default_factory=list, max_length=16)
+    stream: bool = False
+
+
+@dataclass(eq=False)
+class PromptClient:
+    """The client of one prompt, who may hang up at any moment."""
+
+    has_gone: bool = False
+    request: PromptRequest | None = None
+
+    def leave(self) -> None:
+        self.has_gone = True
+        if self.request is not None:
+            self.request.is_cancelled = True
+            self.request.answer.put(client_gone())
+
+    def check(self) -> None:
+        if self.has_gone:
+            raise client_gone()
+
+    async def watch(self, request: Request) -> None:
+        """Notes when the connection is closed."""
+        while not await request.is_disconnected():
+            await asyncio.sleep(WATCH_S)
+        self.leave()
+
+
+def client_gone() -> Busy:
+    return Busy("the client has gone.")
+
+
+class Tokenizers:
+    """Copies of a tokenizer, because threads must not share one: for short prompts, for long ones and for answers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._short, self._long, self._answers = ((copy.deepcopy(tokenizer), threading.Lock()) for _ in range(3))
+        self._num_long, self._counting = 0, threading.Lock()
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1)
+        """The most characters of one token."""
+
+    @contextlib.contextmanager
+    def for_prompt(self, num_chars: int, client: PromptClient) -> Iterator[Tokenizer]:
+        """Waits for its turn; raises Busy if too many long prompts wait, or once the client has gone."""
+        is_long = num_chars > LONG_CHARS
+        with self._counting:
+            if is_long and self._num_long >= MAX_LONG:
+                raise Busy(f"{MAX_LONG} long prompts are being tokenised; try again.")
+            self._num_long += is_long
+        tokenizer, lock = self._long if is_long else self._short
+        try:
+            while not lock.acquire(timeout=WATCH_S):
+                client.check()
+            try:
+                client.check()
+                yield tokenizer
+            finally:
+                lock.release()
+        finally:
+            with self._counting:
+                self._num_long -= is_long
+
+    def text(self, tokens: list[int]) -> str:
+        tokenizer, lock = self._answers
+        with lock:
+            return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _known(tokens: list[int], vocabulary: int) -> list[int]:
+    if not tokens:
+        raise DataError("is empty.", where="prompt")
+    if max(tokens) >= vocabulary:
+        raise DataError(f"has the token {max(tokens)}; the model knows 0 to {vocabulary - 1}.", where="prompt")
+    return tokens
+
+
+def tokens_of(body: PromptBody, tokenizer: Tokenizer, adapter: StoredAdapter | None, vocabulary: int) -> list[int]:
+    """Returns the tokens of the prompt: a chat goes through its template, a text is taken as it is."""
+    template = adapter.chat_template if adapter else None
+    if (body.messages is None) == (body.prompt is None):
+        raise DataError("give messages or prompt, and not both.", where="messages")
+    if body.messages is not None:
+        if not body.messages:
+            raise DataError("is empty.", where="messages")
+        turns = [message.model_dump(exclude_none=True) for message in body.messages]
+        return list(map(int, prompt_of_chat(turns, tokenizer, chat_template=template).tokens))
+    if isinstance(body.prompt, list):
+        return _known(body.prompt, vocabulary)
+    tokens = tokenise_prompt(Rendered(body.prompt or "", (), True, "prompt"), tokenizer)
+    if not len(tokens):
+        raise DataError("is empty.", where="prompt")
+    return list(map(int, tokens))

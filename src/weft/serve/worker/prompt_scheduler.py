@@ -1,0 +1,215 @@
+"""Answers prompts between microbatches: all prompts of all adapters in one batch on the backbone that trains.
+
+Training goes on meanwhile: after a microbatch that took t seconds, prompts get `SHARE` · t, and at least one forward
+pass over at most `capacity` tokens. So while prompts wait, a step takes a quarter longer, or one pass longer where that
+is more; a long prompt is read in several turns. When nothing trains, prompts have all the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from weft.engine.execute.memory import release_memory
+from weft.engine.inference.attach import StoredAdapter, attach_adapter
+from weft.engine.inference.generate import BATCH, Continuation, Decoding, Request, advance, end_tokens, read_ahead
+from weft.errors import WeftError
+from weft.kernels.device import memory_errors
+from weft.model.backbone import Backbone
+from weft.serve.errors import Busy
+
+LOG = logging.getLogger("weft.serve.worker")
+SHARE = 0.25
+"""The time for prompts while there are any, as a share of the time that training takes."""
+IDLE_TURN_S = 0.05
+"""How long a turn lasts while nothing trains; the worker looks for new jobs between two turns."""
+MAX_WAITING = 256
+"""How many prompts may wait; more are refused."""
+MAX_ADAPTERS = 8
+"""How many adapters may be attached to the backbone for prompts at a time."""
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """The answer is complete."""
+
+    reason: str
+    """`stop` if the model ended the answer, `length` if it reached its greatest length."""
+
+
+@dataclass(eq=False)
+class PromptRequest:
+    """A prompt, and the queue on which its answer comes back: tokens and then an AnswerEnd, or an error."""
+
+    tokens: list[int]
+    adapter: StoredAdapter | None
+    """The adapter that answers; None is the bare backbone."""
+    decoding: Decoding
+    answer: queue.SimpleQueue[int | AnswerEnd | Exception] = field(default_factory=queue.SimpleQueue)
+    is_cancelled: bool = False
+    """The client has gone."""
+
+
+class PromptScheduler:
+    """The prompts of one worker. Any thread may call `submit`; only the one that trains calls the rest."""
+
+    def __init__(self, backbone: Backbone, capacity: int) -> None:
+        self._backbone = backbone
+        self._capacity = capacity
+        self._waiting: deque[PromptRequest] = deque()
+        self._active: dict[PromptRequest, Continuation] = {}
+        self._alone: deque[PromptRequest] = deque()
+        """Prompts of a pass that failed: each is read alone once, so that only the one to blame fails."""
+        self._slots: OrderedDict[str, int] = OrderedDict()
+        """The slots of adapters by name, the least recently used first."""
+        self._is_closed = False
+        self.num_answered = 0
+        self.tokenizer = backbone.tokenizer
+        self.max_positions = backbone.max_positions
+        self.vocabulary = backbone.vocabulary
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._active)
+
+    def submit(self, request: PromptRequest) -> None:
+        """Puts a prompt into the queue; raises Busy if the queue is full."""
+        if self._is_closed or len(self._waiting) >= MAX_WAITING:
+            raise Busy("the worker stops." if self._is_closed else f"{MAX_WAITING} prompts are waiting; try again.")
+        self._waiting.append(request)
+
+    def close(self) -> None:
+        """Refuses prompts from now on; those without an answer get the error that the worker stops."""
+        self._is_closed = True
+        for request in [*self._active, *self._waiting]:
+            request.answer.put(Busy("the worker stops."))
+        self._active.clear()
+        self._waiting.clear()
+
+    def take_turn(self, trained_s: float | None) -> bool:
+        """Answers prompts for a while; `trained_s` is how long the last microbatch took, None if nothing trains.
+
+        Returns False if there was no prompt to answer.
+        """
+        deadline = None
+        while True:
+            self._start_waiting()
+            if not self._active:
+                return deadline is not None
+            if deadline is None:
+                # The next microbatch may be running already; waiting for it does not count as time for prompts.
+                self._backbone.wait()
+                deadline = time.perf_counter() + (IDLE_TURN_S if trained_s is None else SHARE * trained_s)
+            self._pass()
+            if time.perf_counter() >= deadline:
+                return True
+
+    def _start_waiting(self) -> None:
+        for request in [request for request in self._active if request.is_cancelled]:
+            del self._active[request]
+        while self._waiting and len(self._active) < BATCH:
+            request = self._waiting.popleft()
+            if request.is_cancelled:
+                continue
+            if not self._has_slot(request.adapter):
+                self._waiting.appendleft(request)
+                return
+            try:
+                slot = self._slot(request.adapter)
+            except Exception as error:
+                # An adapter that cannot be attached costs its own prompt only.
+                if not isinstance(error, WeftError | torch.OutOfMemoryError):
+                    LOG.exception("an adapter could not be attached")
+                request.answer.put(error)
+                continue
+            self._active[request] = Continuation(Request(request.tokens, slot), request.decoding)
+
+    def _has_slot(self, adapter: StoredAdapter | None) -> bool:
+        """Whether an adapter can be on the backbone now; if need be, an unused one is detached to make room."""
+        if adapter is None or adapter.name in self._slots or len(self._slots) < MAX_ADAPTERS:
+            return True
+        in_use = {request.adapter.name for request in self._active if request.adapter is not None}
+        unused = next((name for name in self._slots if name not in in_use), None)
+        if unused is None:
+            return False
+        self._backbone.detach(self._slots.pop(unused))
+        return True
+
+    @memory_errors()
+    def _slot(self, adapter: StoredAdapter | None) -> int | None:
+        if adapter is None:
+            return None
+        if adapter.name not in self._slots:
+            self._slots[adapter.name] = attach_adapter(self._backbone, adapter)
+        self._slots.move_to_end(adapter.name)
+        return self._slots[adapter.name]
+
+    def _pass(self) -> None:
+        """Runs the backbone once: over part of one long prompt, or for one more token of as many answers as fit."""
+        while self._alone and self._alone[0] not in self._active:
+            self._alone.popleft()
+        candidates = {self._alone[0]: self._active[self._alone[0]]} if self._alone else self._active
+        for request, item in candidates.items():
+            if len(item.new) > self._capacity:
+                self._run([request], partial(read_ahead, self._backbone, item, self._capacity))
+                return
+        if self._alone:
+            self._alone.popleft()
+        going: list[PromptRequest] = []
+        room = self._capacity
+        # Answers under way come first with one token each, so that none waits for another's long prompt.
+        for request, item in sorted(candidates.items(), key=lambda pair: len(pair[1].new)):
+            room -= len(item.new)
+            if room < 0:
+                break
+            going.append(request)
+        self._run(going, partial(self._advance, going))
+
+    def _advance(self, going: list[PromptRequest]) -> None:
+        """Writes one more token of each answer."""
+        items = [self._active[request] for request in going]
+        written = advance(self._backbone, items, end_tokens(self._backbone))
+        for request, item, token in zip(going, items, written, strict=True):
+            if item.error is not None:
+                LOG.error("a prompt could not be answered", exc_info=item.error)
+                self._end(request, item.error)
+                continue
+            if token is not None:
+                request.answer.put(token)
+            if item.is_over:
+                self._end(request, AnswerEnd("stop" if token is None else "length"))
+                self.num_answered += 1
+
+    def _run(self, going: list[PromptRequest], work: Callable[[], None]) -> None:
+        """Runs a pass; if it raises, each of its prompts starts again and is read alone, and fails if that raises."""
+        error: Exception
+        try:
+            with memory_errors():
+                work()
+            return
+        except torch.OutOfMemoryError:
+            error = Busy("there is no memory for prompts at the moment; try again.")
+        except Exception as other:
+            LOG.exception("a pass over prompts failed")
+            error = other
+        with contextlib.suppress(torch.OutOfMemoryError):
+            release_memory(self._backbone)
+        if len(going) == 1:
+            self._end(going[0], error)
+            return
+        for request in going:
+            # What a pass that failed has written of keys and values is not known.
+            self._active[request].forget_read()
+            self._alone.append(request)
+
+    def _end(self, request: PromptRequest, end: AnswerEnd | Exception) -> None:
+        request.answer.put(end)
+        del self._active[request]

@@ -1,0 +1,225 @@
+"""A worker's own small HTTP server, through which the API sends it prompts; every request needs its token.
+
+    GET  /alive      answers 204 as long as the process runs
+    POST /generate   {model_blob, messages | prompt, max_tokens, temperature, top_p, seed, stop, stream}
+                     header X-Weft-Token
+    answers          {"text", "done", "finish_reason", "prompt_tokens", "completion_tokens"}, one object;
+                     with `stream` a text/event-stream of them, each with the text since the last
+    errors           {"error": {"message", "code", "param"}} with 400, 401, 404, 500 or 503
+
+The server's threads turn tokens into text and look for stop sequences, so that the thread that trains need not. A
+prompt that is too long is refused by its characters before it is tokenised. Long prompts are tokenised one after
+another, apart from short ones, so that they hold up only each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import uvicorn
+from fastapi import FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from weft.engine.inference.generate import Decoding
+from weft.errors import AdapterFileError, DataError, StorageError, WeftError
+from weft.serve.blobs import Blobs
+from weft.serve.errors import Busy, Damaged, NotFound
+from weft.serve.settings import WorkerOptions
+from weft.serve.worker.prompt_inputs import AdapterCache, PromptBody, PromptClient, Tokenizers, tokens_of
+from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler
+
+LOG = logging.getLogger("weft.serve.worker")
+COLDEST = 0.001
+"""The lowest temperature that is not taken as 0; logits divided by a lower one leave the range of float32."""
+SILENCE_S = 300.0
+"""How long a token may take before an answer is given up."""
+NUM_THREADS = 300
+"""How many prompts are worked on at once; most of their time they wait for tokens."""
+
+
+class PromptServer:
+    """The server, which runs in a thread of the worker."""
+
+    def __init__(self, scheduler: PromptScheduler, blobs: Blobs, directory: Path, options: WorkerOptions) -> None:
+        self._scheduler = scheduler
+        self._adapters = AdapterCache(blobs, directory)
+        self._max_positions = scheduler.max_positions
+        self._tokenizers = Tokenizers(scheduler.tokenizer)
+        self.token = secrets.token_hex(32)
+        """The secret that every request must bring."""
+        self._socket = socket.create_server((options.host, 0))
+        port = self._socket.getsockname()[1]
+        self.address = f"http://{options.host}:{port}"
+        config = uvicorn.Config(
+            self._app(), log_level="warning", ws="none", lifespan="off", access_log=False, timeout_graceful_shutdown=5
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="weft-prompts", daemon=True
+        )
+
+    @property
+    def adapters(self) -> list[str]:
+        return list(self._adapters.names)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the server; prompts without an answer get the error that the worker stops."""
+        self._scheduler.close()
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(10)
+        self._socket.close()
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+        @app.exception_handler(RequestValidationError)
+        def invalid(_: Request, error: RequestValidationError) -> Response:
+            first = error.errors()[0]
+            return _error(400, str(first["msg"]), "invalid_request", ".".join(map(str, first["loc"][1:])))
+
+        @app.get("/alive")
+        async def alive() -> Response:
+            return Response(status_code=204)
+
+        @app.post("/generate")
+        async def generate(request: Request, body: PromptBody, x_weft_token: str = Header("")) -> Response:
+            if not secrets.compare_digest(x_weft_token.encode(), self.token.encode()):
+                return _error(401, "the token is wrong.", "invalid_token", None)
+            anyio.to_thread.current_default_thread_limiter().total_tokens = NUM_THREADS
+            client = PromptClient()
+            watch = asyncio.create_task(client.watch(request))
+            pieces = self._answer(body, client)
+            try:
+                if body.stream:
+                    # The first piece decides whether it is an answer or an error.
+                    first = await run_in_threadpool(next, pieces)
+                    return StreamingResponse(_stream(first, pieces), media_type="text/event-stream")
+                parts = await run_in_threadpool(list, pieces)
+                return JSONResponse({**parts[-1], "text": "".join(part["text"] for part in parts)})
+            except WeftError as error:
+                status = {Busy: 503, StorageError: 503, NotFound: 404, Damaged: 500}.get(type(error), 400)
+                if isinstance(error, AdapterFileError | StorageError | Damaged):
+                    # It may name a path of the server.
+                    LOG.error("a prompt could not be answered: %s", error)
+                    return _error(status, error.message, error.code, None)
+                return _error(status, str(error), error.code, error.where)
+            finally:
+                watch.cancel()
+
+        return app
+
+    def _answer(self, body: PromptBody, client: PromptClient) -> Iterator[dict[str, Any]]:
+        """Yields the answer piece by piece; closing the iterator ends the answer."""
+        num_chars = self._check_chars(body)
+        adapter = self._adapters.get(body.model_blob) if body.model_blob else None
+        with self._tokenizers.for_prompt(num_chars, client) as tokenizer:
+            tokens = tokens_of(body, tokenizer, adapter, self._scheduler.vocabulary)
+        room = self._max_positions - len(tokens)
+        if room < 1:
+            raise DataError(
+                f"the prompt has {len(tokens):,} tokens; the model has {self._max_positions:,} positions, the answer "
+                "included.",
+                where="messages" if body.messages is not None else "prompt",
+            )
+        temperature = 0.0 if body.temperature < COLDEST else body.temperature
+        longest = min(body.max_tokens, room)
+        request = PromptRequest(tokens, adapter, Decoding(longest, temperature, body.top_p, body.seed))
+        client.request = request
+        client.check()
+        self._scheduler.submit(request)
+        try:
+            yield from self._pieces(request, body.stop)
+        finally:
+            request.is_cancelled = True
+
+    def _pieces(self, request: PromptRequest, stops: list[str]) -> Iterator[dict[str, Any]]:
+        tokens: list[int] = []
+        sent = 0
+        reason: str | None = None
+        while reason is None:
+            got = _next(request)
+            if isinstance(got, AnswerEnd):
+                reason = got.reason
+            else:
+                tokens.append(got)
+            text = self._tokenizers.text(tokens)
+            at = min((text.find(stop) for stop in stops if stop and stop in text), default=-1)
+            if at >= 0:
+                text, reason = text[:at], "stop"
+            end = len(text) if reason is not None else _safe_length(text, stops)
+            if end > sent or reason is not None:
+                yield {
+                    "text": text[sent:end],
+                    "done": reason is not None,
+                    "finish_reason": reason,
+                    "prompt_tokens": len(request.tokens),
+                    "completion_tokens": len(tokens),
+                }
+                sent = max(sent, end)
+
+    def _check_chars(self, body: PromptBody) -> int:
+        """Returns the characters of the prompt; raises DataError if they are more than the model's positions hold."""
+        if isinstance(body.prompt, list):
+            return 0
+        num_chars = len(body.prompt or "") + sum(len(message.content) for message in body.messages or ())
+        most = self._max_positions * self._tokenizers.longest
+        if num_chars > most:
+            raise DataError(
+                f"the prompt has {num_chars:,} characters; the model has {self._max_positions:,} positions, which hold "
+                f"at most {most:,}.",
+                where="messages" if body.messages is not None else "prompt",
+            )
+        return num_chars
+
+
+def _next(request: PromptRequest) -> int | AnswerEnd:
+    try:
+        got = request.answer.get(timeout=SILENCE_S)
+    except queue.Empty:
+        raise Busy("the worker does not get to the prompt; try again.") from None
+    if isinstance(got, WeftError):
+        raise got
+    if isinstance(got, Exception):
+        raise Busy("the prompt could not be answered.") from got
+    return got
+
+
+def _safe_length(text: str, stops: list[str]) -> int:
+    """How much of a text may be sent: not an end that may begin a stop sequence or be part of a character."""
+    end = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+    for stop in stops:
+        for length in range(min(len(stop) - 1, end), 0, -1):
+            if text[:end].endswith(stop[:length]):
+                end -= length
+                break
+    return end
+
+
+def _stream(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[str]:
+    yield f"data: {json.dumps(first)}\n\n"
+    try:
+        for piece in rest:
+            yield f"data: {json.dumps(piece)}\n\n"
+    except WeftError as error:
+        yield f"data: {json.dumps({'error': {'message': str(error), 'code': error.code, 'param': None}})}\n\n"
+
+
+def _error(status: int, message: str, code: str, param: str | None) -> Response:
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return JSONResponse({"error": {"message": message, "code": code, "param": param}}, status, headers)

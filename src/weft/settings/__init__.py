@@ -1,1 +1,0 @@
-"""How settings are declared, read and checked."""

@@ -1,1 +1,0 @@
-"""What jobs can choose from, with the names and rules that people know from elsewhere."""

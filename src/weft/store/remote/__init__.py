@@ -1,1 +1,0 @@
-"""Runs at a URL: trained in a local directory that is synchronised with the URL."""

@@ -1,1 +1,0 @@
-"""What a sweep tries and when it stops a trial: samplers, objectives, early stopping."""
