@@ -9,8 +9,6 @@ from weft.errors import WeftError
 
 
 class JobState(enum.StrEnum):
-    """State of a job."""
-
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
@@ -60,8 +58,6 @@ class ReasonCode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a job is in its state."""
-
     code: ReasonCode
     text: str
     """One sentence for the job's owner."""

@@ -15,8 +15,6 @@ _OFF = (None, False, 0, "", "none")
 
 @dataclass(frozen=True)
 class ForeignSetting:
-    """A setting of another trainer."""
-
     reason: str
     """Why it is refused, and what to write instead."""
     harmless: tuple[Any, ...] = _OFF

@@ -23,15 +23,11 @@ from weft.spec import AdapterSpec, JobSpec
 
 @dataclass
 class ParameterGroup:
-    """One flat buffer of an adapter and its gradient."""
-
     params: torch.Tensor
     grad: torch.Tensor
 
 
 class Adapter:
-    """The trainable parameters of one job on one backbone."""
-
     def __init__(
         self,
         spec: AdapterSpec,
@@ -58,16 +54,13 @@ class Adapter:
         self.shared: Mapping[str, torch.Tensor] = {}
         """Frozen tensors that all modules read and that follow from the settings."""
         self.groups: dict[str, ParameterGroup] = {}
-        """The trained groups."""
         self.frozen: dict[str, torch.Tensor] = {}
         """The flat buffers of groups that are not trained."""
         self.modules: dict[str, SlotWeights] = {}
-        """The weights of a slot on each module."""
         self._parts = dict(parts or {})
         self.head: HeadWeights | None = None
         """The head that makes logits from hidden states, for objectives that have one."""
         self.token_rows: dict[str, TokenRows] = {}
-        """Trained rows of the embedding and the output head, by part."""
         self._tied_grad: torch.Tensor | None = None
         """Gradient of tied rows from the output head, until the global batch is complete."""
         self.has_any_order_sums = has_any_order_sums
@@ -101,7 +94,6 @@ class Adapter:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable parameters."""
         return sum(group.params.numel() for group in self.groups.values())
 
     def zero_grad(self) -> None:
@@ -195,7 +187,6 @@ class Adapter:
         return {name: found[name] for name in (*self.method.groups, *self._parts) if name in found}
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """The buffers of the trained groups."""
         return {name: group.params for name, group in self.groups.items()}
 
     def put(self, flat: Mapping[str, torch.Tensor]) -> None:

@@ -35,9 +35,7 @@ class Devices(ABC):
     """One of several devices that run the same operations on parts of the same layers."""
 
     index: int
-    """Index of this device."""
     count: int
-    """Number of devices."""
     turns: Turns | None = None
     """The two passes that run side by side at the moment, if any."""
     runs_pairs: bool = False
@@ -113,11 +111,8 @@ class OtherPassFailedError(Exception):
 
 
 class Turns:
-    """The turns of two passes; pass 0 begins."""
-
     def __init__(self, routing: Routing) -> None:
         self.pass_number = 0
-        """The pass whose turn it is."""
         self._routing = routing
         self._changed = threading.Condition()
         self._is_one_over = self._has_one_failed = False
@@ -153,7 +148,6 @@ class SideBySide:
     """Runs two passes at a time on one of several devices that share every layer; all devices run the same two."""
 
     def __init__(self, devices: Devices, routing: Routing, device: torch.device) -> None:
-        """`device`: the local device."""
         self._devices, self._routing, self._device = devices, routing, device
         # It stays: threads of torch that belong to a thread are started with it. As many as here: products may depend
         # on how many there are.

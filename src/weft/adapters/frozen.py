@@ -70,7 +70,6 @@ class FrozenWeight(nn.Module, ABC):
     out_dims: ClassVar[Mapping[str, int]]
     """Names of the stored tensors, with the dimension that counts outputs."""
     in_dims: ClassVar[Mapping[str, int]]
-    """Names of the tensors with a dimension for inputs or blocks of inputs, and that dimension."""
     adds_up: ClassVar[bool] = True
     """Whether its products can be added to an existing tensor; FP8 products cannot."""
 
@@ -146,7 +145,6 @@ class FrozenWeight(nn.Module, ABC):
 
     @property
     def stored(self) -> dict[str, torch.Tensor]:
-        """The stored tensors by name."""
         return {name: tensor for name, tensor in self._parameters.items() if tensor is not None}
 
     @property
@@ -155,8 +153,6 @@ class FrozenWeight(nn.Module, ABC):
 
 
 class Dense(FrozenWeight):
-    """A weight that is not quantised."""
-
     kind = "none"
     out_dims: ClassVar[Mapping[str, int]] = {"weight_OD": 0}
     in_dims: ClassVar[Mapping[str, int]] = {"weight_OD": 1}

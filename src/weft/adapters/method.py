@@ -60,8 +60,7 @@ class Site(Protocol):
         """O, of all devices together."""
 
     @property
-    def share(self) -> SiteShare:
-        """The part on this device."""
+    def share(self) -> SiteShare: ...
 
     @property
     def weight(self) -> torch.Tensor | None:

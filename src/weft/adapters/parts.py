@@ -31,8 +31,6 @@ from weft.kernels.device_event import sent
 
 
 class PartShape(ABC):
-    """The tensors of a part."""
-
     @property
     @abstractmethod
     def tensor_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -60,8 +58,6 @@ INITIAL_STD = 0.02
 
 @dataclass(frozen=True)
 class HeadShape(PartShape):
-    """Dimensions of a head."""
-
     num_labels: int
     width: int
     """D of the hidden states."""
@@ -161,9 +157,7 @@ class _Met:
     """The rows of one sample whose tokens an adapter trains."""
 
     rows: np.ndarray
-    """Rows of the microbatch, ordered by token; those of one token in their order."""
     indices: np.ndarray
-    """Index of each row's token among the adapter's rows."""
 
     def sums(self, dy_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The distinct tokens (U), and the sum of each one's rows (U, D), added one row after the other."""

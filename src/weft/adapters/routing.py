@@ -19,8 +19,6 @@ from weft.kernels.fixed_point import FixedPointSum, SumWords
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows [start, end) of a microbatch."""
-
     start: int
     end: int
 
@@ -39,8 +37,6 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The rows of one sample, as rows of the buffer and as rows of its slot."""
-
     buffer: slice
     slot: slice
 
@@ -98,9 +94,7 @@ class Routing:
     longest: int = 0
     """Number of rows of the longest segment, padding included."""
     tokens: np.ndarray | None = None
-    """Token of every row, on the host."""
     slots: tuple[SlotRows, ...] = ()
-    """Rows with an adapter; all other rows see the bare backbone."""
     dropout_keys_T: torch.Tensor | None = None
     """Dropout key of each row (int32), from its job's seed and step and its index in its sample; None: no dropout."""
     row_tile: int | None = None
@@ -130,7 +124,6 @@ def add_product(grad_MN: torch.Tensor, left_LM: torch.Tensor, right_LN: torch.Te
 
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """All windows of a slot in one tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -158,7 +151,6 @@ class AnyOrderSums:
                 grad.copy_(total.total().view_as(grad))
 
     def words(self) -> Iterator[tuple[str, SumWords]]:
-        """The sums so far, each with its group."""
         for group, _, total in self._sums:
             yield group, total.words()
 

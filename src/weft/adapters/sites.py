@@ -68,9 +68,7 @@ class SlotLinear(nn.Module):
         own = linear.bias
         self.bias_O: nn.Parameter | None = None if own is None else nn.Parameter(own.detach(), requires_grad=False)
         self.share = SiteShare.whole(*self.frozen.shape)
-        """The part of the linear on this device."""
         self.out_features, self.in_features = self.frozen.shape
-        """O and D of the whole linear."""
         self.routing = routing
         self.anchor = anchor
         """A scalar that requires grad, so that autograd visits slots even where the input needs no gradient."""
@@ -82,7 +80,6 @@ class SlotLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dense part of W on this device, under the name that transformers reads."""
         return self.stored.dense()
 
     @property
@@ -137,7 +134,6 @@ class RowSite:
     read_original: None = None
 
     def __init__(self, width: int, routing: Routing) -> None:
-        """`width`: D, the features of a row."""
         self.width = self.in_features = self.out_features = width
         self.routing = routing
         self.share = SiteShare.whole(width, width)
@@ -161,10 +157,7 @@ class RowSite:
 
 
 class BlockOutput(RowSite):
-    """The output of one block."""
-
     def __init__(self, block: nn.Module, width: int, routing: Routing) -> None:
-        """`width`: D, the features of the block's output."""
         super().__init__(width, routing)
         self._block = block
         self._hook: RemovableHandle | None = None
@@ -188,8 +181,6 @@ class BlockOutput(RowSite):
 
 
 class InputRows(RowSite):
-    """The input of the first layer."""
-
     def __init__(
         self,
         width: int,
@@ -211,7 +202,6 @@ class KeyValueRows(RowSite):
         super().__init__(width, routing)
         self._layer = layer
         self._num_heads = 0
-        """Number of heads of all devices together."""
         self._heads = (0, 0)
         """Number of heads on other devices: those before the heads on this device, and those after them."""
 
@@ -239,7 +229,6 @@ class KeyValueRows(RowSite):
             self.routing.prefixes.pop(self._layer, None)
 
     def _adapted_pair(self, key_1KTC: torch.Tensor, value_1KTC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values with the adapters of all active slots."""
         if not active_slots(self.slots, self.routing):
             return key_1KTC, value_1KTC
         before, behind = self._heads

@@ -26,8 +26,7 @@ class FrozenMap(Protocol):
     """A map of all rows: each row's result depends on that row alone."""
 
     @property
-    def stored(self) -> Mapping[str, torch.Tensor]:
-        """Tensors that the map reads, by name."""
+    def stored(self) -> Mapping[str, torch.Tensor]: ...
 
     def product(self, x_TD: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
         """The mapped rows, in a new tensor."""

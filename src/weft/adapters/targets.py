@@ -50,7 +50,6 @@ def choose_modules(spec: AdapterSpec, kind: Attachment, paths: Sequence[str]) ->
 
 
 def _unknown_module(name: str, leaves: Sequence[str], kind: Attachment) -> ConfigError:
-    """The error for a name in target_modules that matches no site."""
     has = f"it has {', '.join(leaves)}."
     if name.rpartition(".")[-1] in SHARED:
         found = f"{name} is {SHARED[name.rpartition('.')[-1]]}, shared by all jobs and never adapted; besides {has}"

@@ -138,8 +138,6 @@ def _train(
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The jobs that a cluster is planned for, and their backbone."""
-
     base_model: str
     quantize: str
     recompute: str

@@ -58,8 +58,6 @@ LOW_MEMORY, LOW_DISK = 2 * GIB, GIB
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
-
     name: str
     state: Literal["ok", "warn", "missing", "failed"]
     text: str

@@ -40,8 +40,6 @@ WHERE = "--layout"
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """The command line's options about layouts."""
-
     layout: str | None = None
     schedule: str | None = None
     devices: str | None = None

@@ -99,8 +99,6 @@ GpuType = Annotated[
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """The command line's options about replicas."""
-
     replicas: str | None = None
     devices: str | None = None
     cluster: str | None = None

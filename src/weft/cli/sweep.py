@@ -168,8 +168,6 @@ def _located(error: ConfigError, path: Path, changes: tuple[str, ...]) -> WeftEr
 
 @dataclass(frozen=True)
 class Order:
-    """A sweep as the command line describes it."""
-
     spec: SweepSpec
     file: Path
     out: Path | RunUrl

@@ -195,8 +195,6 @@ class Invocation:
 
 @dataclass(frozen=True)
 class Order:
-    """A run as the command line describes it."""
-
     spec: RunSpec
     jobs_file: Path
     overrides: tuple[str, ...]

@@ -148,8 +148,6 @@ ONE_DEVICE = "one device"
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings to be measured."""
-
     capacity: int
     layout: str = ONE_DEVICE
     """As `--layout` takes it."""
@@ -157,8 +155,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Measurement of a trial."""
-
     trial: Trial
     tokens: int = 0
     seconds: float = 0.0

@@ -75,8 +75,6 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The template that renders conversations for a tokenizer."""
-
     tokenizer: Tokenizer
     own: str | None = None
     """Template used instead of the tokenizer's."""
@@ -232,8 +230,6 @@ Messages = list[dict[str, Any]]
 
 
 class QuickTemplate:
-    """A compiled template with the special tokens of its tokenizer."""
-
     def __init__(self, compiled: Any, special_tokens: Mapping[str, Any]) -> None:
         self._compiled = compiled
         self._names = {**compiled.globals, "tools": None, "documents": None, **special_tokens}

@@ -14,8 +14,6 @@ from weft.settings import LARGEST, describe, is_usable_number
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """One message of a conversation."""
-
     role: str
     """system, user, assistant or tool."""
     content: str
@@ -67,8 +65,6 @@ class Passage:
 
 @dataclass(frozen=True)
 class Words:
-    """Words with a class each."""
-
     words: tuple[str, ...]
     labels: tuple[int | None, ...]
     """Class of each word; None for a word that is not trained."""

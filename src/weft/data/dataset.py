@@ -22,8 +22,6 @@ from weft.objectives.registry import SUPERVISED
 
 @dataclass(frozen=True)
 class DataSummary:
-    """Counts of rows and samples, and lengths of the samples."""
-
     sources: tuple[str, ...]
     """Files and Hub names, as written."""
     format: str
@@ -78,8 +76,6 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples in the order of their rows, and their summary."""
-
     samples: Samples
     summary: DataSummary
     objective: Objective = SUPERVISED
@@ -235,8 +231,6 @@ class Dataset:
 
 @dataclass(frozen=True)
 class JobData:
-    """Training and evaluation data of a job."""
-
     train: Dataset
     eval: Dataset | None
 

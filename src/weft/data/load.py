@@ -209,8 +209,6 @@ def find_labels(
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Token ids to continue, and the answer in the data."""
-
     tokens: npt.NDArray[np.int32]
     """Rendered prompt, generation prompt included."""
     text: str

@@ -31,8 +31,6 @@ def check_template(chat_template: str, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Renders rows for one tokenizer and one chat template."""
-
     template: ChatTemplate
     train_on_inputs: bool = False
     mask_history: bool = False

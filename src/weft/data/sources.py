@@ -68,8 +68,6 @@ def _no_config(source: str, name: str, split: str, message: str) -> DataError:
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file of rows."""
-
     name: str
     """Name as the user wrote it; for a file of a folder, followed by its own name."""
     path: Path

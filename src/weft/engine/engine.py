@@ -57,8 +57,6 @@ RUN_STOPPED = Reason(ReasonCode.RUN_STOPPED, "the run was stopped")
 
 
 class Engine:
-    """Trains any number of jobs together on one backbone."""
-
     def __init__(
         self,
         replica: Executor | Backbone | BackboneSpec | str,

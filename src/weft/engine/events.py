@@ -61,8 +61,6 @@ class JobPreempted(JobEvent):
 
 @dataclass(frozen=True, slots=True)
 class StepDone(JobEvent):
-    """One optimizer step of one job."""
-
     kind: ClassVar[str] = "step"
     step: int
     num_steps: int
@@ -87,8 +85,6 @@ class StepDone(JobEvent):
 
 @dataclass(frozen=True, slots=True)
 class EvalDone(JobEvent):
-    """One evaluation of one job."""
-
     kind: ClassVar[str] = "eval"
     step: int
     epoch: float
@@ -114,8 +110,6 @@ def own_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved(JobEvent):
-    """A checkpoint is on disk."""
-
     kind: ClassVar[str] = "checkpoint"
     step: int
 
@@ -136,8 +130,6 @@ class JobPaused(JobEvent):
 
 @dataclass(frozen=True, slots=True)
 class JobResumed(JobEvent):
-    """The job trains again."""
-
     kind: ClassVar[str] = "resumed"
     step: int
 
@@ -276,8 +268,6 @@ class LayoutDecided(Event):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchDone(Event):
-    """One microbatch went through the backbone."""
-
     kind: ClassVar[str] = "microbatch"
     jobs: tuple[str, ...]
     tokens: int

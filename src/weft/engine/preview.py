@@ -29,8 +29,6 @@ PLANNED_SAMPLES = 4_000
 
 @dataclass(frozen=True)
 class JobPreview:
-    """One job's share of the plan."""
-
     name: str
     num_steps: int
     num_tokens: int
@@ -39,8 +37,6 @@ class JobPreview:
 
 @dataclass(frozen=True)
 class Preview:
-    """The plan of a run in figures."""
-
     jobs: tuple[JobPreview, ...]
     num_microbatches: int
     num_tokens: int

@@ -85,7 +85,6 @@ class ProgramRun(ABC):
         """Counts all started work, so that progress matches weights and gradients."""
 
     def _know(self, jobs: dict[str, LiveJob]) -> None:
-        """Sets the jobs of the next programs."""
         self._jobs = jobs
         self._plans.pace.ranks = {name: cost_ranks(job.spec.adapter).usual for name, job in jobs.items()}
         self._plans.pace.row_tile = self._row_tile

@@ -230,8 +230,6 @@ SNAPSHOT_SHARE = 8
 
 
 class FileKind(Enum):
-    """Kind of a file that is written."""
-
     CHECKPOINT = "checkpoint"
     EXPORT = "export"
     """Adapter at a checkpoint."""

@@ -46,8 +46,6 @@ _KEEPS = "the run in {} has {}, this {} has {}; a resumed run keeps its settings
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """How a run continues."""
-
     done: frozenset[str]
     changes: tuple[str, ...] = ()
     """Accepted changes since the run began."""

@@ -17,8 +17,6 @@ from weft.store.run_dir import RunDirectory
 
 
 class RunJob(Protocol):
-    """A job of a run."""
-
     @property
     def spec(self) -> JobSpec: ...
 

@@ -64,8 +64,6 @@ class Update:
 
 @dataclass(frozen=True)
 class Updated:
-    """What one job's step did."""
-
     grad_norm: float
     """Norm before clipping."""
     largest: float

@@ -70,7 +70,6 @@ def quantise(values_P: torch.Tensor, decades: int) -> tuple[torch.Tensor, torch.
 
 
 def dequantise(codes_P: torch.Tensor, scales: torch.Tensor, decades: int) -> torch.Tensor:
-    """The numbers that codes stand for."""
     sizes = levels(decades).to(codes_P.device)[codes_P.to(torch.int32).abs()]
     each = scales.repeat_interleave(SCALED)[: codes_P.numel()]
     return sizes * each * torch.where(codes_P < 0, -1.0, 1.0) if decades == SIGNED_DECADES else sizes * each

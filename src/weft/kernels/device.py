@@ -22,8 +22,6 @@ Graph = torch.cuda.CUDAGraph
 
 @dataclass(frozen=True)
 class GpuKind:
-    """The GPU that kernels are chosen and compiled for."""
-
     name: str
     """Name given by the driver."""
     capability: tuple[int, int]
@@ -116,7 +114,6 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def memory_share(device: torch.device) -> float:
-    """The fraction of a GPU's memory that this process may take."""
     return torch.cuda.get_per_process_memory_fraction(device)
 
 

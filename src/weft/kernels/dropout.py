@@ -35,12 +35,10 @@ def mix(*values: int) -> int:
 
 
 def module_key(name: str) -> int:
-    """A stable number for a module path."""
     return zlib.crc32(name.encode())
 
 
 def row_keys(sample_key: int, num_rows: int) -> npt.NDArray[np.int32]:
-    """The dropout keys of a sample's rows, by token position."""
     with np.errstate(over="ignore"):
         x = np.arange(num_rows, dtype=np.uint32) * np.uint32(_STRIDE) + np.uint32(sample_key & _MASK)
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)

@@ -194,7 +194,6 @@ def rounded(fine_P: torch.Tensor, coarse_P: torch.Tensor | None) -> torch.Tensor
 
 
 def _carried(fine_P: torch.Tensor) -> torch.Tensor:
-    """The nearest units of coarse."""
     carried_P: torch.Tensor = (fine_P + 2 ** (CARRY_BITS - 1)) >> CARRY_BITS
     return carried_P
 

@@ -56,7 +56,6 @@ def runs_triton(tensor: torch.Tensor) -> bool:
 
 
 def cdiv(numerator: int, denominator: int) -> int:
-    """Blocks needed to cover `numerator`."""
     return -(-numerator // denominator)
 
 
@@ -144,7 +143,6 @@ def recorded_launches(gpu: GpuKind, run: Callable[[], None]) -> list[RecordedLau
 
 
 def compile_launch(launch: RecordedLaunch) -> None:
-    """Compiles the binary of a launch into Triton's cache."""
     compiled = launch.kernel.preload(launch.specialization)
     with suppress(Exception):  # there is one only in some versions, and a launch makes what it does not find
         _build_launcher(compiled)

@@ -218,7 +218,6 @@ def _int8_rows(weight_OD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 GROUP = 64
-"""Weights that share a scale."""
 _ROWS_AT_ONCE = 1024
 """Rows quantised together, which limits the temporary memory."""
 
@@ -243,8 +242,6 @@ def _level_tensor(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Nf4Codes:
-    """A weight (O, D) in four bits."""
-
     codes: torch.Tensor
     """uint8 (O, G · 32): two codes per byte."""
     absmax_OG: torch.Tensor

@@ -93,7 +93,6 @@ class Backbone:
         self.embeddings = Embeddings(model, tokenizer, part)
         """The input embedding and the output head, whose rows adapters may train."""
         self._output_rows: dict[int, TokenRows] = {}
-        """Trained rows of the output head, by slot."""
         inputs = inputs_of(model, tokenizer, self.routing)
         self._inputs = inputs
         self.reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads, self._output_rows)
@@ -107,7 +106,6 @@ class Backbone:
             Attachment.KEYS_AND_VALUES: keys_and_values_of(model, part, self.routing),
         }
         self._paths = {kind: list(sites) for kind, sites in self._sites.items()}
-        """Paths of all sites of the whole model."""
         if part is not None:
             layers = [layer_path(layer) for layer in range(part.num_layers)]
             whole = {Attachment.LINEAR: getattr(model, WHOLE), Attachment.BLOCK_OUTPUT: blocks}
@@ -134,17 +132,14 @@ class Backbone:
         return is_gpu(self.device)
 
     def wait(self) -> None:
-        """Waits until the device has finished all work."""
         DeviceEvent(self.device).wait()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the frozen weights."""
         return plain_parameter(self.model).dtype
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens of the model."""
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.weight.shape[0])
 
@@ -193,7 +188,6 @@ class Backbone:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the frozen weights on this device."""
         parameters = {id(p): p for p in self.model.parameters()}
         if self.ring is not None:
             spread = [x for linear in self.linears.values() for x in linear.frozen.stored.values()]
@@ -253,7 +247,6 @@ class Backbone:
         return {**({} if head is None else {HEAD: head}), **self.embeddings.shapes_here(spec)}
 
     def check_adapter(self, spec: AdapterSpec) -> None:
-        """ConfigError if an adapter does not fit this backbone; makes none."""
         self._refuse_lossless(spec)
         method_of(spec).check(spec, _shapes(self._targets(spec)))
         self.embeddings.shapes(spec)
@@ -296,7 +289,6 @@ class Backbone:
         return method_of(spec).kernel_bytes(spec, _shapes(self._targets(spec)), self.dtype.itemsize)
 
     def path_of(self, slot: int | None) -> Path:
-        """The path that runs the samples of a slot."""
         return self.path if slot is None else self._slot_paths.get(slot, self.path)
 
     def has_own_head(self, slot: int | None) -> bool:
@@ -304,11 +296,9 @@ class Backbone:
         return slot in self._output_rows
 
     def leading_rows(self, slot: int | None) -> int:
-        """Number of rows in front of each sample that a slot's adapter fills."""
         return 0 if slot is None else self._leading.get(slot, 0)
 
     def tokenizer_of(self, slot: int | None) -> PreTrainedTokenizerBase:
-        """The tokenizer of a slot's adapter."""
         return self.tokenizer if slot is None else self._tokenizers.get(slot, self.tokenizer)
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
@@ -341,7 +331,6 @@ class Backbone:
         return _shapes(self._sites[method.attachment])
 
     def sites(self, attachment: Attachment) -> Mapping[str, SlotLinear | RowSite]:
-        """All sites of a kind, by path."""
         return self._sites[attachment]
 
     def paths_for(self, method: Method) -> list[str]:
@@ -443,7 +432,6 @@ class Backbone:
 
     @property
     def head(self) -> Head:
-        """The frozen output head."""
         return head_of(self.model)
 
     def _install(self, anchor: torch.Tensor) -> None:

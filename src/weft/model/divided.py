@@ -106,7 +106,6 @@ def why_not_divisible(config: Config, count: int, quantize: str = "none") -> str
 
 
 def _why_not_divisible(sizes: DecoderSizes, count: int, quantize: str) -> str | None:
-    """Why weights that are stored like this cannot be cut into this many parts."""
     heads, kv_heads = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
     cut, multiple = {heads, sizes.ffn}, 1
     if quantize == "nf4":
@@ -149,7 +148,6 @@ def divide(backbone: Backbone, devices: Devices, store: Callable[[SlotLinear], N
 
 
 def _sum_input_gradient(block: nn.Module, devices: Devices) -> None:
-    """Adds up the gradient of a block's input over the devices."""
 
     def read(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if given:

@@ -41,7 +41,6 @@ UNCOUNTED = ("_name_or_path", "chat_template", "dtype", "name_or_path", "torch_d
 
 
 def model_digests(source: Source, tokenizer: Tokenizer) -> dict[str, str]:
-    """The digests of the files that are on this machine, by name."""
     found = {"chat_template": template_digest(tokenizer)}
     weights = [Path(source.path) / source.gguf_file] if source.gguf_file else _weight_files(source.path)
     config = [] if source.gguf_file else _present(source.path, [CONFIG])
@@ -61,7 +60,6 @@ def _digest(files: Iterable[Path], digest_of: Any) -> str | None:
 
 
 def _present(path: str, names: Iterable[str]) -> list[Path]:
-    """The files of a model directory, or of a Hub model's cached snapshot."""
     if Path(path).is_dir():
         files: Iterable[Path] = (Path(path) / name for name in names)
         return [file for file in files if file.is_file()]

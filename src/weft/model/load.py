@@ -125,7 +125,6 @@ def _store_linears(
 
 
 def _copies(backbone: Backbone, device: torch.device) -> int:
-    """Copies of FP8 weights, if weights are FP8."""
     return fp8_copies(sum(linear.in_features * linear.out_features for linear in backbone.linears.values()), device)
 
 
@@ -251,8 +250,6 @@ def _cause(error: Exception) -> str:
 
 
 class OriginalWeights:
-    """The weights in the files of one model."""
-
     def __init__(self, name: str, path: str, prefix: str, dtype: torch.dtype) -> None:
         """`name`: the user's name of the model; `path`: a directory or a Hub name; `prefix`: prefix of the decoder's
         paths, which some files omit; `dtype`: the type of the backbone."""
@@ -313,7 +310,6 @@ class OriginalWeights:
             return dict.fromkeys(opened.keys(), single)
 
     def _file(self, name: str) -> str | None:
-        """Location of a file of the model, if it exists."""
         if os.path.isdir(self._path):
             file = Path(self._path) / name
             return str(file) if file.is_file() else None

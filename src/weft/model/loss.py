@@ -32,24 +32,18 @@ from weft.objectives.distillation import MEASURED, Distillation
 from weft.plan.families import logit_scale
 
 BLOCK = 128
-"""Default number of rows of a block."""
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, float | None], torch.Tensor]
-"""Logits, targets, weights and soft cap to losses and hits; given weights, the logits become their gradient."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The frozen output head."""
-
     weight_VD: torch.Tensor
     bias_V: torch.Tensor | None = None
     softcap: float | None = None
     scale: float | None = None
-    """Factor on the logits."""
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        """Logits (B, V) in fp32, after the soft cap."""
         return self.capped(self.linear(hidden_BD))
 
     def capped(self, raw_BV: torch.Tensor) -> torch.Tensor:
@@ -133,13 +127,10 @@ class DistillationRows:
     segments: np.ndarray
     """Segment of each row (N)."""
     teacher: tuple[ReferenceRows, ...]
-    """The teacher's values, segment by segment."""
 
 
 @dataclass(frozen=True, eq=False)
 class DistillationPass:
-    """Metrics of one distillation objective's rows."""
-
     segments: np.ndarray
     measured_KN: torch.Tensor
     """Values of `MEASURED`, in its order."""

@@ -38,12 +38,10 @@ class ModelPart:
 
     @property
     def is_first(self) -> bool:
-        """Whether it includes the embedding."""
         return self.first == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it includes the output head."""
         return self.end == self.num_layers
 
 
@@ -110,7 +108,6 @@ def model_class_of(kind: Any, reduce: Callable[[Any], None]) -> Any:
 
 
 def inputs_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routing: Routing) -> InputRows:
-    """The site at the input of the first layer."""
     embeddings: Any = model.get_input_embeddings()
     width = int(embeddings.weight.shape[1])
 
@@ -135,7 +132,6 @@ def keys_and_values_of(model: PreTrainedModel, part: ModelPart | None, routing: 
 
 
 def block_paths_of(model: PreTrainedModel) -> list[str]:
-    """Paths of a decoder's blocks, by its family's description."""
     config = model.config
     if config.model_type not in FAMILIES:
         return []
@@ -144,7 +140,6 @@ def block_paths_of(model: PreTrainedModel) -> list[str]:
 
 
 def blocks_of(model: PreTrainedModel, paths: Sequence[str], routing: Routing) -> dict[str, BlockOutput]:
-    """The outputs of the blocks in this part."""
     modules, config = dict(model.named_modules()), model.config.to_dict()
     return {path: BlockOutput(modules[path], config["hidden_size"], routing) for path in paths if path in modules}
 

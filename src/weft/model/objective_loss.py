@@ -101,7 +101,6 @@ class ScoredGroups:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first segment of each group."""
         return self.learners[:: num_scored(self.objective)]
 
     @property
@@ -119,7 +118,6 @@ class Groups:
     references_N: torch.Tensor | None
     lengths_S: torch.Tensor
     group_size: int
-    """M."""
     labels_GM: torch.Tensor | None = None
 
     def sums(self, values_N: torch.Tensor) -> torch.Tensor:
@@ -133,20 +131,15 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class LossPass:
-    """Results of one pass over the supervised rows of a microbatch."""
-
     results_2N: torch.Tensor
-    """Losses and hits."""
     grad_ND: torch.Tensor | None
     results: tuple[LikelihoodLoss, ...] = ()
-    """Results of each objective of the batch."""
 
 
 class MicrobatchLoss(Protocol):
     """The cross entropy of a microbatch's supervised rows."""
 
-    def among(self, rows: np.ndarray) -> MicrobatchLoss:
-        """The loss of some of the rows."""
+    def among(self, rows: np.ndarray) -> MicrobatchLoss: ...
 
     def __call__(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None = None
@@ -254,18 +247,14 @@ class LabelledRows:
     labels: np.ndarray
     """float32 (N)."""
     shares: np.ndarray
-    """Weight of each row's unit in the job's loss: 1 / divisor of the global batch (N, float32)."""
     segments: np.ndarray
-    """Segment of each row (N)."""
 
     @property
     def unit_segments(self) -> np.ndarray:
-        """Segment of each unit: that of its first row."""
         return self.segments[:: self.objective.group_size]
 
     @property
     def unit_labels(self) -> np.ndarray:
-        """Label of each unit's first row."""
         return self.labels[:: self.objective.group_size]
 
     @property
@@ -277,8 +266,6 @@ class LabelledRows:
 
 @dataclass(frozen=True, eq=False)
 class HeadPass:
-    """Results of one job's head in a microbatch."""
-
     labelled: LabelledRows
     results: HeadLoss
 

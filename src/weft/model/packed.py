@@ -32,8 +32,6 @@ its neighbours; smaller wastes less on short jobs, larger needs fewer calls for 
 
 @dataclass(frozen=True)
 class SlotSample:
-    """A sample with the slot that it trains."""
-
     sample: Sample
     slot: int | None = None
     weight: float = 1.0
@@ -59,16 +57,12 @@ class SlotSample:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """The input of the backbone for one microbatch."""
-
     device: torch.device
     ids: np.ndarray
     positions: np.ndarray
     """Positions of the tokens in their samples."""
     keys: np.ndarray
-    """int32 dropout keys of the rows."""
     drops: bool
-    """Whether dropout applies; False in evaluation."""
     segments: tuple[Rows, ...]
     segment_slots: tuple[int | None, ...]
     step_keys: tuple[int | None, ...]
@@ -89,7 +83,6 @@ class PackedBatch:
     scored_groups: tuple[ScoredGroups, ...]
     """Groups whose rows get their weights from log-probabilities."""
     heads: tuple[LabelledRows, ...] = ()
-    """Rows for heads of jobs; none of these is among the supervised."""
     taught: tuple[DistillationRows, ...] = ()
     """Rows that learn from a teacher; none of these is among the supervised."""
     references: tuple[ReferenceRows | None, ...] = ()
@@ -97,7 +90,6 @@ class PackedBatch:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, padding included."""
         return len(self.ids)
 
     @property
@@ -222,7 +214,6 @@ def pack_samples(samples: Sequence[SlotSample], row_tile: int | None, device: to
 
 
 def _labelled_rows(samples: Sequence[SlotSample], starts: Sequence[int]) -> tuple[LabelledRows, ...]:
-    """The rows for heads, job by job."""
     of_slots: dict[int, list[int]] = {}
     for segment, item in enumerate(samples):
         # A stage of a pipeline that holds no part of an adapter has no slot for it; its head is on the last one.
@@ -249,7 +240,6 @@ def _labelled_rows(samples: Sequence[SlotSample], starts: Sequence[int]) -> tupl
 
 
 def _distillation_rows(samples: Sequence[SlotSample], starts: Sequence[int]) -> tuple[DistillationRows, ...]:
-    """The rows that learn from teachers, by objective and by number of the teacher's values."""
     of_objectives: dict[tuple[Distillation, int | None], list[int]] = {}
     for segment, item in enumerate(samples):
         if item.distillation is not None:

@@ -25,8 +25,6 @@ from weft.objectives.objective import ACCURACY, LOSS, MetricSum, MetricTotals, S
 
 
 class PendingScores:
-    """The scores of a microbatch that a device still works on, made once all of its work has been launched."""
-
     def __init__(
         self,
         passed: LossPass,
@@ -76,7 +74,6 @@ class PendingScores:
         return found
 
     def _add_heads(self, found: list[Score]) -> None:
-        """Adds the scores of heads, unit by unit."""
         for one, values in zip(self._headed, self._units, strict=True):
             labelled = one.labelled
             tallies: dict[int, MetricTotals] = {int(segment): MetricTotals() for segment in labelled.segments}
@@ -87,7 +84,6 @@ class PendingScores:
                 found[segment] = tally.sums
 
     def _add_distillation(self, found: list[Score]) -> None:
-        """Adds the scores of distillation, summed over each segment's own rows."""
         for one, values in zip(self._taught, self._distilled_counts, strict=True):
             measured_KN = values.get().double().numpy()
             for segment in np.unique(one.segments).tolist():
@@ -173,8 +169,7 @@ class Path(Protocol):
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
         """Starts a microbatch forward only."""
 
-    def loss(self, batch: PackedBatch) -> MicrobatchLoss:
-        """The loss of the last hidden states of a microbatch's supervised rows."""
+    def loss(self, batch: PackedBatch) -> MicrobatchLoss: ...
 
     def read(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
         """Starts a microbatch forward only: the last hidden states of its supervised rows (N, D)."""

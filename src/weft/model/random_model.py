@@ -31,13 +31,10 @@ class Storage:
 
     quantize: str = "none"
     recompute: Literal["none", "mlp", "full"] = "none"
-    """Activations that are recomputed in backward."""
     offload: bool = False
-    """Whether activations are offloaded to host memory."""
 
     @property
     def text(self) -> str:
-        """Differences from the default, for names."""
         quantized = "" if self.quantize == "none" else f"_{self.quantize}"
         return f"{quantized}{'_offload' if self.offload else ''}"
 

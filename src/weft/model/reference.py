@@ -33,14 +33,11 @@ class PendingBackward:
     """The backward pass that a microbatch's losses require."""
 
     grad_TD: torch.Tensor
-    """Gradient of the last hidden states."""
     scores: Callable[[DeviceEvent], PendingScores]
     """Returns the scores, given when the microbatch began; called once all other work has been launched."""
 
 
 class ReferencePath:
-    """Runs microbatches through the model's own modules."""
-
     name: ClassVar[str] = "reference"
     memory = Memory()
     copy_bytes = 0
@@ -84,7 +81,6 @@ class ReferencePath:
         """Does nothing: slot linears hold all state."""
 
     def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> PendingScores:
-        """Starts a microbatch forward and backward; `through` also without adapters."""
         begun = DeviceEvent(plain_parameter(self._model).device)
         hidden_TD = self.hidden(batch, row_tile, through=through)
         learnt = self.learn(hidden_TD.detach(), batch)

@@ -25,8 +25,6 @@ from weft.spec import BackboneSpec
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A backbone whose weights are not read yet."""
-
     spec: BackboneSpec
     source: Source
     device: torch.device
@@ -47,7 +45,6 @@ class ResolvedModel:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The same as plain values."""
         values: dict[str, Any] = self.transformers_config.to_dict()
         return values
 
@@ -66,7 +63,6 @@ class ResolvedModel:
 
     @property
     def where(self) -> str:
-        """Its name in error messages."""
         return f"base_model {self.source.name}"
 
     @property
@@ -103,7 +99,6 @@ def choose_device(spec: BackboneSpec) -> torch.device:
 
 
 def choose_dtype(spec: BackboneSpec, device: torch.device) -> torch.dtype:
-    """The type of the frozen weights."""
     if spec.dtype == "auto":
         return torch.float32 if is_cpu(device) else torch.bfloat16
     return torch.float32 if spec.dtype == "float32" else torch.bfloat16

@@ -32,8 +32,6 @@ from weft.kernels.device import CPU, host_memory
 
 
 class PendingGather(Protocol):
-    """A layer that is being gathered."""
-
     def wait(self) -> object:
         """Makes later GPU work wait for the layer; the host does not wait."""
 
@@ -90,26 +88,21 @@ class TorchHostPeers(TorchPeers):
     """The same with gloo for GPUs: it gathers in host memory, from which the GPU copies."""
 
     def __init__(self, index: int, count: int, device: torch.device) -> None:
-        """`device`: the GPU of this process."""
         super().__init__(index, count, CPU)
         self._gpu = device
         self._slices: dict[int, torch.Tensor] = {}
 
     def keep(self, layer: int, whole: torch.Tensor) -> torch.Tensor:
-        """One slice, with a copy in host memory."""
         own = super().keep(layer, whole)
         self._slices[layer] = own.cpu()
         return own
 
     def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> PendingGather:
-        """Gathers all slices in host memory."""
         host = host_memory(into.shape, into.dtype, self._gpu)
         return _FromHost(super().gather(layer, self._slices[layer], host), host, into)
 
 
 class _FromHost:
-    """A layer that is being gathered in host memory."""
-
     def __init__(self, work: PendingGather, host: torch.Tensor, into: torch.Tensor) -> None:
         self._work, self._host, self._into = work, host, into
 
@@ -200,9 +193,7 @@ class LayerRing:
         """The layer in each buffer, or on its way there."""
         self._arriving: list[PendingGather | None] = [None] * NUM_BUFFERS
         self._way: deque[int] = deque()
-        """Layers that the microbatch has yet to pass."""
         self._is_back_next: bool | None = None
-        """Whether the next pass is backward, if known."""
         for index, layer in enumerate(layers):
             layer.lie_in(self._buffer(index))
 
@@ -218,11 +209,9 @@ class LayerRing:
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether a pass may be part of a captured graph."""
         return self._peers.can_be_recorded
 
     def begin(self, *, back: bool) -> None:
-        """Begins a forward or backward pass of a microbatch."""
         assert not self._way, "one microbatch is under way at a time"
         self._way.extend(self._layers(back=back))
         self._start_first(back=back)
@@ -280,7 +269,6 @@ class LayerRing:
         self._way.clear()
 
     def _layers(self, *, back: bool) -> range:
-        """Layers in the order of a pass."""
         layers = range(len(self._slices))
         return layers[::-1] if back else layers
 

@@ -23,8 +23,6 @@ TINY = Path(__file__).parent / "tiny"
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a backbone."""
-
     name: str
     """The user's name for it, which is written into adapter files."""
     path: str
@@ -33,7 +31,6 @@ class Source:
 
 
 def find_source(base_model: str) -> Source:
-    """Finds the files for a name, without loading them."""
     if base_model == "tiny":
         return Source("tiny", str(TINY))
     if base_model == "smollm2":
@@ -77,7 +74,6 @@ def _find_smollm2() -> Source:
 
 
 def gguf(source: Source) -> dict[str, Any]:
-    """Arguments of transformers for a model in a GGUF file."""
     return {"gguf_file": source.gguf_file} if source.gguf_file else {}
 
 

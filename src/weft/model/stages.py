@@ -203,7 +203,6 @@ class ReferenceStageRunner:
 
 
 def stage_runner(backbone: Backbone) -> StageRunner:
-    """The stage runner of the backbone's path."""
     assert backbone.part is not None, "a whole model has no borders"
     if isinstance(backbone.path, FusedPath):
         return FusedStageRunner(backbone.path, backbone.part, backbone.device)

@@ -55,7 +55,6 @@ class Embeddings:
 
     @property
     def input_scale(self) -> float:
-        """Factor of the model on its embeddings."""
         inputs = self._modules[INPUT_ROWS]
         scale = getattr(inputs, "embed_scale", None)
         return 1.0 if scale is None else float(torch.as_tensor(scale).to(inputs.weight.dtype))
@@ -106,7 +105,6 @@ class Embeddings:
         return dataclasses.replace(own, inputs=inputs, outputs=None if self.is_tied else outputs)
 
     def _check(self, own: OwnRows, spec: AdapterSpec) -> None:
-        """ConfigError for rows that no adapter can train on this model."""
         if own.all_outputs and getattr(self._modules[OUTPUT_ROWS], "bias", None) is not None:
             found = f"{self.paths[OUTPUT_ROWS]} of the backbone has a bias"
             raise ConfigError(f"{found}, which no job trains.", where="adapter.modules_to_save")
@@ -158,7 +156,6 @@ class SampleHead:
         self.softcap = frozen.softcap
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        """Logits (B, V) in fp32, after the soft cap."""
         return self._frozen.capped(self.linear(hidden_BD))
 
     def linear(self, hidden_BD: torch.Tensor) -> torch.Tensor:
@@ -198,11 +195,8 @@ class SampleHeadLoss:
     """The cross entropy of a microbatch in which some jobs train rows of the head."""
 
     plain: BlockedLoss
-    """The loss of all other jobs."""
     heads: Mapping[int, SampleHead]
-    """Heads by slot."""
     slots: tuple[int | None, ...]
-    """Slot of every segment."""
     segments: np.ndarray
     """Segment of every row of the loss (N)."""
 
@@ -234,7 +228,6 @@ class SampleHeadLoss:
         return results_2N, grad_ND
 
     def _samples(self) -> Iterator[tuple[SampleHead, slice]]:
-        """The rows of each sample of a job with a head of its own."""
         edges = [0, *(np.flatnonzero(np.diff(self.segments)) + 1).tolist(), len(self.segments)]
         for start, end in itertools.pairwise(edges):
             slot = self.slots[self.segments[start]] if end > start else None

@@ -34,8 +34,6 @@ teacher_agreement is 1 if the adapter's most likely token is the teacher's."""
 
 @dataclass(frozen=True)
 class DistillationSettings(SettingsOfObjective):
-    """Settings of distillation."""
-
     teacher: str | None = setting(None, objectives=("distillation",), is_path=True)
     """The teacher: base (the bare backbone) or a PEFT adapter directory. Default: the `teacher_ids` and
     `teacher_logprobs` of the rows."""
@@ -70,8 +68,6 @@ class DistillationSettings(SettingsOfObjective):
 
 @dataclass(frozen=True)
 class DistillationBlock:
-    """Losses, metrics and slopes of a block of rows."""
-
     measured_KB: tuple[Tensor, ...]
     """Values of `MEASURED`, in its order."""
     slopes_BV: Tensor

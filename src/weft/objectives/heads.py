@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """Losses and slopes of logits."""
-
     losses_U: Tensor
     slopes_NL: Tensor
     """dloss / dlogit."""
@@ -66,8 +64,6 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class ClassSettings(SettingsOfObjective):
-    """Settings of both classifications."""
-
     labels: tuple[str, ...] = setting(
         (), aliases=("label_names",), objectives=("classification", "token_classification")
     )

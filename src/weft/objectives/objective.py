@@ -144,8 +144,6 @@ def is_share(name: str) -> bool:
 
 
 class MetricSum(NamedTuple):
-    """One metric of one sample."""
-
     total: float
     divisor: float
     """Divisor of the summed totals in the mean: tokens, the sum of their weights, or groups."""
@@ -186,8 +184,6 @@ class MetricTotals:
 
 
 class MeanScores(NamedTuple):
-    """Mean metrics of some samples."""
-
     loss: float
     accuracy: float
     """Accuracy of the supervised tokens."""

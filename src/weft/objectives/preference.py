@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreferenceSettings(SettingsOfObjective):
-    """Settings of several objectives on preferences."""
-
     beta: float | None = setting(
         None,
         aliases=("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha"),
@@ -93,8 +91,6 @@ def pair_loss(h_G: Tensor, loss_type: str, beta: float, smooth: float) -> tuple[
 
 @dataclass(frozen=True)
 class CpoSettings(SettingsOfObjective):
-    """Settings of CPO and SimPO."""
-
     cpo_alpha: float = setting(1.0, rule=at_least(0), objectives=("cpo",))
     """Weight of the chosen answer's loss."""
     simpo_gamma: float = setting(0.5, rule=at_least(0), objectives=("simpo",))
@@ -191,8 +187,6 @@ _WORDS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class KtoSettings(SettingsOfObjective):
-    """KTO's settings."""
-
     desirable_weight: float = setting(1.0, aliases=("kto_chosen_weight",), rule=above(0), objectives=("kto",))
     """Weight of a good answer."""
     undesirable_weight: float = setting(1.0, aliases=("kto_rejected_weight",), rule=above(0), objectives=("kto",))

@@ -36,8 +36,6 @@ WHERE = "--layout"
 
 
 class Machine(NamedTuple):
-    """Devices of one kind for a run."""
-
     hardware: Hardware
     """Hardware, with the memory of each device."""
     num_devices: int | None
@@ -55,8 +53,6 @@ class Machine(NamedTuple):
 
 
 class ChosenLayout(NamedTuple):
-    """The layout that auto chooses on a machine."""
-
     layout: Layout
     lines: tuple[str, ...]
     predicted: LayoutOption | None = None
@@ -174,7 +170,6 @@ def _choice(spec: RunSpec, model: ResolvedModel, jobs: Sequence[LayoutJob], mach
 
 
 def _jobs(spec: RunSpec, data: Sequence[Dataset | None]) -> list[LayoutJob]:
-    """Jobs with the mean tokens of their global batches."""
     return [
         LayoutJob(_batch_tokens(job, own), cost_ranks(job.adapter).widest, job.gradient_sum == "any_order")
         for job, own in zip(spec.jobs, data, strict=True)
@@ -215,7 +210,6 @@ def device_forecaster(spec: RunSpec, model: ResolvedModel, machine: Machine) -> 
 def _cost(
     model: ResolvedModel, machine: Machine, jobs: Sequence[LayoutJob | RemainingJob], capacity: int
 ) -> AnalyticCost:
-    """Cost model of one device, with adapters of these jobs."""
     return model.setup([job.rank for job in jobs]).cost(machine.hardware, capacity=capacity)
 
 

@@ -53,16 +53,12 @@ class Applicant:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A tenant's entitlement and what it has received."""
-
     weight: float = 1.0
     served_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits for all jobs that train together."""
-
     total_bytes: int | None = None
     """Memory of the device; None: unlimited."""
     fixed_bytes: int = 0
@@ -140,8 +136,6 @@ class Room(Protocol):
 
 @dataclass
 class DeviceRoom:
-    """The room of one device."""
-
     budget: Budget
     order: list[Applicant] = field(default_factory=list)
     num_bytes: int = 0

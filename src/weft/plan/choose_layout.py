@@ -37,8 +37,6 @@ PROGRAM_MICROBATCHES = 32
 
 @dataclass(frozen=True)
 class LayoutJob:
-    """A job before it trains."""
-
     tokens: int
     """Mean tokens of a global batch."""
     rank: int
@@ -48,8 +46,6 @@ class LayoutJob:
 
 @dataclass(frozen=True)
 class LayoutOption:
-    """A layout with its peak memory per device and its speed relative to one device."""
-
     layout: Layout
     device_bytes: int
     """Upper bound of memory on the fullest device: with all jobs on each of its replicas."""
@@ -64,8 +60,6 @@ class LayoutOption:
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The chosen layout among all options."""
-
     chosen: LayoutOption
     options: tuple[LayoutOption, ...]
     memory_bytes: int

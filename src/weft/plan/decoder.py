@@ -94,12 +94,10 @@ class DecoderSizes:
 
     @property
     def attention_width(self) -> int:
-        """Features of the attention's output."""
         return self.num_heads * self.head_size
 
     @property
     def qkv_width(self) -> int:
-        """Features of q, k and v together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
     @cached_property
@@ -123,20 +121,15 @@ class DecoderSizes:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary positions of one kind of layer."""
-
     kind: str = ""
     """Kind of layer in transformers' terms; empty where all layers are of one."""
     scaling: str = "default"
-    """Its `rope_type`."""
     share: float = 1.0
     """Fraction of a head's numbers that are rotated."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The attributes that differ from layer to layer."""
-
     window: int | None = None
     """Keys that a query attends to; None: all before it."""
     rotary: int = 0
@@ -202,8 +195,6 @@ RECOMPUTE = ("none", "mlp", "full")
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """One tensor of a layer."""
-
     name: str
     """Field of the fused layer's saved tensors, or of what that field holds."""
     width: int

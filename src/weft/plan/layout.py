@@ -41,7 +41,6 @@ class ReplicaLayout:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The ways it is divided, with their numbers."""
         return {field.name: number for field in fields(self) if (number := getattr(self, field.name)) > 1}
 
     def __str__(self) -> str:

@@ -72,8 +72,6 @@ def choose_homes(seconds: Mapping[Job, Sequence[float]], before: Mapping[Job, in
 
 
 class Levelling:
-    """An assignment of jobs to replicas, and the gains of changes."""
-
     def __init__(self, seconds_JK: Floats, at: Ints, homes: Ints, move_s: float = 0.0) -> None:
         """`at`: replica of each job; `homes`: where it is seated now; -1 for none, so that it moves freely."""
         num_jobs, num_replicas = seconds_JK.shape

@@ -54,8 +54,6 @@ class RemainingJob:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of the remaining jobs in a layout."""
-
     layout: Layout
     step_s: float
     """Seconds of a global batch of every job."""

@@ -87,8 +87,6 @@ class JobQueue:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a program."""
-
     capacity: int
     max_microbatches: int = 16
 

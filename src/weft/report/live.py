@@ -284,8 +284,6 @@ class Rate:
 
 @dataclass
 class ReportedProgress:
-    """Progress of one job."""
-
     name: str
     num_steps: int
     state: JobState = JobState.QUEUED
@@ -323,8 +321,6 @@ class ReportedProgress:
 
 
 class RunProgress:
-    """Progress of the whole run."""
-
     def __init__(self, jobs: Sequence[tuple[str, int]]) -> None:
         self.jobs = {name: ReportedProgress(name, num_steps) for name, num_steps in jobs}
         self._filled = self._rows = 0.0

@@ -58,8 +58,6 @@ def _moment(text: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TrainPoint:
-    """One logged optimizer step of one job."""
-
     step: int
     time: float | None
     """Seconds since the run started."""
@@ -76,8 +74,6 @@ class TrainPoint:
 
 @dataclass(frozen=True, slots=True)
 class EvalPoint:
-    """One evaluation of one job."""
-
     step: int
     time: float | None
     eval_loss: float
@@ -120,8 +116,6 @@ class ReportSpan:
 
 @dataclass(frozen=True)
 class JobReport:
-    """The data of one job."""
-
     name: str
     settings: Mapping[str, Any]
     status: Mapping[str, Any]
@@ -222,8 +216,6 @@ class JobReport:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of one run."""
-
     path: Path
     info: Mapping[str, Any]
     jobs: tuple[JobReport, ...]

@@ -29,8 +29,6 @@ class BoardPoint:
 
 @dataclass(frozen=True)
 class BoardTrial:
-    """One row of the leaderboard."""
-
     number: int
     name: str
     state: str

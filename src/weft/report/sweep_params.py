@@ -172,8 +172,6 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Importance:
-    """How much one parameter explains."""
-
     name: str
     share: float
     """Share of the variance of the trials' ranks, 0 to 1."""

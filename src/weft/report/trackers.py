@@ -156,8 +156,6 @@ TRACKERS: dict[str, Callable[[Path, str], Tracker]] = {
 
 
 class Trackers:
-    """Several trackers as one that never raises."""
-
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
         self._trackers = dict(trackers)
         self._warn = warn

@@ -34,8 +34,6 @@ _NAME = re.compile(rf"[0-9a-f]{{2}}/({re.escape(TEMP_PREFIX)})?[0-9a-f]{{32}}(\.
 
 
 class Blobs:
-    """The blobs in a directory or at a URL."""
-
     def __init__(self, url: str) -> None:
         self.url = url
         self._fs: Any = None

@@ -40,8 +40,6 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found in a file."""
-
     num_samples: int
     format: str | None
     problems: tuple[Problem, ...]

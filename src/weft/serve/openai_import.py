@@ -27,8 +27,6 @@ JOB_OBJECT = "fine_tuning.job"
 
 @dataclass(frozen=True)
 class ExportedJob:
-    """One job of an export."""
-
     values: Mapping[str, Any]
     """OpenAI's job object."""
     folder: Path
@@ -92,8 +90,6 @@ ENDED_BADLY = ("failed", "cancelled")
 
 @dataclass(frozen=True)
 class MovedJob:
-    """A job that can be trained here."""
-
     id: str
     """The id of OpenAI's job."""
     model: str

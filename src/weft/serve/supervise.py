@@ -60,8 +60,6 @@ _ENDED_WELL = (0, -signal.SIGTERM, DISMISSED)
 
 @dataclass
 class Child:
-    """One process to keep running: `weft` with these arguments."""
-
     name: str
     arguments: Sequence[str]
     pass_fds: Sequence[int] = ()

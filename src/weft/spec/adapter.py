@@ -14,16 +14,12 @@ from weft.settings import KnownKeywords, check_pattern, refuse_foreign, setting,
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """The first of all settings."""
-
     method: str = setting("lora", choices=tuple(CONFIGS), elsewhere=METHODS_ELSEWHERE)
     """The PEFT method: docs/methods.md."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The modules of an adapter."""
-
     target_modules: str | tuple[str, ...] = setting("auto", aliases=("lora_target", "lora_target_modules"))
     """`all-linear`, a list of module names such as [q_proj, v_proj], or one regular expression over module paths;
     blocks as [self_attn, mlp] or `all-blocks`. `auto`: all-linear; for ia3 keys, values and the last linear of every

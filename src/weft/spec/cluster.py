@@ -22,8 +22,6 @@ SOURCES = ("assumed", "measured")
 
 @dataclass(frozen=True)
 class MachineSpec(KnownKeywords):
-    """Identical machines."""
-
     gpu: str = setting()
     """Kind of their GPUs, as the hardware table calls it: h200, h100, a100-80, a100-40, l40s, rtx-4090."""
     gpus: int = setting(8, rule=at_least(1, 64))
@@ -62,8 +60,6 @@ class LengthsSpec(KnownKeywords):
 
 @dataclass(frozen=True)
 class ClusterJobSpec(KnownKeywords):
-    """A job as cluster planning sees it."""
-
     name: str = setting()
     """Name of the job in the plan."""
     lengths: LengthsSpec = setting()
@@ -82,8 +78,6 @@ class ClusterJobSpec(KnownKeywords):
 
 @dataclass(frozen=True)
 class ClusterSpec(KnownKeywords):
-    """A cluster and its jobs."""
-
     machines: tuple[MachineSpec, ...] = setting()
     """Kinds of machines."""
     base_model: str | None = setting(None, aliases=("model",), is_path=True)

@@ -49,8 +49,6 @@ RESERVED_NAMES = ("run.json", "timeline.json", "time.json", "report.html", "tens
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A data source and how much of it to read."""
-
     path: str = setting(is_path=True)
     """A file, folder, pattern or Hub data set, as in `train_data`."""
     weight: float | None = setting(None, rule=above(0, 10**6))
@@ -75,8 +73,6 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class JobData:
-    """The first settings of a job: its data."""
-
     name: str = setting()
     """Name of the job and of its directory: letters, digits, `.`, `_`, `-`; at most 64."""
     train_data: tuple[str | SourceSpec, ...] = setting(

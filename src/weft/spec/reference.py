@@ -50,8 +50,6 @@ _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
 @dataclass(frozen=True)
 class Setting:
-    """The documentation of one setting."""
-
     name: str
     values: str
     """Type and limits, or the accepted values, in words."""
@@ -114,7 +112,6 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 
 def _owners(field: dataclasses.Field[Any]) -> str:
-    """The objectives, optimizers or methods of a setting, if not all."""
     owners = field.metadata["objectives"] or field.metadata["optims"] or field.metadata["methods"]
     return f" For {', '.join(owners)}." if owners else ""
 

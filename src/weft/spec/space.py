@@ -45,8 +45,6 @@ _MOST_COMPARED = 1000
 
 @dataclass(frozen=True)
 class Choices:
-    """A parameter with a list of values."""
-
     name: str
     values: tuple[Any, ...]
 
@@ -63,7 +61,6 @@ class Choices:
         return next((mine for mine in self.values if same(now, _as_named_now(self.name, mine))), value)
 
     def samples(self) -> tuple[Any, ...]:
-        """Values that show whether all choices are valid."""
         return self.values
 
 
@@ -101,7 +98,6 @@ class Range:
         return is_number and self.low <= value <= self.high
 
     def samples(self) -> tuple[Any, ...]:
-        """Values that show whether the whole range is valid."""
         return (self._tidy(self.low), self._tidy(self.high))
 
     def _tidy(self, value: float) -> float | int:
@@ -113,8 +109,6 @@ Parameter = Choices | Range
 
 @dataclass(frozen=True)
 class Space:
-    """All parameters of a sweep."""
-
     parameters: tuple[Parameter, ...]
 
     @property

@@ -37,8 +37,6 @@ _FUNCTION = re.compile(r"(?:python +)?(?P<file>\S.*\.py):(?P<name>[A-Za-z_]\w*)"
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """How trials are compared."""
-
     metric: str | None = setting(None)
     """eval_loss, perplexity, token_accuracy, exact_match, accuracy, or a Python function as file.py:function. Default:
     eval_loss."""
@@ -101,7 +99,6 @@ class ObjectiveSpec:
 
     @property
     def needs_eval_data(self) -> bool:
-        """Whether the metric needs evaluation data."""
         return self.name != COMMAND
 
 
@@ -135,12 +132,10 @@ class EarlyStopSpec:
 
     @property
     def first_rung(self) -> float:
-        """Position of the first comparison."""
         return FIRST_RUNG if self.grace is None else self.grace
 
     @property
     def num_kept(self) -> int:
-        """Number of trials that always continue."""
         if self.min_trials is not None:
             return self.min_trials
         return MIN_COMPARED if self.rule == "median" else MIN_TRIALS

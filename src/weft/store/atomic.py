@@ -58,7 +58,6 @@ def check_guards(path: Path) -> None:
 
 
 TEMP_PREFIX = ".tmp-weft-"
-"""Prefix of the names of unfinished files."""
 _ASIDE_PREFIX = TEMP_PREFIX + "aside-"
 
 _REASONS = {
@@ -230,7 +229,6 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until the file, or the list of names in a directory, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

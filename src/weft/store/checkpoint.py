@@ -38,8 +38,6 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The state of a job at one of its steps."""
-
     step: int
     """Optimizer steps done."""
     tensors: dict[str, torch.Tensor]

@@ -22,8 +22,6 @@ _PLAN_TEXT = re.compile(r"(?P<action>[a-z]+)@(?P<at>[0-9]{1,9})(:(?P<name>[a-z_.
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """An injected fault: its action, the hit and the point."""
-
     action: str
     """kill: SIGKILL to this process; stop: SIGSTOP; raise: OSError EIO; enospc: OSError ENOSPC."""
     at: int
@@ -58,7 +56,6 @@ def disarm() -> None:
 
 
 def hits() -> int:
-    """Number of hits since the last `arm`."""
     return _hits
 
 

@@ -52,8 +52,6 @@ class _Change:
 
 
 class Mirror:
-    """A local directory, and its files at the URL."""
-
     def __init__(self, copy: LocalCopy, remote: RemoteDirectory, lease: Lease) -> None:
         self._copy, self._remote, self._lease = copy, remote, lease
         self._known: dict[str, Stamp | None] = dict(copy.files)
@@ -180,7 +178,6 @@ class Mirror:
 
 
 def _upload_position(name: str) -> int:
-    """Position in the order of uploads: files come after everything they refer to."""
     if is_of_checkpoint(name):
         return _STATE if name.endswith("/state.json") else _TENSORS
     return _LATE.get(PurePosixPath(name).name, _TENSORS if _is_of_unit(name) else _FIRST)

@@ -130,8 +130,6 @@ _MODULES = _ATTENTION | _MLP | {"lm_head"}
 
 @dataclass(frozen=True)
 class ServingRemark:
-    """One sentence about serving an adapter."""
-
     text: str
     refused: bool
     """True: the server refuses the adapter or would serve it wrongly. False: it works with the options in the text."""

@@ -21,8 +21,6 @@ from weft.store.remote_files import Lease, LeaseLostError, RemoteDirectory, newe
 
 @dataclass(frozen=True)
 class RunUrl:
-    """Location of a run at a URL."""
-
     url: str
     content: str = "run"
     """What the URL holds, as error messages call it: a run or a sweep."""

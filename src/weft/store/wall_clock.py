@@ -69,8 +69,6 @@ def partition(spells: Iterable[Spell], start: int, end: int) -> dict[Activity, i
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Wall-clock time by activity."""
-
     spent_ns: Mapping[Activity, int]
 
     @property

@@ -50,8 +50,6 @@ early stopping may change."""
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The outcome of a sweep."""
-
     best: Trial | None
     """None if no trial has a value."""
     trials: list[Trial]

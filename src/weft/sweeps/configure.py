@@ -158,8 +158,6 @@ def configuration_error(error: WeftError, params: Mapping[str, Any]) -> str:
 
 
 class SweepJob(RunJob, Protocol):
-    """The job of a trial."""
-
     @property
     def data(self) -> JobData: ...
 

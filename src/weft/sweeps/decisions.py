@@ -19,8 +19,6 @@ See = Callable[[Trial, MeanScores | None], None]
 
 
 class Decisions:
-    """The decisions of one sweep, tick by tick."""
-
     def __init__(self, context: SweepContext, ledger: Ledger, begin: Begin, see: See) -> None:
         """`begin` hands a trial to the engine; `see` evaluates the objective of one that is cut short."""
         spec = context.spec

@@ -42,8 +42,6 @@ class StopDecision:
 
 
 class EarlyStop:
-    """Compares the trials of one sweep."""
-
     def __init__(self, spec: EarlyStopSpec, metric: str, is_max: bool) -> None:
         self._spec = spec
         self._metric = metric

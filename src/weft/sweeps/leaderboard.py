@@ -44,8 +44,6 @@ _ORDER = {
 
 @dataclass(frozen=True)
 class Totals:
-    """The cost of a sweep so far."""
-
     sampler: str
     seconds: float
     tokens: int

@@ -42,8 +42,6 @@ OnNews = Callable[[str, Trial | None, str], None]
 
 
 class Ledger:
-    """The trials of a sweep."""
-
     def __init__(self, context: SweepContext, on_news: OnNews) -> None:
         self._context = context
         self._record = TrialsFile(context.folder)
@@ -206,8 +204,6 @@ def _end_order(trial: Trial) -> tuple[int, bool, int]:
 
 @dataclass(kw_only=True)
 class SweepContext:
-    """A sweep's settings and loaded parts."""
-
     spec: SweepSpec
     space: Space
     sampler: Sampler

@@ -28,8 +28,6 @@ Function = Callable[[list[dict[str, str]]], float]
 
 
 class TrialObjective:
-    """Computes one metric of trials."""
-
     def __init__(self, spec: ObjectiveSpec, base_dir: Path) -> None:
         """Paths of functions, and the working directory of commands, are relative to `base_dir`."""
         self._spec = spec

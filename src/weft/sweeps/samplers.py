@@ -183,8 +183,6 @@ NAME = "weft_trial"
 
 
 class OptunaSampler(Sampler):
-    """One of Optuna's samplers."""
-
     def __init__(self, name: str, space: Space, seed: int, is_max: bool) -> None:
         self._optuna = import_optuna()
         self._name, self._seed = name, seed

@@ -51,8 +51,6 @@ from weft.sweeps.trials_file import Trial, TrialState
 
 
 class SweepRun:
-    """A sweep while it trains."""
-
     def __init__(self, context: SweepContext, on_news: OnNews = lambda kind, trial, text: None) -> None:
         self.context = context
         self.ledger = Ledger(context, on_news)

@@ -30,8 +30,6 @@ from weft.store.atomic import append_line, storage_errors, write_file
 
 
 class TrialState(enum.StrEnum):
-    """The state of a trial."""
-
     WAITING = "waiting"
     TRAINING = "training"
     DONE = "done"
@@ -48,8 +46,6 @@ class TrialState(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Observation:
-    """One value of the objective."""
-
     step: int
     tokens: int
     value: float
@@ -59,8 +55,6 @@ class Observation:
 
 @dataclass
 class Trial:
-    """One configuration of a sweep."""
-
     number: int
     name: str
     """Name of the trial, its job and its directory."""
@@ -110,8 +104,6 @@ FILE = "trials.jsonl"
 
 
 class TrialsFile:
-    """An open trials.jsonl."""
-
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
         self.seconds = 0.0

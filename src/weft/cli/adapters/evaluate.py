@@ -347,8 +347,6 @@ def check_logits(path: Path, adapters: list[str] | None, top_k: int) -> None:
 
 
 class Teacher(NamedTuple):
-    """The adapter, or bare model, whose outputs are written, and its data."""
-
     backbone: Backbone
     slot: int | None
     data: Dataset

@@ -109,7 +109,6 @@ def _copy(directory: Path, out: Path) -> None:
 
 
 def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
-    """What to type next."""
     from weft.methods.registry import cost_ranks
     from weft.store.peft_config import VLLM_DEFAULT_RANK, VLLM_RANKS
     from weft.store.peft_files import TASKS, TEMPLATE_FILE

@@ -228,8 +228,6 @@ def chat(
 
 
 class Talk:
-    """A conversation with one of several adapters."""
-
     def __init__(self, loaded: Attached, decoding: Decoding, system: str | None, *, interactive: bool) -> None:
         """Errors and Ctrl-C end a conversation that is not interactive."""
         self.loaded = loaded

@@ -41,8 +41,6 @@ class Column(Protocol):
 
 
 class MemoryColumn:
-    """An array that grows in memory."""
-
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self._pieces = [np.empty(0, dtype)]
 
@@ -59,8 +57,6 @@ class MemoryColumn:
 
 
 class FileColumn:
-    """An array that grows in a .npy file."""
-
     def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
         self._path, self._dtype, self._number = path, np.dtype(dtype).newbyteorder("<"), 0
         self._file: BinaryIO = path.open("wb")

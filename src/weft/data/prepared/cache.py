@@ -40,8 +40,6 @@ Make = Callable[[Path | None], Dataset]
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """Description of an entry, without its arrays."""
-
     key: str
     num_bytes: int
     used: float

@@ -54,8 +54,6 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ConvertedChunk:
-    """The result of a chunk."""
-
     samples: Samples
     rows: npt.NDArray[np.int64]
     """Row of every group, counted from the first of the chunk."""
@@ -73,8 +71,6 @@ class ConvertedChunk:
 
 
 class RowGroups(NamedTuple):
-    """The result of one row."""
-
     groups: list[list[Sample]]
     is_split_by_objective: bool
     """True if the objective made several groups of it."""

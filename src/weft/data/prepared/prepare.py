@@ -68,8 +68,6 @@ def prepare(sources: Sequence[Source], converter: Converter, folder: Path | None
 
 
 class _Preparing:
-    """The result of the rows so far."""
-
     def __init__(self, converter: Converter, objective: str, columns: SampleColumns, bar: PreparingBar) -> None:
         self._converter = converter
         self._objective = objective
@@ -262,8 +260,6 @@ BETWEEN_LINES_S = 10.0
 
 
 class Standing(NamedTuple):
-    """Progress so far."""
-
     title: str
     num_bytes: int
     total_bytes: int | None
@@ -292,8 +288,6 @@ def shower() -> Show | None:
 
 
 class Bar:
-    """The bar of a terminal."""
-
     def __init__(self, console: Console) -> None:
         columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rows]:,} rows")
         self.progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)

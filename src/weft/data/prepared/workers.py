@@ -30,8 +30,6 @@ IN_MEMORY = 2
 
 
 class Worker:
-    """One process and its connection."""
-
     def __init__(self, converter: Converter) -> None:
         # One thread each: there are as many processes as cores.
         self._program = ChildProgram(__name__, {"TOKENIZERS_PARALLELISM": "false"})
@@ -153,8 +151,6 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows that are parsed already."""
-
     read: list[Row]
     num_bytes: int = 0
 
@@ -164,8 +160,6 @@ class RowChunk:
 
 @dataclass(frozen=True)
 class LineChunk:
-    """Lines of a jsonl file."""
-
     lines: list[bytes]
     name: str
     first_number: int

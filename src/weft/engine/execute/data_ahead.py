@@ -31,8 +31,6 @@ WORTH_BYTES = 2**20
 
 
 class Request(NamedTuple):
-    """Data to prepare, and the backbone it is for."""
-
     base_model: str
     jobs: tuple[JobSpec, ...]
     base_dir: Path
@@ -43,8 +41,6 @@ class Request(NamedTuple):
 
 
 class DataAhead:
-    """Data of jobs in preparation."""
-
     def __init__(self, request: Request) -> None:
         self._program = ChildProgram(__name__)
         self._found: dict[str, WeftError | None] = {}

@@ -21,8 +21,6 @@ from weft.objectives.objective import MeanScores, MetricTotals
 
 
 class ScoreRequest(NamedTuple):
-    """A slot to evaluate and its data."""
-
     slot: int | None
     """Slot; None: the bare backbone."""
     data: Dataset

@@ -271,7 +271,6 @@ class LocalExecutor:
         """Has nothing else to end: all of it is in this process."""
 
     def _begin(self, work: Work[Any], number: int) -> Callable[[], Any]:
-        """Starts work; returns a function that waits for it."""
         match work:
             case MicrobatchWork():
                 in_flight = MicrobatchInFlight(self.backbone, self.jobs, work, self._packed(work))

@@ -121,8 +121,6 @@ def start_capacity(backbone: Backbone, wanted: Capacity) -> int:
 
 @dataclass(frozen=True)
 class ExpectedJobs:
-    """Jobs that a backbone is loaded for."""
-
     adapters: tuple[AdapterSpec, ...]
     most: int
     """Most jobs that train at a time."""

@@ -29,8 +29,6 @@ from weft.plan.types import Segment
 
 @dataclass(frozen=True)
 class ExecutedJob:
-    """A job's data and tensors."""
-
     given: NewJob
     weights: JobWeights
     reference: JobReference | None = None

@@ -94,8 +94,6 @@ class ReplicaFacts:
 
 @dataclass(frozen=True)
 class ReplicaMemory:
-    """Memory of a replica's device now."""
-
     usable_bytes: int
     """Bytes that this process may take, with those already taken."""
     allocated_bytes: int
@@ -104,8 +102,6 @@ class ReplicaMemory:
 
 @dataclass(frozen=True)
 class AddedJob:
-    """Facts of a job that was added to an executor."""
-
     num_parameters: int
     """Trained parameters."""
     lane: str
@@ -140,8 +136,6 @@ class Work(Generic[OutcomeT]):
 
 @dataclass(frozen=True)
 class MicrobatchOutcome:
-    """Scores and measures of a microbatch that has run."""
-
     scores: Sequence[Score]
     """Scores of its segments, in order."""
     num_rows: int

@@ -81,8 +81,6 @@ class WantedValues(NamedTuple):
 
 
 class JobReference:
-    """The reference of one job."""
-
     def __init__(self, known: ReferenceCache, data: Dataset, adapter: StoredAdapter | None = None) -> None:
         """`adapter`: the reference, usable once it has a slot; None: the bare backbone."""
         self._known = known
@@ -141,8 +139,6 @@ class JobReference:
 
 
 class RequestedRows(NamedTuple):
-    """Reference values that a job needs."""
-
     reference: JobReference
     slot: int | None
     """Slot of the job."""

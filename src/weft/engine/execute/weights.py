@@ -64,8 +64,6 @@ class WeightAverage:
 
 
 class JobWeights:
-    """All tensors of a job."""
-
     def __init__(self, spec: JobSpec, adapter: Adapter) -> None:
         self.adapter = adapter
         self.optimizer = optimizer_of(adapter, spec)
@@ -176,8 +174,6 @@ AT_ONCE = 4
 
 
 class FileWriter:
-    """Writes files of jobs."""
-
     def __init__(self, *, is_beside: bool) -> None:
         """`is_beside`: on its own threads, without blocking the caller."""
         self._threads = ThreadPoolExecutor(AT_ONCE, "weft-write") if is_beside else None

@@ -29,14 +29,11 @@ BASE = "base"
 
 @dataclass(frozen=True, eq=False)
 class StoredAdapter:
-    """An adapter read from its directory."""
-
     name: str
     path: Path
     spec: AdapterSpec
     tensors: dict[str, ModuleTensors]
     base_model: str | None
-    """Base model from its config."""
     chat_template: str | None = None
     """Chat template it was trained with instead of the base model's."""
     head: HeadObjective | None = None
@@ -45,8 +42,6 @@ class StoredAdapter:
 
 @dataclass(frozen=True, eq=False)
 class Attached:
-    """A backbone with adapters on its slots."""
-
     backbone: Backbone
     slots: dict[str, int | None]
     """Slot by name, in the given order; None is the bare backbone."""
@@ -223,7 +218,6 @@ def load_with_adapters(
 
 
 def common_base(adapters: Sequence[StoredAdapter]) -> str:
-    """The one base model that all adapters were trained on."""
     named = {adapter.base_model: adapter for adapter in adapters if adapter.base_model}
     if len(named) > 1:
         found = " and ".join(f"{adapter.name} on {base}" for base, adapter in named.items())

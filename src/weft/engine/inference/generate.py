@@ -32,8 +32,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the next token is chosen."""
-
     max_new_tokens: int = 256
     temperature: float = 0.0
     """Temperature; 0 takes the most likely token."""
@@ -224,7 +222,6 @@ def requests_of(prompts: Sequence[Prompt], slot: int | None) -> list[Request]:
 
 
 def worded(prompt: Prompt, tokens: Sequence[int], tokenizer: Any) -> Answer:
-    """The answer with these tokens."""
     return Answer(prompt, str(tokenizer.decode(tokens, skip_special_tokens=True)))
 
 

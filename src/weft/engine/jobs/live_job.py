@@ -62,8 +62,6 @@ class FinishedSteps:
 
 
 class LiveJob:
-    """One job of an engine."""
-
     def __init__(self, spec: JobSpec, data: JobData, *, submitted: JobSpec | None = None) -> None:
         self.spec = spec
         self.submitted = submitted or spec

@@ -33,8 +33,6 @@ MAX_SKIPPED = 3
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one optimizer step."""
-
     means: MeanScores
     grad_norm: float
     learning_rate: float

@@ -26,8 +26,6 @@ from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 
 
 class RmsNorm(NamedTuple):
-    """A frozen norm."""
-
     weight_D: torch.Tensor
     eps: float
     rounds_first: bool = True
@@ -36,8 +34,6 @@ class RmsNorm(NamedTuple):
 
 
 class NormGrads(NamedTuple):
-    """Results of `norm_grad`."""
-
     dx_TD: torch.Tensor
     """Gradient of the residual stream before the norm."""
     dy_TD: torch.Tensor

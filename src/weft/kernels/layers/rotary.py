@@ -27,8 +27,6 @@ from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 
 
 class HeadNorms(NamedTuple):
-    """The norms of a model that norms its query and key heads."""
-
     wq_C: torch.Tensor
     wk_C: torch.Tensor
     eps: float
@@ -50,7 +48,6 @@ class Heads:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Columns of q, k and v."""
         return (self.num_q * self.size, self.num_kv * self.size, self.num_kv * self.size)
 
 

@@ -47,9 +47,7 @@ class Site:
     module: int
     """Index of the first of them among the backbone's modules; the others follow."""
     sizes: tuple[int, ...]
-    """O of each."""
     num_in: int
-    """D, the same for all."""
     role: str = ""
     """Name that is the same in every layer; the launches that are needed are looked up by it."""
 
@@ -59,7 +57,6 @@ class Site:
 
     @property
     def three_sizes(self) -> tuple[int, int, int]:
-        """Sizes of three parts as kernels take them; absent ones are 0."""
         return (*self.sizes, 0, 0)[:3]  # type: ignore[return-value]
 
     @property
@@ -94,7 +91,6 @@ class Entry:
 
     @property
     def threshold(self) -> int:
-        """An input is dropped where the first 31 of its random bits are below this."""
         return int(self.dropout * 2**31)
 
 
@@ -315,7 +311,6 @@ class RowTables:
     keys_T: torch.Tensor
     """int32 dropout keys of the rows."""
     drops: bool
-    """True if dropout applies; it does not in evaluation."""
 
     def dropped(self, entry: Entry, x_LD: torch.Tensor, row_slice: slice) -> torch.Tensor:
         """The rows `row_slice` of x with dropped inputs at zero and kept ones scaled; its own backward."""

@@ -57,7 +57,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": Activation(3, lambda x: x * _sigmoid(x), _silu_derivative),
     "tanh": Activation(4, torch.tanh, _tanh_derivative),
 }
-"""Functions by the value of `bottleneck_activation`."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ class ColumnChange:
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Tensors in the order of the table's fields."""
         return self.factor_N, self.shift_N, self.grad_factor_N, self.grad_shift_N
 
 

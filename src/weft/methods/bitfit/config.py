@@ -9,8 +9,6 @@ from weft.methods.config import MethodConfig
 
 
 class BitFitConfig(MethodConfig):
-    """The method `bitfit`."""
-
     name = "bitfit"
     auto_targets = "all-linear"
     learning_rate = 3e-3

@@ -87,8 +87,6 @@ class BitFitFiles(PeftFormat):
 
 
 class BitFit(Method):
-    """The method `bitfit`."""
-
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("bias",)
     files: PeftFormat = BitFitFiles()

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class BottleneckConfig(MethodConfig):
-    """The method `bottleneck`."""
-
     name = "bottleneck"
     auto_targets = "all-blocks"
     learning_rate = 5e-4
@@ -26,8 +24,6 @@ class BottleneckConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class BottleneckSettings:
-    """Settings of a bottleneck."""
-
     configs: ClassVar[tuple[MethodConfig, ...]] = (BottleneckConfig(),)
 
     bottleneck_size: int = setting(

@@ -117,7 +117,6 @@ class BottleneckCopy(ComputeCopy):
     """An adapter's weights as kernels read them, and the gradients of scale · c."""
 
     def __init__(self, adapter: Adapter, dtype: torch.dtype, blocks: Mapping[str, BottleneckWeights]) -> None:
-        """`blocks`: by path."""
         products = {}
         for path, w in blocks.items():
             (down, _, up, _), (grad_down, _, grad_up, _) = w.params, w.grads
@@ -146,8 +145,6 @@ class BottleneckCopy(ComputeCopy):
 
 
 class BottleneckFiles(PeftFormat):
-    """Files of a bottleneck."""
-
     peft_type = "BOTTLENECK"
     title = "bottleneck"
     own_settings = ("bottleneck_size", "bottleneck_activation", "bottleneck_scale")
@@ -185,8 +182,6 @@ class BottleneckFiles(PeftFormat):
 
 
 class Bottleneck(Method):
-    """The method `bottleneck`."""
-
     attachment = Attachment.BLOCK_OUTPUT
     groups: tuple[str, ...] = ("down", "down_bias", "up", "up_bias")
     files: PeftFormat = BottleneckFiles()

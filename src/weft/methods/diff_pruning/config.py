@@ -17,8 +17,6 @@ L0_WEIGHT = 1e-5
 
 
 class DiffPruningConfig(MethodConfig):
-    """The method `diff_pruning`."""
-
     name = "diff_pruning"
     auto_targets = "all-linear"
     learning_rate = 5e-3
@@ -31,8 +29,6 @@ class DiffPruningConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class DiffPruningSettings:
-    """Diff pruning's settings."""
-
     configs: ClassVar[tuple[MethodConfig, ...]] = (DiffPruningConfig(),)
 
     density: float = setting(0.005, rule=above(0, 1), methods=("diff_pruning",))

@@ -46,7 +46,6 @@ class SparseCopy(KernelCopy):
     """An adapter's weights as kernels read them; gradients go straight to the adapter's buffers."""
 
     def __init__(self, adapter: Adapter, modules: Mapping[str, SparseDifference]) -> None:
-        """`modules`: by path."""
         super().__init__(adapter)
         sizes = [w.params[0].numel() for w in modules.values()]
         self._orders = torch.empty(sum(sizes), dtype=torch.int32, device=adapter.device)
@@ -89,8 +88,6 @@ def _starts(ascending: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class DiffPruningFiles(PeftFormat):
-    """Files of a sparse difference."""
-
     peft_type = "DIFF_PRUNING"
     title = "diff pruning"
     own_settings = ("density", "mask")
@@ -134,8 +131,6 @@ _RANK_OF_DENSE = 5400
 
 
 class DiffPruning(Method):
-    """The method `diff_pruning`."""
-
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("values", "gates")
     kernel_keeps: Keeps = "sparse"

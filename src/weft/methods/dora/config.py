@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class DoraConfig(LoraConfig):
-    """The method `dora`."""
-
     name = "dora"
     is_served = False
 

@@ -50,7 +50,6 @@ class DoraCopy(ComputeCopy):
     """An adapter's weights as kernels read them, and the gradients of its magnitudes."""
 
     def __init__(self, adapter: Adapter, dtype: torch.dtype, modules: Mapping[str, DoraWeights]) -> None:
-        """`modules`: by path."""
         self._own = modules
         super().__init__(adapter, dtype, {path: w.lora for path, w in modules.items()})
         num_outputs = sum(len(w.m_O) for w in modules.values())
@@ -111,7 +110,6 @@ class DoraCopy(ComputeCopy):
             torch._foreach_copy_([norms_O for norms_O, _ in parts], lengths)
 
     def _normed(self, path: str) -> NormedRows:
-        """A module with a buffer for its row norms."""
         weight_OD, entry = self._own[path].site.weight, self.entries[path]
         assert weight_OD is not None, "checked when the adapter was made"
         norms_O = self._split(self._norms_N)[list(self._own).index(path)]
@@ -140,8 +138,6 @@ MAGNITUDE = "lora_magnitude_vector"
 
 
 class DoraFiles(LoraFiles):
-    """Files of PEFT's LoRA with `use_dora`."""
-
     marker: str | None = "use_dora"
     title = "DoRA"
     suffixes: Mapping[str, str] = {**LoraFiles.suffixes, MAGNITUDE: MAGNITUDE}
@@ -166,8 +162,6 @@ class DoraFiles(LoraFiles):
 
 
 class Dora(Lora):
-    """The method `dora`."""
-
     groups: tuple[str, ...] = (*Lora.groups, "m")
     has_any_order_kernels = False
     files: PeftFormat = DoraFiles()

@@ -19,8 +19,6 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
 
 
 class Ia3Config(MethodConfig):
-    """The method `ia3`."""
-
     name = "ia3"
     auto_targets = rf".*\.({'|'.join((*_KEYS_AND_VALUES, *_FEEDFORWARD))})"
     learning_rate = 1e-2
@@ -32,8 +30,6 @@ class Ia3Config(MethodConfig):
 
 @dataclass(frozen=True)
 class Ia3Settings:
-    """IA³'s settings."""
-
     configs: ClassVar[tuple[MethodConfig, ...]] = (Ia3Config(),)
 
     feedforward_modules: str | tuple[str, ...] | None = setting(None, methods=("ia3",))

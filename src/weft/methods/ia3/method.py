@@ -101,8 +101,6 @@ def _accumulate(grad: torch.Tensor, left_LN: torch.Tensor, right_LN: torch.Tenso
 
 
 class Ia3Files(PeftFormat):
-    """Files of PEFT's IA³."""
-
     peft_type = "IA3"
     in_peft = True
     title = "IA³"
@@ -169,8 +167,6 @@ def _ends(path: str, name: str) -> bool:
 
 
 class Ia3(Method):
-    """The method `ia3`."""
-
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("l",)
     files: PeftFormat = Ia3Files()

@@ -24,8 +24,6 @@ LORA_KINDS = ("lora", "dora")
 
 
 class LoraConfig(MethodConfig):
-    """The method `lora`."""
-
     name = "lora"
     auto_targets = "all-linear"
     rank_setting = "r"
@@ -70,8 +68,6 @@ class EvaSpec(KnownKeywords):
 
 @dataclass(frozen=True)
 class LoraStrength:
-    """The first of LoRA's settings."""
-
     r: int = setting(16, aliases=("lora_r", "lora_rank", "rank"), rule=at_least(1), methods=LORA_KINDS)
     """Rank of the update: each adapted weight gets B·A with A (r, in) and B (out, r)."""
     lora_alpha: float | None = setting(None, aliases=("alpha",), rule=at_least(0), methods=LORA_KINDS)
@@ -84,8 +80,6 @@ class LoraStrength:
 
 @dataclass(frozen=True)
 class LoraSettings(LoraStrength):
-    """The settings of LoRA and DoRA."""
-
     configs: ClassVar[tuple[MethodConfig, ...]] = (LoraConfig(),)
 
     rank_pattern: dict[str, int] = setting(factory=dict, methods=LORA_KINDS)
@@ -252,7 +246,6 @@ class OwnRows:
 
 
 def is_output_head(name: str) -> bool:
-    """Whether a module's name or path is that of an output head."""
     return name.rpartition(".")[2] in OUTPUT_HEADS
 
 

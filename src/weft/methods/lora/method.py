@@ -96,8 +96,6 @@ _CHANGES_BACKBONE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class LoraFiles(PeftFormat):
-    """Files of PEFT's LoRA."""
-
     peft_type = "LORA"
     in_peft = True
     title = "LoRA"
@@ -199,8 +197,6 @@ def _whole(value: float) -> float | int:
 
 
 class Lora(Method):
-    """The method `lora`."""
-
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("a", "b")
     has_any_order_kernels = True

@@ -10,8 +10,6 @@ from weft.settings import at_least, setting
 
 
 class VeraConfig(MethodConfig):
-    """The method `vera`."""
-
     name = "vera"
     auto_targets = "all-linear"
     learning_rate = 5e-3
@@ -21,8 +19,6 @@ class VeraConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class VeraSettings:
-    """VeRA's settings."""
-
     configs: ClassVar[tuple[MethodConfig, ...]] = (VeraConfig(),)
 
     vera_rank: int = setting(256, rule=at_least(1), methods=("vera",))

@@ -34,8 +34,6 @@ from weft.spec import AdapterSpec
 
 
 class VeraFiles(PeftFormat):
-    """Files of PEFT's VeRA."""
-
     peft_type = "VERA"
     in_peft = True
     title = "VeRA"
@@ -129,8 +127,6 @@ class VeraFiles(PeftFormat):
 
 
 class Vera(Method):
-    """The method `vera`."""
-
     attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("d", "b")
     files: PeftFormat = VeraFiles()

@@ -94,7 +94,6 @@ class VeraCopy(KernelCopy):
     """An adapter's weights as kernels read them, and the buffers for their gradients."""
 
     def __init__(self, adapter: Adapter, dtype: torch.dtype, modules: Mapping[str, VeraWeights]) -> None:
-        """`modules`: by path."""
         super().__init__(adapter)
         nothing = torch.empty(0, device=adapter.device)
         a_of = _frozen_a(modules, dtype)

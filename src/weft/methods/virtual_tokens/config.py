@@ -33,8 +33,6 @@ class VirtualTokenConfig(MethodConfig):
 
 
 class PromptConfig(VirtualTokenConfig):
-    """The method `prompt_tuning`."""
-
     name = "prompt_tuning"
 
     def check(self, spec: AdapterSpec) -> None:
@@ -46,8 +44,6 @@ class PromptConfig(VirtualTokenConfig):
 
 
 class PrefixConfig(VirtualTokenConfig):
-    """The method `prefix_tuning`."""
-
     name = "prefix_tuning"
 
 
@@ -56,8 +52,6 @@ VIRTUAL_TOKENS = (PromptConfig.name, PrefixConfig.name)
 
 @dataclass(frozen=True)
 class VirtualTokenSettings:
-    """Settings of prompts and prefixes."""
-
     configs: ClassVar[tuple[MethodConfig, ...]] = (PromptConfig(), PrefixConfig())
 
     num_virtual_tokens: int = setting(20, rule=at_least(1), methods=VIRTUAL_TOKENS)

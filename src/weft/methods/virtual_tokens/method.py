@@ -133,8 +133,6 @@ class VirtualTokenFiles(PeftFormat):
 
 
 class PromptFiles(VirtualTokenFiles):
-    """Files of PEFT's prompt tuning."""
-
     peft_type = "PROMPT_TUNING"
     title = "prompt tuning"
     defaults: Mapping[str, Any] = {
@@ -165,8 +163,6 @@ class PromptFiles(VirtualTokenFiles):
 
 
 class PrefixFiles(VirtualTokenFiles):
-    """Files of PEFT's prefix tuning."""
-
     peft_type = "PREFIX_TUNING"
     title = "prefix tuning"
     defaults: Mapping[str, Any] = {
@@ -205,7 +201,6 @@ class RowsCopy(KernelCopy):
     """The rows as kernels read them: those of this device's heads, if other devices have others."""
 
     def __init__(self, adapter: Adapter, dtype: torch.dtype, weights: Mapping[str, VirtualRows]) -> None:
-        """`weights`: by path."""
         super().__init__(adapter)
         self._weights = weights
         self._parts = {path: w for path, w in weights.items() if w.columns is not None}
@@ -248,8 +243,6 @@ class VirtualTokens(Method):
 
 
 class PromptTuning(VirtualTokens):
-    """The method `prompt_tuning`."""
-
     attachment = Attachment.INPUT
     kernel_changes: tuple[Change, ...] = (("rows", "input"),)
     files: PeftFormat = PromptFiles()
@@ -276,8 +269,6 @@ class PromptTuning(VirtualTokens):
 
 
 class PrefixTuning(VirtualTokens):
-    """The method `prefix_tuning`."""
-
     attachment = Attachment.KEYS_AND_VALUES
     kernel_changes: tuple[Change, ...] = (("rows", "kv"),)
     files: PeftFormat = PrefixFiles()

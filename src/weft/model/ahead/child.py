@@ -78,7 +78,6 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, quantize: str, tenso
 
 
 def skeleton_head(config: Mapping[str, Any], dtype: torch.dtype) -> Head:
-    """The output head of a configuration."""
     sizes = describe(config).sizes
     weight_VD = torch.empty(sizes.vocabulary, sizes.hidden, dtype=dtype, device=META)
     return Head(weight_VD, softcap=config.get("final_logit_softcapping"))
@@ -98,8 +97,6 @@ def _distinct_layers(decoder: Decoder) -> list[int]:
 
 
 class _Maker:
-    """Makes the parts of one model."""
-
     def __init__(self, decoder: Decoder, dtype: torch.dtype, quantize: str, tensor: int) -> None:
         self._decoder, self._tensor = decoder, tensor
         self._dtype = dtype
@@ -117,7 +114,6 @@ class _Maker:
         return RmsNorm(self.empty(size).float(), 1e-6, rounds_first=False)
 
     def rotary(self, share: float) -> RotaryTable:
-        """Rotary table for a share of a head's numbers."""
         number = int(self._decoder.sizes.head_size * share) // 2
         return RotaryTable(torch.empty(number, device=META), 1.0)
 
@@ -254,13 +250,11 @@ def main() -> None:
 
 
 def _rank(launch: RecordedLaunch) -> int:
-    """Index of a kernel in the order of compilation."""
     name = launch.kernel.__name__
     return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
 
 
 def _compile_all(launches: Sequence[RecordedLaunch], num_first: int, num_workers: int) -> bool:
-    """Compiles everything in the given order; returns whether all succeeded."""
     queue, put = os.pipe()
     finished, report = os.pipe()
     # Small enough for a pipe to hold, so no one has to feed it.
@@ -286,7 +280,6 @@ def _compile_all(launches: Sequence[RecordedLaunch], num_first: int, num_workers
 
 
 def _end_with(parent: int) -> None:
-    """Makes this process end with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -46,7 +46,6 @@ class KernelRequest:
     """A backbone, the adapters on it, and the GPU."""
 
     config: Mapping[str, Any]
-    """The model's config.json."""
     dtype: str
     """Type of the weights, by torch's name."""
     quantize: str
@@ -56,7 +55,6 @@ class KernelRequest:
     ranks: tuple[int, ...]
     """Largest rank of each adapter, without repetitions."""
     drops: bool
-    """Whether any adapter has dropout."""
     others: tuple[tuple[str, str], ...]
     """Changes of methods other than LoRA, with their sites, in order."""
     copies: tuple[tuple[str, int], ...]
@@ -214,7 +212,6 @@ def _request(
 
 
 def _num_trained(adapter: AdapterSpec) -> int:
-    """Number of parameter groups that an adapter of its method trains."""
     method = method_of(adapter)
     return len(method.groups) - len(method.frozen(adapter))
 

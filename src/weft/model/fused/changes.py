@@ -26,8 +26,6 @@ from weft.kernels.methods.sparse import sparse, sparse_grad, sparse_input
 
 @dataclass(frozen=True)
 class SavedBlockEnd:
-    """Values that the backward of bottlenecks at the end of a block needs."""
-
     y_TD: torch.Tensor
     """The bottlenecks' input rows."""
     a_TW: torch.Tensor
@@ -41,7 +39,6 @@ class OtherChanges:
     rows: RowTables
     table: SlotTable
     is_adapted: bool
-    """Whether any row has an adapter."""
     _turned: dict[int, torch.Tensor] = field(default_factory=dict)
     """Transposed gradients of outputs, from `sparse_input` until `sparse_grad`, by site."""
 
@@ -57,12 +54,10 @@ class OtherChanges:
         return before_TO
 
     def outputs_again(self, site: Site, y_TO: torch.Tensor) -> None:
-        """Changes y again, in a recomputation."""
         if self._has("outputs", site.role):
             change_columns(y_TO, y_TO, site, self.rows, self.table, OUTPUTS)
 
     def owned(self, site: Site, y_TO: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the rows that change; None if none does."""
         has_owner = self._has("outputs", site.role)
         return owned_copy(y_TO, site, self.rows, self.table, OUTPUTS) if has_owner else None
 
@@ -141,7 +136,6 @@ class OtherChanges:
                 self._turned[site.module] = turned_KNM
 
     def sparse_grad(self, site: Site, x_TD: torch.Tensor, dy_TO: torch.Tensor) -> None:
-        """Adds to the gradients of the values."""
         if self._has("sparse", site.role):
             turned_KNM = self._turned.pop(site.module, None)
             sparse_grad(x_TD, dy_TO, site, self.rows, self.table, turned_KNM)
@@ -151,7 +145,6 @@ class OtherChanges:
         return self._has("rows", role)
 
     def put_rows(self, role: str, module: int, x_TN: torch.Tensor) -> None:
-        """Fills the rows in front of samples."""
         if self.has_rows(role):
             put_rows(x_TN, module, self.rows, self.table)
 

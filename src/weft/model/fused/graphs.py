@@ -49,9 +49,7 @@ class Captured:
 
     inputs: Inputs
     entering_TD: torch.Tensor | None
-    """Input of `forward`, in a later part of a model."""
     left_TD: torch.Tensor
-    """Output of `forward`."""
     grad_TD: torch.Tensor
     """Input of `backward`."""
     back_TD: torch.Tensor | None
@@ -143,7 +141,6 @@ class CapturedGraphs:
     """The graphs of a path; the least recently used are dropped first."""
 
     def __init__(self, capture: Callable[[GraphKey], Captured], synchronise: Callable[[], None]) -> None:
-        """`synchronise` waits for the device, which may be running a graph that is to be dropped."""
         self._capture = capture
         self._synchronise = synchronise
         self._graphs: dict[GraphKey, Captured] = {}
@@ -151,7 +148,6 @@ class CapturedGraphs:
         """Wasted rows by the key that would have avoided them."""
 
     def graph(self, wanted: GraphKey) -> Captured:
-        """The graph for a microbatch."""
         key = self._choose(wanted)
         if key not in self._graphs:
             if any(known.version != wanted.version for known in self._graphs):
@@ -200,7 +196,6 @@ class InFlightBuffers:
         self._held: Passed | Captured | None = None
         """State of the current microbatch."""
         self._num_rows = 0
-        """Number of rows of that microbatch; a graph may have more."""
         self.captured_s = 0.0
         """Seconds spent on capturing graphs, so far."""
 
@@ -248,7 +243,6 @@ class InFlightBuffers:
         return None if held.back_TD is None else held.back_TD[: self._num_rows]
 
     def clear(self) -> None:
-        """Drops the current microbatch, if there is one."""
         self._held = None
 
     def forget(self) -> None:

@@ -43,13 +43,10 @@ class InputShape:
     longest: int
     """Upper bound of sample lengths: a power of two; 0 if attention does not need it."""
     is_adapted: bool
-    """Whether any row has an adapter."""
     drops: bool
-    """Whether dropout applies."""
 
     @property
     def sizes(self) -> TableSizes:
-        """Sizes of the tables."""
         return TableSizes(self.num_rows, self.num_spans)
 
     @functools.cached_property
@@ -113,8 +110,6 @@ def spans_of(batch: PackedBatch) -> tuple[SampleRows, ...]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The buffer on the device, read part by part."""
-
     shape: InputShape
     buffer: torch.Tensor
     spans: tuple[SampleRows, ...] = ()
@@ -126,7 +121,6 @@ class Inputs:
 
     @functools.cached_property
     def rows(self) -> RowTables:
-        """The owner of each row."""
         tables = {name: self.part(name) for name in self.shape.sizes.shapes}
         return RowTables(self.shape.num_rows, self.spans, **tables, keys_T=self.part("keys"), drops=self.shape.drops)
 

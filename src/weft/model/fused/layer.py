@@ -45,8 +45,6 @@ from weft.model.path import Recompute
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """The residual stream between two layers: x, and the output that is still to be added to it."""
-
     x_TD: torch.Tensor
     y_TD: torch.Tensor | None = None
 
@@ -66,7 +64,6 @@ class SavedForBackward:
 
     x_TD: torch.Tensor
     y_TD: torch.Tensor | None = None
-    """Output of the previous layer, if it is normed."""
     s_qkv: Delta | None = None
     raw_qkv_TE: torch.Tensor | None = None
     """Before head norms, in models that have them."""
@@ -79,7 +76,6 @@ class SavedForBackward:
     gu_TJ: torch.Tensor | None = None
     s_down: Delta | None = None
     before_qkv_TE: torch.Tensor | None = None
-    """Rows of a site's outputs before other methods changed them."""
     before_out_TD: torch.Tensor | None = None
     before_down_TD: torch.Tensor | None = None
     attention_end: SavedBlockEnd | None = None
@@ -101,7 +97,6 @@ class Context:
 
     @cached_property
     def changes(self) -> OtherChanges:
-        """The changes by other methods."""
         return OtherChanges(self.inputs.rows, self.table, self.inputs.shape.is_adapted)
 
     def linear(

@@ -34,8 +34,6 @@ from weft.plan.families import describe, why_unsupported
 
 @dataclass(frozen=True)
 class Product:
-    """A site with its frozen weight."""
-
     site: Site
     weight: FrozenWeight
     bias_O: torch.Tensor | None
@@ -52,7 +50,6 @@ class LayerSites(NamedTuple):
     attention_end: Site
     """Output of attention, added to the residual stream; it has no weight."""
     mlp_end: Site
-    """Output of the MLP."""
     keys_and_values: int
     """Module number of replaced keys and values."""
 
@@ -65,8 +62,6 @@ class LayerSites(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """One decoder layer."""
-
     qkv: Product
     out: Product
     gate_up: Product
@@ -74,9 +69,7 @@ class FusedLayer:
     norm_in: RmsNorm
     norm_mid: RmsNorm
     post_in: RmsNorm | None
-    """Norm of the previous layer's output, in families that have it."""
     post_mid: RmsNorm | None
-    """Norm of attention's output."""
     head_norms: HeadNorms | None
     sites: LayerSites
     window: int | None
@@ -86,25 +79,19 @@ class FusedLayer:
 
 
 class RotaryTable(NamedTuple):
-    """The rotary positions of one kind of layer."""
-
     frequencies_F: torch.Tensor
     """Half as many frequencies as rotated numbers of a head."""
     scale: float
 
     def turns(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos_TF and sin_TF, fp32."""
         angles_TF = positions_T.float()[:, None] * self.frequencies_F
         return angles_TF.cos() * self.scale, angles_TF.sin() * self.scale
 
 
 @dataclass(frozen=True, eq=False)
 class FusedModel:
-    """A whole model, or a part of one."""
-
     device: torch.device
     dtype: torch.dtype
-    """Type of the activations."""
     hidden: int
     embedding_VD: torch.Tensor | None
     """None if an earlier part of the model has it."""
@@ -128,12 +115,10 @@ class FusedModel:
 
     @property
     def is_first(self) -> bool:
-        """Whether it begins with the embedding."""
         return self.embedding_VD is not None
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with the output head."""
         return self.norm is not None
 
     @property
@@ -144,7 +129,6 @@ class FusedModel:
 
     @property
     def input_rows(self) -> int:
-        """The table's module for replaced rows of the first layer's input."""
         return self.layers[-1].sites.keys_and_values + 1
 
     @property
@@ -157,7 +141,6 @@ class FusedModel:
         return part_TD if self.devices is None else self.devices.add_up(part_TD)
 
     def table(self) -> SlotTable:
-        """An empty table of its sites."""
         return SlotTable(self.sites, self.device, self.row_sites)
 
 

@@ -28,8 +28,6 @@ from weft.plan.cost.shape import CPU_ROW_TILE, gpu_row_tile
 
 
 class FusedPath:
-    """A fused model with its slots."""
-
     name: ClassVar[str] = "fused"
 
     def __init__(
@@ -67,7 +65,6 @@ class FusedPath:
         return self._model
 
     def gather_by(self, ring: LayerRing) -> None:
-        """Makes every layer wait for its frozen weights."""
         # Graphs would read where the weights have been.
         self.forget()
         self._model = replace(self._model, ring=ring)
@@ -148,7 +145,6 @@ class FusedPath:
         return self._only.forward(batch, shape, row_tile, needs_grad=False)
 
     def shape_of(self, batch: PackedBatch) -> InputShape:
-        """The shape of a graph for the batch."""
         return input_shape(batch, with_longest=needs_bounds(self._device))
 
     def loss(self, batch: PackedBatch) -> BlockedLoss:
@@ -184,7 +180,6 @@ class FusedPath:
             buffers.forget()
 
     def new_buffers(self) -> InFlightBuffers:
-        """Buffers for one more microbatch between its forward and its backward."""
         self._buffers.append(InFlightBuffers(self._model, self.table, self.memory, self._tile, self._lane))
         return self._buffers[-1]
 

@@ -28,15 +28,12 @@ from weft.model.path import Memory
 
 @dataclass
 class Passed:
-    """State of a forward pass for the backward pass."""
-
     context: Context
     left_TD: torch.Tensor
     """Output after the last norm, or the input of the next part of the model."""
     last_TD: torch.Tensor
     """Output before the last norm."""
     y_TD: torch.Tensor | None = None
-    """Output of the last layer here, if it is normed."""
     kept: list[SavedForBackward] = field(default_factory=list)
     """Kept tensors layer by layer; with `offload` they are in `parked` instead."""
     parked: list[OffloadedLayer] = field(default_factory=list)
@@ -93,7 +90,6 @@ def run_forward(
 
 
 def _embedded(context: Context) -> torch.Tensor:
-    """The input of the first layer."""
     model, ids = context.model, context.inputs.part("ids")
     assert model.embedding_VD is not None, "a later part of a model goes on with what entered"
     embedded_TD = F.embedding(ids, model.embedding_VD)
@@ -130,7 +126,6 @@ def run_backward(passed: Passed, grad_TD: torch.Tensor) -> torch.Tensor | None:
 
 
 def _last_grad(passed: Passed, grad_TD: torch.Tensor) -> ResidualGrad:
-    """The gradient after the last layer here."""
     model, y = passed.context.model, added(passed.y_TD, passed.context.model.post)
     if model.norm is not None:
         found = norm_grad(passed.last_TD, model.norm, grad_TD, None, False, y)
@@ -157,7 +152,6 @@ class Offload:
     """Moves the kept tensors of one microbatch's layers to host memory and back."""
 
     def __init__(self, device: torch.device, names: Sequence[str]) -> None:
-        """`names`: the fields of `SavedForBackward` that are moved."""
         self._names = names
         self._stream = Stream(device) if has_streams(device) else None
 

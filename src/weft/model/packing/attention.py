@@ -26,11 +26,9 @@ from torch import nn
 from weft.adapters.routing import Routing
 
 NAME = "weft_packed"
-"""Name of this attention in transformers."""
 
 
 def register() -> None:
-    """Registers the attention with transformers, when a backbone is loaded."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -199,7 +197,6 @@ def _for_every_query_head(
 
 
 def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a query sees a key: not later than itself, and less than `window` back."""
     query_L = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_M = torch.arange(num_keys, device=device)[None, :]
     visible = key_M <= query_L
@@ -226,7 +223,6 @@ def prepare_attention(model: Any) -> None:
 
 
 def restore_attention(model: Any) -> None:
-    """Reverts `prepare_attention`."""
     if model.config.model_type not in OWN_ATTENTION:
         return
     kind, attribute, _ = OWN_ATTENTION[model.config.model_type]

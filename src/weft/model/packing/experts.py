@@ -22,7 +22,6 @@ from weft.adapters.routing import Routing
 from weft.kernels.device import is_cpu
 
 NAME = "weft_packed"
-"""Name of these experts in transformers."""
 _IN_FILES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names of one expert's linears in files and in other trainers."""
 BLOCK = 32
@@ -57,13 +56,11 @@ def expert_weights(model: nn.Module) -> list[str]:
 
 
 def _are_experts(module: nn.Module) -> bool:
-    """Whether a module holds the weights of many experts that transformers lets other code run."""
     has_experts_code = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
     return has_experts_code and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
 def _by_tiles(forward: Callable[..., Any], routing: Routing, hidden: torch.Tensor, *rest: Any) -> Any:
-    """A router's output, computed one tile of rows after the other."""
     rows_TD = hidden.reshape(-1, hidden.shape[-1])
     if routing.row_tile is None or len(rows_TD) == routing.row_tile:
         return forward(hidden, *rest)
@@ -104,7 +101,6 @@ def _block_indices(expert_S: torch.Tensor, num_experts: int) -> tuple[torch.Tens
 
 
 def _run(module: Any, x_PD: torch.Tensor, blocks_E: list[int]) -> torch.Tensor:
-    """Runs every expert on its own blocks."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     h_PJ = _products(module, up, x_PD, blocks_E)
     h_PJ = module._apply_gate(h_PJ) if module.has_gate else module.act_fn(h_PJ)

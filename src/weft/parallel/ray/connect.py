@@ -153,8 +153,6 @@ TYPE_SHARE = 0.001
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A machine of a cluster."""
-
     address: str
     num_cpus: float
     num_gpus: float
@@ -175,8 +173,6 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class ReplicaRequest:
-    """Number of replicas, and the resources of each."""
-
     number: int
     bundle: Mapping[str, float]
 

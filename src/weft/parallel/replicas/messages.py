@@ -121,8 +121,6 @@ class ReleaseJob(Command):
 
 @dataclass(frozen=True)
 class CancelJob(Command):
-    """Cancels a job."""
-
     job: str
 
 
@@ -227,8 +225,6 @@ class RankFailed(Report):
 
 @dataclass(frozen=True)
 class JobChecked(Report):
-    """Result of `CheckJob`."""
-
     job: str
     num_parameters: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -268,8 +264,6 @@ class QueryResult(Report):
 
 @dataclass(frozen=True)
 class AdapterChecked(Report):
-    """Result of `CheckAdapter`."""
-
     error: Exception | None = None
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class JobRecord:
-    """A job of a controller: its settings, its rank, and its progress from reports."""
-
     order: JobOrder
     data: JobData
     arrival: int
@@ -145,8 +143,6 @@ FIRST_PACE = 10_000.0
 
 @dataclass
 class RankRecord:
-    """A rank of a controller: its process and its reports."""
-
     process: RankHandle
     ready: RankReady | None = None
     """Report of its loaded replica; None while it starts."""

@@ -212,7 +212,6 @@ class ReplicatedEngine:
             yield event
 
     def _queue_event(self, event: Event) -> None:
-        """Queues an event of the controller itself."""
         self._events.append(RankEvent(event))
 
     def _is_over(self) -> bool:
@@ -271,7 +270,6 @@ class ReplicatedEngine:
         self._ranks.send(self._ranks[job.rank], ReleaseJob(job.name))
 
     def _end(self, job: JobRecord, event: JobEnded, *, can_retry: bool = False) -> None:
-        """Ends a job that no rank has."""
         job.update(event)
         more = {"step": job.step, "num_steps": job.num_steps, **({"can_retry": True} if can_retry else {})}
         try:

@@ -198,8 +198,6 @@ class StageReferences:
 
 @dataclass(frozen=True)
 class StagePassResult:
-    """A stage's result of one pass."""
-
     left_TD: torch.Tensor | None
     """Hidden states on the CPU for the next stage, if there is one."""
     is_enough: bool

@@ -47,8 +47,6 @@ from weft.store.row_files import ROWS
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Position of a stage; stages of the first replica come first."""
-
     replica: int
     index: int
     """Index within its replica."""
@@ -68,8 +66,6 @@ def stage_positions(replica_sizes: Sequence[int]) -> list[StagePosition]:
 
 
 class Stage:
-    """A part of a backbone, and its share of the jobs."""
-
     def __init__(self, position: StagePosition, backbone: Backbone, transport: Transport) -> None:
         self.index, self.num_stages, self.device = position.index, position.num_stages, position.device
         self.replica = position.replica

@@ -48,8 +48,6 @@ JOIN = "join"
 
 @dataclass(frozen=True)
 class StageOrder:
-    """Set-up of a stage process."""
-
     position: StagePosition
     backbone: BackboneSpec
     part: ModelPart
@@ -78,8 +76,6 @@ class StageOrder:
 
 @dataclass(frozen=True)
 class StageAnswer:
-    """Result or error of a call."""
-
     number: int
     """Number of the call."""
     found: Any = None

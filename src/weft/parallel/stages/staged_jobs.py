@@ -22,8 +22,6 @@ from weft.plan.program import Program, Step
 
 @dataclass
 class StagedJob:
-    """A job of the executor, with each stage's part of its adapter on every replica that has it."""
-
     given: NewJob
     shares: dict[int, list[JobShare]]
     """Shares by replica."""

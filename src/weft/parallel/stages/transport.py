@@ -51,8 +51,6 @@ class Channel(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Route:
-    """A channel from one stage to another."""
-
     channel: Channel
     source: int
     target: int

@@ -83,8 +83,6 @@ class FinishWork(Work[None]):
 
 @dataclass
 class StageOutcome:
-    """One stage's outcome of a program."""
-
     microbatches: dict[int, MicrobatchOutcome] = field(default_factory=dict)
     """On the last stage of the replica that ran them."""
     steps: dict[StepOf, Updated] = field(default_factory=dict)

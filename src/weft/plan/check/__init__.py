@@ -79,8 +79,6 @@ def _can_share(program: Program) -> bool:
 
 
 class StageWalk:
-    """A walk through one stage's list."""
-
     def __init__(
         self, program: Program, stage: int, batches: CheckedBatches, cost: CostModel | None, limit: int | None
     ) -> None:

@@ -38,8 +38,6 @@ USUAL_RANKS = (16,)
 
 @dataclass(frozen=True)
 class BackboneSetup:
-    """A backbone and its training settings, from which cost models are made."""
-
     shape: ModelShape
     ranks: tuple[int, ...] = USUAL_RANKS
     """Ranks of the adapters in a microbatch."""
@@ -80,8 +78,6 @@ class BackboneSetup:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer and pass, by part."""
-
     products: float
     attention: float
     passes: float

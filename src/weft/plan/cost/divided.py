@@ -20,8 +20,6 @@ Kind = Literal["frozen", "adapter", "reduce"]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator of a graph."""
-
     name: str
     seconds: float
     kind: Kind

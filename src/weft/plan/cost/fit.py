@@ -31,8 +31,6 @@ START_WEIGHT = 0.1
 
 @dataclass(frozen=True)
 class MicrobatchLoad:
-    """The load of a microbatch on a device, by terms."""
-
     rows: int
     """Computed rows: tokens rounded up to whole tiles."""
     pairs: int
@@ -73,8 +71,6 @@ class MicrobatchLoad:
 
 @dataclass(frozen=True)
 class FitError:
-    """Relative error of predictions."""
-
     mape: float
     """Mean absolute error."""
     p95: float
@@ -91,8 +87,6 @@ class FitError:
 
 @dataclass(frozen=True)
 class Fit:
-    """A price for every term."""
-
     prices: Mapping[str, float]
 
     def predict(self, load: MicrobatchLoad) -> float:
@@ -142,7 +136,6 @@ class OnlineFit:
 
     terms: tuple[str, ...]
     window: int = 256
-    """Number of measurements remembered; device conditions change."""
     current: Fit | None = None
     _seen: deque[tuple[MicrobatchLoad, float]] = field(default_factory=deque)
     _errors: deque[tuple[float, float]] = field(default_factory=deque)

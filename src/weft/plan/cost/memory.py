@@ -80,7 +80,6 @@ class MemoryModel:
         return STORED_BITS[self.quantize] / 8 * (self.fp8_copies if self.quantize == "fp8" else 1)
 
     def weight_bytes(self, stage: int = 0) -> int:
-        """Bytes of the frozen backbone on a stage."""
         shape, size = self.shape, self.activation_bytes
         held = self.layers(stage) / self.shards + (min(GATHERED_LAYERS, self.layers(stage)) if self.shards > 1 else 0)
         linears = held * shape.layer_weights * self.weight_bytes_each / self.tensor_parallel

@@ -29,8 +29,6 @@ QUANTITIES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured microbatch."""
-
     load: MicrobatchLoad
     forward_s: float
     backward_s: float
@@ -46,8 +44,6 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Setup:
-    """The subject of a profile."""
-
     device: str
     model: str
     hidden: int
@@ -65,8 +61,6 @@ class Setup:
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured device."""
-
     setup: Setup
     measurements: tuple[Measurement, ...]
     fits: Mapping[str, Fit]

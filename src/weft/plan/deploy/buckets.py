@@ -115,8 +115,6 @@ def _check(lengths: Sequence[int], num_buckets: int, grain: int) -> None:
 
 @dataclass(frozen=True)
 class BucketCosts:
-    """The cost of samples of each bucket on one replica."""
-
     slope_R: FloatArray
     """Seconds per sample."""
     base_R: FloatArray

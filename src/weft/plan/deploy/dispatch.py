@@ -35,8 +35,6 @@ from weft.plan.deploy.fleet import Dispatch, Fleet
 
 @dataclass(frozen=True)
 class Relaxed:
-    """The optimum of the relaxation."""
-
     bound_s: float
     """Lower bound of any dispatch, in seconds."""
     prices_S: FloatArray

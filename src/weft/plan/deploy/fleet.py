@@ -26,8 +26,6 @@ from weft.plan.level import PlannedReplicas, choose_homes
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One batch, assigned to replicas."""
-
     counts: tuple[tuple[int, ...], ...]
     """Samples by replica and bucket."""
     seconds: tuple[float, ...]

@@ -82,8 +82,6 @@ def without_idle(problem: DeployProblem, counts: Sequence[int], shared: Dispatch
 
 
 class _Search:
-    """The state of one search."""
-
     def __init__(self, problem: DeployProblem, deadline_s: float) -> None:
         self.problem = problem
         self.deadline_s = deadline_s
@@ -114,7 +112,6 @@ class _Search:
 
     @property
     def target_s(self) -> float:
-        """The best step so far; a plan bounded above it need not be tried."""
         return self.found[0][1].step_s if self.found else math.inf
 
     def go_through(self, plans_PS: IntArray, deadline_s: float) -> None:

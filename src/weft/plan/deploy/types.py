@@ -21,8 +21,6 @@ ONE_POOL = "gpus"
 
 @dataclass(frozen=True)
 class ReplicaKind:
-    """Replicas of one layout on the GPUs of one pool."""
-
     model: ReplicaModel
     pool: str = ONE_POOL
 
@@ -95,8 +93,6 @@ class DeployProblem:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A plan of replicas for a cluster."""
-
     problem: DeployProblem
     counts: tuple[int, ...]
     dispatch: Dispatch
@@ -110,7 +106,6 @@ class Deployment:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of the expected batch."""
         return self.dispatch.step_s
 
     @property
@@ -147,7 +142,6 @@ class Deployment:
 
     @property
     def gpu_seconds(self) -> float:
-        """GPU-seconds of one step, idle GPUs included: they are reserved."""
         return self.problem.num_gpus * self.step_s
 
     def __str__(self) -> str:
@@ -164,8 +158,6 @@ SHORTEST = 16
 
 @dataclass(frozen=True)
 class LengthSpread:
-    """A log-normal distribution of lengths."""
-
     mean: float
     skewness: float
     longest: int

@@ -28,8 +28,6 @@ from weft.plan.types import JobQueue, Limits, Microbatch
 
 @dataclass(frozen=True, slots=True)
 class FusionPlan:
-    """Fused tasks and their order in the pipeline."""
-
     fusion: Fusion
     template: Template
 
@@ -75,8 +73,6 @@ class GroupedStream:
 
 @dataclass(frozen=True)
 class PipeCosts:
-    """The costs of a pipeline's stages."""
-
     num_stages: int
     cost: CostModel
     adapters: AdapterTimes | None = None
@@ -112,7 +108,6 @@ def _numbers_of_pieces(queues: Sequence[JobQueue], capacity: int, num_stages: in
 
 
 def _task(queue: JobQueue, num_pieces: int, capacity: int, adapters: AdapterTimes | None) -> FuseTask:
-    """A job with a typical piece of its next global batch."""
     lengths = list(queue.batches[0].lengths[::num_pieces])
     while len(lengths) > 1 and sum(lengths) > capacity:
         lengths.pop()
@@ -144,7 +139,6 @@ def _stream(queues: Sequence[JobQueue], plan: FusionPlan, fills: Sequence[int]) 
 
 
 def _packed(queues: Sequence[JobQueue], number: int, fill: int) -> tuple[Microbatch, ...]:
-    """One global batch of every job of a group."""
     if not queues:
         return ()
     own = [replace(queue, batches=queue.batches[number : number + 1], is_all=True) for queue in queues]

@@ -101,7 +101,6 @@ class Pipe:
         return [self.cost.forward_s(lengths, s) + self.cost.backward_s(lengths, s) + 2 * adapters for s in stages]
 
     def latency_s(self, passes_s: Sequence[float]) -> float:
-        """Seconds of one fused task alone, end to end, from its passes on every stage."""
         slowest = max(passes_s)
         return sum(passes_s) - slowest + self.num_microbatches * slowest
 
@@ -121,7 +120,6 @@ class Pipe:
 
 
 def adapters_s(tasks: Sequence[FuseTask]) -> float:
-    """Seconds of one pass of several tasks' adapters side by side."""
     return max(sum(t.adapter_share * t.adapter_s for t in tasks), max(t.adapter_s for t in tasks))
 
 

@@ -34,8 +34,6 @@ _SEED = 20260104
 
 @dataclass(frozen=True)
 class Items:
-    """Samples of a round, their work in seconds, and the slots each may go to."""
-
     lengths: Whole
     work: Real
     job: Whole
@@ -45,8 +43,6 @@ class Items:
 
 @dataclass
 class _Slots:
-    """An assignment under change."""
-
     items: Items
     room: int
     multiple: int

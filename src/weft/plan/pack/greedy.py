@@ -66,7 +66,6 @@ class _Cursor:
 
 
 def pack(queues: Sequence[JobQueue], limits: Limits) -> Program:
-    """The next microbatches and steps, up to where a job's listed batches end although the job goes on."""
     return plan_lanes(pack_lane, queues, limits)
 
 
@@ -85,7 +84,6 @@ def pack_lane(queues: Sequence[JobQueue], limits: Limits) -> Program:
 
 
 def _finish(cursors: list[_Cursor]) -> tuple[Step, ...]:
-    """The steps due after a microbatch with samples of these jobs."""
     steps = [c.finish_microbatch() for c in cursors]
     return tuple(step for step in steps if step is not None)
 

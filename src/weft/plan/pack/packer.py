@@ -68,8 +68,6 @@ class PackingWork:
 
 @dataclass(frozen=True)
 class RoundTask:
-    """A round to pack."""
-
     segments: tuple[Segment, ...]
     fewest_bins: int
     """Lower bound of the number of microbatches, from the samples alone."""

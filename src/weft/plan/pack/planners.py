@@ -123,7 +123,6 @@ def lower_bound(chains: Sequence[Sequence[Segment]], capacity: int) -> int:
 
 
 def _chains(program: Program) -> list[list[Segment]]:
-    """Every job's samples in the order they run."""
     chains: dict[str, list[Segment]] = {}
     for microbatch in program.microbatches:
         for s in microbatch.segments:

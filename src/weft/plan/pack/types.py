@@ -70,8 +70,6 @@ class RoundLimits:
 
 @dataclass(frozen=True, slots=True)
 class PackedRound:
-    """One global batch of every job, in slots."""
-
     index: int
     slots: tuple[Microbatch, ...]
     fewest: int

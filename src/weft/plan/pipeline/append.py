@@ -78,7 +78,6 @@ class ContinuedProgram:
     """The lists of all stages of one or more replicas, program after program; microbatches are numbered throughout."""
 
     def __init__(self, *pipes: Pipe) -> None:
-        """`pipes`: the replicas, still empty."""
         self._wakes: list[tuple[float, int, int]] = []
         self._plays = [Play(replica, pipe, self._wakes) for replica, pipe in enumerate(pipes)]
         sizes = [pipe.num_stages for pipe in pipes]
@@ -104,7 +103,6 @@ class ContinuedProgram:
         return len(self._num_pending)
 
     def is_issued(self, program: int) -> bool:
-        """True if all steps of a program have been issued."""
         return not self._num_pending[program]
 
     def append(self, given: DealtStream, costs: Sequence[PassCosts]) -> Lists:

@@ -116,8 +116,6 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A stage's pass with its predicted times."""
-
     clock: int
     is_backward: bool
     start_s: float
@@ -153,8 +151,6 @@ def open_pipe(
 
 @dataclass
 class _Stage:
-    """The state of one stage."""
-
     activation_at: list[float]
     """Arrival of each clock's input."""
     gradient_at: list[float]

@@ -24,8 +24,6 @@ ROUNDING = 1e-9
 
 
 class Balance(Levelling):
-    """Jobs on replicas with memory and seats."""
-
     def __init__(
         self,
         jobs: Sequence[Candidate],

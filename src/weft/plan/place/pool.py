@@ -23,8 +23,6 @@ MAX_SEATINGS = 6000
 
 
 class _Seats:
-    """The replicas that take jobs, and what their jobs hold."""
-
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.usable_bytes = np.array([or_inf(replica.budget.usable_bytes) for replica in replicas])
         self.max_jobs = np.array([or_inf(replica.budget.max_jobs) for replica in replicas])

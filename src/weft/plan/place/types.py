@@ -61,8 +61,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A change of a job's replica."""
-
     job: str
     source: str
     target: str
@@ -70,8 +68,6 @@ class Move:
 
 @dataclass(frozen=True)
 class JobPlacement:
-    """The assignment from this step boundary on."""
-
     admission: Admission
     """The decision over all replicas; jobs that move are among those kept."""
     replica_of: Mapping[str, str]

@@ -68,8 +68,6 @@ SEQUENTIAL_BUDGET_S = 1.0
 
 @dataclass(frozen=True)
 class DeployChoice:
-    """One way to run all jobs for a step."""
-
     name: str
     plan: str
     """Its replicas, or the number of plans for one job after another."""
@@ -79,8 +77,6 @@ class DeployChoice:
 
 @dataclass(frozen=True)
 class DeployForecast:
-    """The forecast of a planned cluster."""
-
     deployment: Deployment
     choices: tuple[DeployChoice, ...]
     """The planned replicas first, then the alternatives."""

@@ -52,8 +52,6 @@ class JobOutline:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan and its predicted course."""
-
     jobs: tuple[JobOutline, ...]
     groups: tuple[tuple[str, ...], ...]
     """Jobs connected by shared microbatches."""

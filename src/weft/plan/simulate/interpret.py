@@ -29,8 +29,6 @@ Parcel = tuple[int, int, bool]
 
 @dataclass
 class _StageRun:
-    """The state of one stage."""
-
     rest: deque[Instruction]
     own: range
     cost: CostModel

@@ -23,8 +23,6 @@ MARKS = {"forward": "▒", "backward": "█", "forward_backward": "█", "step":
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of work."""
-
     name: str
     start_s: float
     duration_s: float

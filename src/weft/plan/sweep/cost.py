@@ -47,8 +47,6 @@ MANY = 2048
 
 @dataclass(frozen=True, slots=True)
 class PackOption:
-    """One way of running a pack."""
-
     degree: int
     capacity: int
     recompute: str

@@ -169,8 +169,6 @@ MAX_PACK = 64
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One pack: its kinds, way and seconds."""
-
     kinds: tuple[int, ...]
     way: int
     seconds: float

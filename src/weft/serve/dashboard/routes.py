@@ -34,8 +34,6 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Asset:
-    """One file of the page."""
-
     content: bytes
     kind: str
     tag: str

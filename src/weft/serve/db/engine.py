@@ -277,8 +277,6 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Page:
-    """Some rows of a list, and whether there are more after them."""
-
     items: list[DbRow]
     has_more: bool
 

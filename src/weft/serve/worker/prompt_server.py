@@ -50,8 +50,6 @@ NUM_THREADS = 300
 
 
 class PromptServer:
-    """The server, which runs in a thread of the worker."""
-
     def __init__(self, scheduler: PromptScheduler, blobs: Blobs, directory: Path, options: WorkerOptions) -> None:
         self._scheduler = scheduler
         self._adapters = AdapterCache(blobs, directory)
