@@ -57,9 +57,7 @@ class WrongTypeError(ConfigError):
     """A setting has a value of a type that it does not accept."""
 
     accepted: tuple[Any, ...] = ()
-    """Types that the setting accepts."""
     value: Any = None
-    """The rejected value."""
 
     @classmethod
     def of(cls, message: str, where: str | None, accepted: tuple[Any, ...], value: Any) -> Self:

@@ -96,7 +96,6 @@ _OTHERS = {
     "max_completion_length": ForeignSetting("max_length is the limit of prompt and answer together.", (None,)),
 }
 FOREIGN: Mapping[str, ForeignSetting] = {**_PEFT, **_TRL, **_ADAPTERS, **_OTHERS}
-"""Other trainers' settings by name."""
 
 
 def is_harmless(name: str, value: Any) -> bool:

@@ -122,7 +122,6 @@ def between(low: float, high: float) -> Rule:
 
 
 def _plain(limit: float) -> str:
-    """A limit in plain digits: 4294967296, not 4.29497e+09."""
     return str(int(limit)) if float(limit).is_integer() else f"{limit:g}"
 
 
@@ -200,7 +199,6 @@ def without_foreign(spec: type, settings: Mapping[str, Any], kind: str, chosen: 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Joins names as in a sentence: a, b and c."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
@@ -221,7 +219,6 @@ def as_named_now(cls: type, recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join(where: str, key: str) -> str:
-    """Joins `jobs.0` and `adapter` to `jobs.0.adapter`."""
     return f"{where}.{key}" if where else key
 
 

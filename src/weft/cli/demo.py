@@ -54,8 +54,6 @@ SOLO_STEPS = 6
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of training, together and one by one."""
-
     together: float
     one_by_one: float
 

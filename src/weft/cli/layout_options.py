@@ -99,7 +99,6 @@ class LayoutOptions:
         return layout_hosts(divided, seen)
 
     def _ranks(self, jobs: Iterable[JobSpec]) -> tuple[ReplicaLayouts, ...]:
-        """Replicas by the engine that trains on them."""
         is_shared = self.planned is not None or any(job.gradient_sum == "any_order" for job in jobs)
         return (self.chosen,) if is_shared else self.chosen.apart
 

@@ -78,7 +78,6 @@ VERBS = {
     "keys": Verb("service.keys:keys", "Keys and tenants of the service."),
     "cache": Verb("files:cache", "Prepared data that is kept for the next run."),
 }
-"""All verbs, in the order in which they are listed."""
 
 
 class Verbs(TyperGroup):

@@ -191,7 +191,6 @@ def _here() -> str:
 
 
 def _show(found: Forecast, console: Console, alone: Sequence[str], *, is_measured: bool) -> None:
-    """Prints a forecast; `alone`: see `_PlannedLayout`."""
     from weft.engine.events import MicrobatchesPaired
     from weft.report.readable import NOTHING, NameCell, plain_table
 

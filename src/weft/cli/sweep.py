@@ -174,7 +174,6 @@ class Order:
     resume: bool
     dry_run: bool
     hosts: ReplicaHosts | None
-    """Hosts of the replicas; None: one in this process."""
     layout: LayoutOptions
     model: ResolvedModel | None
     """None without a layout: resolved where it is loaded."""

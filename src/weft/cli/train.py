@@ -205,7 +205,6 @@ class Order:
     model: ResolvedModel | None = None
     """The resolved backbone; None: the process that loads it resolves it."""
     forecast: Forecaster | None = None
-    """Forecaster by which the layout is chosen again when jobs come and go; None: the layout stays."""
 
     @cached_property
     def hosts(self) -> ReplicaHosts | None:
@@ -216,7 +215,6 @@ class Order:
         return self.replicas.hosts(self.spec.backbone) or self.layout.hosts(self.model, self.spec.jobs)
 
     def locate(self, setting: str) -> str:
-        """File and line, or override, of a setting."""
         return locate(setting, self.jobs_file, self.overrides)
 
 
@@ -285,7 +283,6 @@ def _train_in(
 
 
 def _failures(order: Order, directory: RunDirectory) -> int:
-    """The exit code: 1 if a job failed, now or before a resume, else 0."""
     states = [(directory.read_status(job.name) or {}).get("state") for job in order.spec.jobs]
     return 1 if "failed" in states else 0
 
@@ -348,7 +345,6 @@ def _prepare(
 
 
 def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> OpenEngine:
-    """The function that loads the engine of a run: here, over stages, or over ranks."""
     from weft.engine.train import load_engine
 
     model = order.model

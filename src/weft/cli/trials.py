@@ -164,7 +164,6 @@ class TrialResult:
     row_tile: int = 0
     """Number of rows that products are computed in; it decides bits."""
     problem: str | None = None
-    """Reason why nothing was measured."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -173,12 +172,10 @@ class TrialResult:
 
     @property
     def microbatch_rows(self) -> float:
-        """Mean number of rows of a microbatch."""
         return self.rows / max(1, self.num_microbatches)
 
     @property
     def fill(self) -> float:
-        """Fraction of the rows that hold tokens."""
         return self.tokens / max(1, self.rows)
 
 
@@ -187,8 +184,6 @@ Measure = Callable[[Trial], TrialResult]
 
 @dataclass(frozen=True)
 class TrialResults:
-    """Results of all trials, the first with the run's present settings."""
-
     results: tuple[TrialResult, ...]
 
     @property

@@ -28,8 +28,6 @@ GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The methods of a tokenizer that Weft uses; every Hugging Face tokenizer has them."""
-
     @property
     def chat_template(self) -> Any:
         """A Jinja template, named templates, or None."""
@@ -51,9 +49,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def name_or_path(self) -> str:
-        """The model it belongs to."""
-        ...
+    def name_or_path(self) -> str: ...
 
     @property
     def is_fast(self) -> bool:
@@ -164,7 +160,6 @@ class ChatTemplate:
         return text, blocks
 
     def _chosen(self, form: Conversation) -> str:
-        """The template for this conversation; some tokenizers have another one for conversations with tools."""
         template = self.tokenizer.get_chat_template(self.own, _tools(form))
         return template if self.clock is None else freeze_clock(template, self.clock)
 

@@ -15,10 +15,8 @@ from weft.settings import LARGEST, describe, is_usable_number
 @dataclass(frozen=True)
 class ChatTurn:
     role: str
-    """system, user, assistant or tool."""
     content: str
     trained: bool = False
-    """True if the turn counts in the loss."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other fields that the chat template may read, such as tool_calls, tool_call_id or name."""
     weight: float = 1.0
@@ -67,7 +65,6 @@ class Passage:
 class Words:
     words: tuple[str, ...]
     labels: tuple[int | None, ...]
-    """Class of each word; None for a word that is not trained."""
 
 
 Form: TypeAlias = Conversation | Text | Tokens | Passage | Words
@@ -94,7 +91,6 @@ class Rendered:
 # Templates know no developer role; it is the newer name of the system prompt.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of messages with the thoughts before an answer."""
 TRAIN_FLAGS = ("train", "training", "loss")
 """True/false fields of a turn that decide whether it is trained."""
 MASK_FLAGS = {"mask": True, "masked": True, "loss_mask": False}

@@ -23,9 +23,7 @@ from weft.objectives.registry import SUPERVISED
 @dataclass(frozen=True)
 class DataSummary:
     sources: tuple[str, ...]
-    """Files and Hub names, as written."""
     format: str
-    """Format of the rows; the formats of several sources may differ."""
     num_rows: int
     """Rows read, before any were left out or split off."""
     num_truncated: int
@@ -45,7 +43,6 @@ class DataSummary:
     notes: tuple[str, ...] = ()
     """Further notes for the user."""
     group_size: int = 1
-    """Samples per group: 2 for pairs."""
 
     def describe(self) -> str:
         """One line for people."""
@@ -79,7 +76,6 @@ class Dataset:
     samples: Samples
     summary: DataSummary
     objective: Objective = SUPERVISED
-    """Objective that the samples are made for; it defines the size of their groups."""
     source_groups: tuple[int, ...] = ()
     """Groups of each source, in order; empty if all are of one."""
     rows: npt.NDArray[np.int64] | None = None
@@ -102,7 +98,6 @@ class Dataset:
 
     @property
     def num_groups(self) -> int:
-        """Groups of samples, the unit of global batches."""
         return len(self.samples) // self.objective.group_size
 
     @property
@@ -111,7 +106,6 @@ class Dataset:
 
     @functools.cached_property
     def likelihood_objective(self) -> LikelihoodObjective | None:
-        """The objective, if it weighs tokens by their log-probabilities."""
         return self.objective if isinstance(self.objective, LikelihoodObjective) else None
 
     @functools.cached_property
@@ -124,7 +118,6 @@ class Dataset:
 
     @property
     def reads_reference(self) -> bool:
-        """True if the objective compares with the outputs of a reference or a teacher."""
         return self.objective.reads_reference
 
     @property
@@ -159,7 +152,6 @@ class Dataset:
         return self.objective.group_size * (1 + self.has_mismatches)
 
     def sample_indices(self, index: int) -> range:
-        """Indices of one group's samples."""
         size = self.objective.group_size
         return range(index * size, (index + 1) * size)
 

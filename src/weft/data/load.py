@@ -127,7 +127,6 @@ def _check_labels(trained: Dataset, read: Dataset, job: JobSpec) -> None:
 
 
 def of_job(data: JobData, job: JobSpec) -> JobData:
-    """The data with the job's settings of its objective."""
     parts = (data.train, data.eval)
     train, evaluated = (part and replace(part, objective=part.objective.of_job(job)) for part in parts)
     assert train is not None
@@ -213,7 +212,6 @@ class Prompt:
     """Rendered prompt, generation prompt included."""
     text: str
     reference: str | None
-    """Last assistant turn or completion; None if the row has none."""
     where: str
     """Origin, e.g. `test.jsonl line 3`."""
 

@@ -35,12 +35,10 @@ class Mixture:
     """
 
     sizes: tuple[int, ...]
-    """Samples of each source."""
     weights: tuple[float, ...]
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """Samples of each source in one epoch: its share, rounded so that they add up."""
         total, whole = sum(self.sizes), sum(map(Fraction, self.weights))
         shares = [Fraction(weight) * total / whole for weight in self.weights]
         counts = [int(share) for share in shares]
@@ -107,7 +105,6 @@ class BatchSchedule:
     seed: int
     shuffle: bool
     mixture: Mixture | None = None
-    """Mixture of sources with weights; None: an epoch has every sample once."""
 
     @classmethod
     def of(cls, job: JobSpec, *sizes: int) -> BatchSchedule:
@@ -137,7 +134,6 @@ class BatchSchedule:
 
     @property
     def num_trained_samples(self) -> int:
-        """Samples of all steps together, counted at each use."""
         num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
         return num_epochs * self.num_samples + min(self.num_samples, rest * self.batch_size)
 

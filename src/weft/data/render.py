@@ -113,7 +113,6 @@ class Answer:
     """One trained turn, in the text of its prompt and what follows."""
 
     turn: int
-    """Index in the conversation."""
     text: str
     start: int
     end: int

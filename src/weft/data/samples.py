@@ -37,7 +37,6 @@ class Sample:
     labels: npt.NDArray[np.float32] | None = None
     """Label of token i, for objectives that read labels, [L]; NaN without one."""
     teacher: TeacherTokens | None = None
-    """Teacher's outputs for the supervised tokens, if the data holds them."""
 
     def __post_init__(self) -> None:
         tokens = np.array(self.tokens, dtype=np.int32)
@@ -70,7 +69,6 @@ class Sample:
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights of its supervised tokens: their number, where all count the same."""
         return self.num_supervised if self.weights is None else float(self.weights[self.supervised].sum())
 
     def cut(self, length: int, *, keeps_end: bool = False) -> Sample:
@@ -83,7 +81,6 @@ class Sample:
         return Sample(self.tokens[:length], self.supervised[:length], weights, labels, teacher)
 
     def with_teacher(self, ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> Sample:
-        """The same tokens with a teacher's outputs for each supervised one, [supervised, K]."""
         teacher = TeacherTokens(np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32))
         assert teacher.ids.shape == teacher.logprobs.shape and len(teacher.ids) == self.num_supervised
         return Sample(self.tokens, self.supervised, self.weights, self.labels, teacher)
@@ -108,7 +105,6 @@ class Sample:
 
     @property
     def label(self) -> float:
-        """Its first label; NaN without one."""
         known = np.empty(0) if self.labels is None else self.labels[~np.isnan(self.labels)]
         return float(known[0]) if len(known) else float("nan")
 
@@ -130,7 +126,6 @@ class Sample:
 
 
 HASHED_TOGETHER = 1024
-"""Samples whose bytes are joined before they are hashed."""
 Integers = npt.NDArray[np.int64]
 
 
@@ -147,7 +142,6 @@ class TokenArrays:
     teacher_ids: npt.NDArray[np.int32] | None = None
     """A teacher's most likely tokens for each supervised token, [S · K]; None if the data holds none."""
     teacher_logprobs: npt.NDArray[np.float32] | None = None
-    """Their log-probabilities, [S · K]."""
     cached_range: tuple[int, int] | None = None
     """Token range, if it has been computed."""
 
@@ -177,11 +171,8 @@ class Samples(Sequence[Sample]):
 
     arrays: TokenArrays
     starts: Integers
-    """Start of each sample in the arrays, [N]."""
     lengths: Integers
-    """Tokens of each sample, [N]."""
     num_supervised: Integers
-    """Supervised tokens of each sample, [N]."""
     cached_fingerprint: str | None = None
     """Fingerprint of this very view, if it has been computed."""
     teacher_starts: Integers | None = None

@@ -116,9 +116,7 @@ class Source:
 
     name: str
     files: tuple[DataFile, ...]
-    """Its files; None for a data set of the Hub."""
     max_rows: int | None = None
-    """Maximum number of rows to read, from the front."""
 
     @property
     def is_on_hub(self) -> bool:
@@ -126,7 +124,6 @@ class Source:
 
     @property
     def is_lines(self) -> bool:
-        """True if all of it is files of lines, each a row."""
         return not self.is_on_hub and all(file.is_lines for file in self.files)
 
     def rows(self) -> Iterator[Row]:
@@ -148,7 +145,6 @@ class Source:
 
 
 TEXT_PER_COMPRESSED = 4
-"""Average bytes of text per compressed byte."""
 TABLES = (".csv", ".tsv")
 JSON_LINES = (".jsonl", ".ndjson")
 READERS: dict[str, Callable[[Path, str], Iterable[Row]]] = {

@@ -33,8 +33,6 @@ Weights: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The tokens of a text as a whole."""
-
     tokens: Ids
     weights: Weights | None
     """Weight of each; None if a token reaches from outside into a trained span."""
@@ -51,7 +49,6 @@ def packed(ids: list[int]) -> Ids:
 
 
 def spread(spans: Iterable[tuple[int, int, float]], num_tokens: int) -> Weights:
-    """Weights of tokens from spans [first, end) with a weight each; other tokens have weight 0."""
     weights = np.zeros(num_tokens)
     for first, end, weight in spans:
         weights[first:end] = weight
@@ -266,7 +263,6 @@ def _encode_chunk(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[t
 
 
 def _encode_whole(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Sequence[Encoded | None]:
-    """Each text as a whole, by the lengths of its tokens where they suffice."""
     quick = ByteLevel.of(tokenizer)
     if quick is None or quick.is_proven is False:
         return _encode_with_offsets(chunk, tokenizer)
@@ -284,7 +280,6 @@ def _encode_whole(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Sequence[E
 
 
 def _encode_with_offsets(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> list[Encoded]:
-    """Each text as a whole, by the characters of its tokens."""
     if not chunk:
         return []
     encoded: Any = tokenizer(

@@ -105,7 +105,6 @@ class Engine:
         """Run directory in which this engine records its jobs; None where a caller records them."""
         self._commands: deque[Command] = deque()
         self._events = EventQueue()
-        """Finished steps that are not yet yielded."""
         self._program: ProgramRun | None = None
         """The last program; one of its microbatches may still run."""
         self._mid_update = False
@@ -116,7 +115,6 @@ class Engine:
 
     @property
     def planner(self) -> Planner:
-        """What plans its programs."""
         return self._plans.planner
 
     @property
@@ -133,7 +131,6 @@ class Engine:
 
     @property
     def row_tile(self) -> int:
-        """Rows every frozen product is computed in now."""
         return self._room.row_tile
 
     def submit(self, spec: JobSpec, data: JobData | None = None, *, base_dir: Path | str = ".") -> None:
@@ -166,7 +163,6 @@ class Engine:
         return job
 
     def bytes_of(self, job: LiveJob) -> int:
-        """Memory of a job while it has a seat."""
         return self._placement.bytes_of(job)
 
     def budget(self, adapters: Collection[AdapterSpec]) -> Budget:
@@ -209,13 +205,11 @@ class Engine:
         self.hold(name, 0)
 
     def run(self) -> dict[str, LiveJob]:
-        """Trains until nothing is left to do; returns all jobs by name."""
         for _ in self.events():
             pass
         return self.jobs
 
     def stop(self) -> None:
-        """Pauses and saves every job at its last step boundary; `events` then ends."""
         self._stopping = True
 
     def events(self) -> Iterator[Event]:
@@ -264,7 +258,6 @@ class Engine:
 
     @property
     def time_split(self) -> TimeSplit:
-        """Wall-clock time of the run by activity, over all its processes."""
         return self._keeper.time_split
 
     def adapter_of(self, name: str) -> dict[str, tuple[object, ...]]:
@@ -299,7 +292,6 @@ class Engine:
         self._keeper.files.finish_all()
 
     def close(self) -> None:
-        """Ends the replica's other processes."""
         self.executor.close()
 
     def forget(self, name: str) -> None:

@@ -70,7 +70,6 @@ class StepDone(JobEvent):
     mean_token_accuracy: float
     """Share of those tokens for which no other token had a larger logit."""
     grad_norm: float
-    """Norm before clipping."""
     learning_rate: float
     tokens: int
     num_tokens: int
@@ -219,7 +218,6 @@ class MicrobatchesPaired(Event):
 
     kind: ClassVar[str] = "paired"
     num_pairs: int
-    """Pairs per program; 0: every microbatch runs alone."""
     gain: float | None
     """Predicted share of time that pairs save; None: no two microbatches can be a pair."""
     groups: tuple[tuple[str, ...], ...]

@@ -43,8 +43,6 @@ LEARN_EVERY = 32
 
 @dataclass
 class MeasuredPace:
-    """How long microbatches take here, learnt from those that have run."""
-
     fit: OnlineFit = field(default_factory=lambda: OnlineFit(TIME_TERMS))
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Adapter rank of each job that trains now."""
@@ -52,7 +50,6 @@ class MeasuredPace:
     num_seen: int = 0
 
     def load(self, microbatch: Microbatch) -> MicrobatchLoad:
-        """The work of a microbatch, in the terms of the fit."""
         lengths: dict[str, list[int]] = {}
         for segment in microbatch.segments:
             lengths.setdefault(segment.job, []).append(segment.length)
@@ -70,15 +67,12 @@ class PlannedProgram:
     program: Program
     span: Span
     choice: PipelineChoice | None = None
-    """None if there was nothing to choose."""
     num_measured: int = 0
     """Measured passes that the choice rests on."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What a program is planned for."""
-
     queues: list[JobQueue]
     limits: Limits
     previous: PreviousMicrobatches = ()
@@ -144,7 +138,6 @@ class LookaheadPlanner:
             self._ahead = (request, self._thread.submit(self._plan, self.planner, request))
 
     def home_seconds(self, jobs: Mapping[str, HomeLoad], limits: Limits) -> Mapping[str, Sequence[float]]:
-        """Seconds that a global batch of each job takes on each replica; empty with a single replica."""
         return self.planner.home_seconds(jobs, limits.capacity)
 
     def endless(self, limits: Limits) -> ContinuedProgram | None:

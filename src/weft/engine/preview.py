@@ -21,10 +21,8 @@ from weft.plan.program import Turn
 from weft.plan.types import Batch, JobQueue, Microbatch
 
 _WEIGHT_BYTES = 8
-"""Bytes of a trainable parameter and its gradient."""
 
 PLANNED_SAMPLES = 4_000
-"""Samples of each job that are planned; longer runs are extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Preview:
     is_memory_measured: bool
     """False if activations are an estimate."""
     seconds: float
-    """Estimated training time, without evaluation and checkpoints."""
 
     @property
     def fill(self) -> float:
@@ -154,11 +151,8 @@ def _run_program(running: Sequence[_PreviewedJob], turns: Sequence[Turn]) -> lis
 
 @dataclass
 class _PreviewedJob:
-    """Progress of a job in a plan of its whole run."""
-
     job: LiveJob
     num_steps: int
-    """Steps that are planned."""
     step: int = 0
     sample: int = 0
     """Samples done of the current global batch."""

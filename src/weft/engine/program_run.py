@@ -77,8 +77,7 @@ class ProgramRun(ABC):
         """Jobs that the next call of `advance` runs; empty at the end."""
 
     @abstractmethod
-    def advance(self) -> list[Event]:
-        """Runs the next part of the program."""
+    def advance(self) -> list[Event]: ...
 
     @abstractmethod
     def finish(self) -> list[Event]:
@@ -143,8 +142,6 @@ class StartedMicrobatch:
 
 
 class MicrobatchRun(ProgramRun):
-    """Runs one program on one device: microbatches one by one, steps that follow each other together."""
-
     def __init__(self, executor: Executor, running: Sequence[LiveJob], *given: Any) -> None:
         assert isinstance(executor, MicrobatchExecutor), "other executors bring a run of their own"
         super().__init__(executor, running, *given)
@@ -280,6 +277,5 @@ class MicrobatchRun(ProgramRun):
 
 
 def rewind(seats: Seats, job: LiveJob) -> None:
-    """Takes a job back to its last step boundary."""
     job.progress.rewind()
     seats.rewind(job.name)

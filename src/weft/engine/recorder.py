@@ -46,8 +46,6 @@ ExportTo = Callable[[str, int], Path | None]
 
 
 class RunRecorder:
-    """Writes metrics, status, checkpoints and adapters of jobs."""
-
     def __init__(self, executor: Executor, room: CapacityLimit, wall: WallClock) -> None:
         self.run_dir: RunDirectory | None = None
         self._wall = wall
@@ -210,7 +208,6 @@ class RunRecorder:
             )
 
     def write_timeline(self, timeline: TimelineRecorder) -> None:
-        """Writes timeline.json and time.json."""
         if self.run_dir is None:
             return
         with self._wall.spending(Activity.WRITING):
@@ -232,9 +229,7 @@ SNAPSHOT_SHARE = 8
 class FileKind(Enum):
     CHECKPOINT = "checkpoint"
     EXPORT = "export"
-    """Adapter at a checkpoint."""
     ADAPTER = "adapter"
-    """Final adapter."""
 
 
 @dataclass
@@ -247,7 +242,6 @@ class JobFile:
     directory: Path
     ticket: Ticket[None]
     started_s: float
-    """Start by `time.perf_counter`, like `ended_s`."""
     ended_s: float = 0.0
     error: Exception | None = None
 

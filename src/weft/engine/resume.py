@@ -52,7 +52,6 @@ class ResumePlan:
 
 
 def job_settings(job: JobSpec) -> dict[str, Any]:
-    """A job's settings as JSON values."""
     settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(job)))
     return settings
 

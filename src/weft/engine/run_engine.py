@@ -21,9 +21,7 @@ class RunJob(Protocol):
     def spec(self) -> JobSpec: ...
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for its owner before it starts."""
-        ...
+    def notes(self) -> tuple[str, ...]: ...
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -57,8 +55,6 @@ class ReplicaSide(Protocol):
 
 
 class RunEngine(Protocol):
-    """Trains the jobs of a run."""
-
     @property
     def jobs(self) -> Mapping[str, RunJob]: ...
 

@@ -30,8 +30,6 @@ ACTIVITIES = {
 
 
 class TimelineRecorder:
-    """Spans since the start of a run."""
-
     def __init__(self, wall: WallClock | None = None) -> None:
         self.wall = wall or WallClock()
         self.offset_s = 0.0
@@ -47,7 +45,6 @@ class TimelineRecorder:
         return self.offset_s + moment_s - self._start
 
     def own_s(self) -> float:
-        """Seconds of this process; unlike `now`, they do not jump when a job is restored."""
         return time.perf_counter() - self._start
 
     @contextmanager
@@ -65,13 +62,11 @@ class TimelineRecorder:
             self.wall.add(ACTIVITIES[name], seconds, ended_s)
 
     def to_json(self) -> str:
-        """Spans in Chrome's trace format, which Perfetto opens."""
         lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "adapter": 4, "plan": 5, "prepare": 6}
         lanes |= {"write": 7, "compile": 8, "move": 9, "forward": 1, "backward": 1, "reference": 1, "beside": 10}
         return trace_json([span_event(span, lanes.get(_name_of(span), 0)) for span in self.spans])
 
     def measured(self) -> timeline.Timeline:
-        """Recorded spans by start, in the simulator's form."""
         computes = dict.fromkeys(("forward_backward", "reference", "forward", "backward", "step"), timeline.COMPUTE)
         computes["beside"] = timeline.BESIDE
         spans = sorted(self.spans, key=lambda span: span.start_s)
@@ -83,5 +78,4 @@ class TimelineRecorder:
 
 
 def _name_of(span: Span) -> str:
-    """Name that decides a span's lane: its own, or `beside` for the second of a pair."""
     return "beside" if span.lane == timeline.BESIDE else span.name

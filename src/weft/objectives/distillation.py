@@ -69,9 +69,7 @@ class DistillationSettings(SettingsOfObjective):
 @dataclass(frozen=True)
 class DistillationBlock:
     measured_KB: tuple[Tensor, ...]
-    """Values of `MEASURED`, in its order."""
     slopes_BV: Tensor
-    """dloss / dlogit."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,6 @@ class Distillation(Supervised):
     temperature: float = 1.0
     divergence: str = "forward_kl"
     top_k: int | None = None
-    """Number of the teacher's most likely tokens to use; None: all."""
     name: ClassVar[str] = "distillation"
     example: ClassVar[Mapping[str, Any]] = {
         **Supervised.example,
@@ -180,7 +177,6 @@ def read_teacher_top_k(values: Mapping[str, Any], where: str) -> TeacherTopK:
 
 
 def _lists(name: str, column: Any, where: str) -> list[list[Any]]:
-    """A column that must be a list of non-empty lists."""
     if not isinstance(column, list):
         found = f"{name} is {describe(column)}"
         raise DataError(f"{found}; expected a list of tokens for each supervised token.", where=where)
@@ -191,6 +187,5 @@ def _lists(name: str, column: Any, where: str) -> list[list[Any]]:
 
 
 def _short(value: Any) -> str:
-    """The text of a value, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

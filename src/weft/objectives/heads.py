@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 class HeadLoss:
     losses_U: Tensor
     slopes_NL: Tensor
-    """dloss / dlogit."""
     measured_UK: Tensor
     """Values from which `score` computes metrics."""
 
@@ -31,7 +30,6 @@ class HeadObjective(Objective):
     """An objective with a trained head; a unit is one labelled row of each sample of a group."""
 
     task_type: ClassVar[str]
-    """PEFT's name of the task."""
     has_bias: ClassVar[bool] = False
     """Whether transformers' head for this task has a bias."""
     labels_end: ClassVar[bool] = True
@@ -42,7 +40,6 @@ class HeadObjective(Objective):
 
     @property
     def num_labels(self) -> int:
-        """L, the number of logits."""
         return len(self.labels)
 
     @abstractmethod
@@ -88,7 +85,6 @@ class Classification(HeadObjective):
     task_type: ClassVar[str] = "SEQ_CLS"
 
     def of_job(self, job: JobSpec) -> Self:
-        """With the job's classes if it names some, else with those of its data."""
         return type(self)(job.labels or self.labels)
 
     def given_labels(self, values: Mapping[str, Any], where: str) -> Iterable[Any]:
@@ -106,7 +102,6 @@ class Classification(HeadObjective):
         return sum(sample_weights)
 
     def head_loss(self, logits_NL: Tensor, labels_N: Tensor) -> HeadLoss:
-        """The cross entropy of each row, and the predicted class."""
         logprobs_NL, classes_N1 = logits_NL.log_softmax(dim=-1), labels_N.long()[:, None]
         losses_N = -logprobs_NL.gather(1, classes_N1)[:, 0]
         hits_NL = logits_NL.new_zeros(logits_NL.shape).scatter(1, classes_N1, 1.0)
@@ -122,7 +117,6 @@ class Classification(HeadObjective):
         return {**found, f"{CLASS_F1}{right}": MetricSum(0, 1), f"{CLASS_F1}{predicted}": MetricSum(0, 1)}
 
     def _class(self, given: Any, what: str, where: str) -> int:
-        """Index of the class in a row."""
         name = label_name(given, what, where)
         if name in self.labels:
             return self.labels.index(name)
@@ -145,7 +139,6 @@ class TokenClassification(Classification):
     labels_end: ClassVar[bool] = False
 
     def given_labels(self, values: Mapping[str, Any], where: str) -> Iterable[Any]:
-        """The tags of a row as written, except those that are not trained."""
         return [tag for tag in self._tags(values, where)[1] if tag != IGNORED]
 
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
@@ -180,7 +173,6 @@ def label_name(given: Any, what: str, where: str) -> str:
 
 
 def _column(values: Mapping[str, Any], names: Sequence[str], what: str, where: str) -> str:
-    """The first of these columns that a row has."""
     for name in names:
         if values.get(name) not in (None, ""):
             return name
@@ -215,7 +207,6 @@ class Reward(HeadObjective):
         return len(sample_weights) / self.group_size
 
     def head_loss(self, logits_NL: Tensor, labels_N: Tensor) -> HeadLoss:
-        """The loss of each pair, and the rewards of both answers."""
         rewards_U2 = logits_NL.view(-1, 2)
         h_U = rewards_U2[:, 0] - rewards_U2[:, 1] - labels_N.view(-1, 2)[:, 0]
         slopes_U2 = opposed(-(-h_U).sigmoid())

@@ -30,15 +30,11 @@ class TeacherTopK(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One sample of a row, as columns that data's formats read."""
-
     values: Mapping[str, Any]
     weight: float = 1.0
     """Weight of its supervised tokens; 0 leaves the sample out."""
     label: float | None = None
-    """Label, for objectives that read labels."""
     teacher: TeacherTopK | None = None
-    """The teacher's tokens, if the row has some."""
 
 
 class Objective(ABC):
@@ -77,8 +73,7 @@ class SettingsOfObjective:
     """Root of the settings of objectives, which JobSpec inherits. Each class checks its settings, then calls super."""
 
     @classmethod
-    def check_objective(cls, job: JobSpec) -> None:
-        """ConfigError for settings that exclude each other."""
+    def check_objective(cls, job: JobSpec) -> None: ...
 
 
 class GroupRows(Protocol):
@@ -89,8 +84,7 @@ class GroupRows(Protocol):
         """Log-probabilities of the supervised tokens under the job's adapter, fp32."""
 
     @property
-    def references_N(self) -> Tensor | None:
-        """Log-probabilities under the job's reference, if the objective reads it."""
+    def references_N(self) -> Tensor | None: ...
 
     @property
     def labels_GM(self) -> Tensor | None:
@@ -120,7 +114,6 @@ class LikelihoodObjective(Objective):
     reads_mismatch: ClassVar[bool] = False
     """Whether a group's prompt also runs with the next group's answer, which gets no gradient: M is then 2."""
     reads_labels: ClassVar[bool] = False
-    """Whether it reads its samples' labels."""
 
     @abstractmethod
     def likelihood_loss(self, groups: GroupRows) -> LikelihoodLoss:
@@ -129,7 +122,6 @@ class LikelihoodObjective(Objective):
 
 LOSS = "loss"
 ACCURACY = "mean_token_accuracy"
-"""Share of supervised tokens with the largest logit; ties count, rows with NaN do not."""
 HEADLINES = ("rewards/accuracies", "rewards/margins", "accuracy", "f1", "teacher_agreement")
 """Metrics besides loss and token accuracy that short reports show, in this order."""
 
@@ -139,7 +131,6 @@ CLASS_F1 = "f1/"
 
 
 def is_share(name: str) -> bool:
-    """Whether a metric is between 0 and 1, by its name."""
     return name.endswith(("accuracy", "accuracies", "f1", "agreement"))
 
 
@@ -150,12 +141,9 @@ class MetricSum(NamedTuple):
 
 
 Score: TypeAlias = Mapping[str, MetricSum]
-"""The metrics of one sample."""
 
 
 class MetricTotals:
-    """Scores summed in the order in which samples come."""
-
     def __init__(self, sums: Score | None = None) -> None:
         self._sums: dict[str, MetricSum] = dict(sums or {})
 
@@ -166,12 +154,10 @@ class MetricTotals:
 
     @property
     def sums(self) -> Score:
-        """The sums so far, as the score of one sample."""
         return dict(self._sums)
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss so far is finite."""
         return LOSS not in self._sums or math.isfinite(self._sums[LOSS].total)
 
     def means(self) -> MeanScores:
@@ -188,4 +174,3 @@ class MeanScores(NamedTuple):
     accuracy: float
     """Accuracy of the supervised tokens."""
     further: Mapping[str, float] = {}
-    """All other metrics of the objective, by name."""

@@ -31,7 +31,6 @@ class Pairs(LikelihoodObjective):
 
 
 def lengths(groups: GroupRows) -> Tensor:
-    """Number of supervised tokens of each answer (G, 2)."""
     return groups.sums(groups.logprobs_N.new_ones(len(groups.logprobs_N)))
 
 
@@ -59,13 +58,10 @@ def reward_metrics(rewards_G2: Tensor) -> dict[str, Tensor]:
 PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
-"""Beginning of a turn in Anthropic's texts."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """One row: the prompt and the two answers, each as text or as messages."""
-
     context: Mapping[str, Any]
     """Columns for both answers: the prompt, and tools if there are any."""
     chosen: Any
@@ -73,7 +69,6 @@ class Preference:
 
 
 def is_preference(values: Mapping[str, Any]) -> bool:
-    """Whether a row has an answer that is better or worse than another."""
     answers = [values[name] for pair in PAIRS for name in pair if _is_there(values, name)]
     return any(isinstance(answer, str | list | Mapping) for answer in answers)
 
@@ -178,7 +173,6 @@ def _messages(value: Any) -> Any:
 
 
 def _role(messages: Sequence[Any]) -> Any:
-    """The role of the first message."""
     return messages[0].get("role") if messages and isinstance(messages[0], Mapping) else None
 
 

@@ -216,7 +216,6 @@ class Kto(LikelihoodObjective):
         return answered and any(isinstance(values.get(name), bool) for name in COLUMNS)
 
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
-        """The row with its label; for a pair, the chosen answer as good and the rejected one as bad."""
         if is_preference(values):
             row = read_preference(values, where)
             answers = ((row.chosen, 1.0), (row.rejected, 0.0))

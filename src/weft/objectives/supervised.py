@@ -45,7 +45,6 @@ class Weighted(Supervised):
         return any(message.get(COLUMN) not in (None, 0, 1) for message in messages)
 
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
-        """The row with its weight; 1 if it has none."""
         given = values.get(COLUMN)
         if given is None or given == "":
             return (Part(values),)

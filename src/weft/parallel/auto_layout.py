@@ -37,9 +37,7 @@ WHERE = "--layout"
 
 class Machine(NamedTuple):
     hardware: Hardware
-    """Hardware, with the memory of each device."""
     num_devices: int | None
-    """Number of devices; None if not given."""
     is_here: bool = True
 
     @property
@@ -48,7 +46,6 @@ class Machine(NamedTuple):
 
     @property
     def elsewhere(self) -> Hardware | None:
-        """Its hardware, if not of this machine."""
         return None if self.is_here else self.hardware
 
 
@@ -63,7 +60,6 @@ class NamedLayout(NamedTuple):
 
     predicted: LayoutOption
     memory_bytes: int
-    """Memory of each device."""
     lines: tuple[str, ...]
 
 

@@ -51,8 +51,6 @@ def last_of(program: Program) -> tuple[tuple[Microbatch, ...], ...]:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A started program that is not counted."""
-
     program: Program
     rates: Mapping[tuple[str, int], float]
     kept: Collection[tuple[str, int]]
@@ -77,13 +75,11 @@ class StagedRun(ProgramRun):
         super().__init__(executor, running, plans, limits, row_tile, timeline)
         self._training = list(running)
         self._begun: deque[_Begun] = deque()
-        """Started programs, oldest first."""
         self._shares_jobs = any(job.home is None for job in running)
         self._rest: Program | None = plans.program([job.queue_until_due() for job in running], limits)
         self._endless = plans.endless(limits)
         self._num_counted = 0
         self._last_s = 0.0
-        """Seconds of the last program."""
         self._counted_s = 0.0
         """Time when it was counted."""
 
@@ -190,7 +186,6 @@ class StagedRun(ProgramRun):
         return found
 
     def _begin_rest(self) -> None:
-        """Lets stages finish what is under way."""
         if self._endless is not None and not self._endless.is_issued(self._endless.num_programs - 1):
             self._executor.wait(self._executor.start(FinishWork(self._endless.end())))
 
@@ -203,7 +198,6 @@ class StagedRun(ProgramRun):
         return done
 
     def _count(self) -> list[Event]:
-        """Waits for the oldest program and counts it."""
         begun = self._begun[0]
         outcome = self._executor.wait(begun.ticket)
         self._begun.popleft()

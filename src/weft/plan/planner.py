@@ -29,7 +29,6 @@ class HomeLoad:
     """The work of a job that trains on one replica."""
 
     step_tokens: float
-    """Tokens of a global batch, on average."""
     longest: int
     """Tokens of its longest sample, or of the longest group that shares a microbatch."""
 
@@ -83,8 +82,7 @@ class Planner(abc.ABC):
     """Measured passes that the planner's costs rest on; 0 if they come from a table."""
 
     @abc.abstractmethod
-    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
-        """The next program; empty only if the queues are."""
+    def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program: ...
 
     @property
     def quick(self) -> Planner:

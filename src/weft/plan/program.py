@@ -29,7 +29,6 @@ class Forward:
     """One microbatch forward through a stage's layers."""
 
     microbatch: int
-    """Index into the program's `microbatches`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,6 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Sends the result of a Forward to the next stage, or of a Backward to the previous one."""
-
     microbatch: int
     is_gradient: bool
     to_stage: int
@@ -132,12 +129,10 @@ class Program:
 
     @property
     def num_stages(self) -> int:
-        """Stages of all replicas; 1 for one device."""
         return len(self.stages)
 
     @property
     def replicas(self) -> tuple[range, ...]:
-        """The stages of each replica."""
         ends = [*itertools.accumulate(self.replica_sizes or (self.num_stages,))]
         return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
 

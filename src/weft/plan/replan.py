@@ -65,8 +65,6 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LayoutForecast:
-    """The present layout and the best one, for the remaining jobs."""
-
     now: Prediction | None
     """None if the present layout cannot hold them."""
     planned: Prediction
@@ -84,8 +82,6 @@ class Forecaster(Protocol):
 
 @dataclass(frozen=True)
 class MoveCost:
-    """Measured pause of training for a change of the layout."""
-
     save_s: float
     """Seconds to read the state of every job from the old replicas and give it to the new ones."""
     load_s: float
@@ -119,8 +115,6 @@ def phases(jobs: Sequence[RemainingJob]) -> list[Phase]:
 
 @dataclass(frozen=True)
 class Decision:
-    """A run's decision about its layout, with the reason."""
-
     now: Layout
     forecast: LayoutForecast
     pace: float
@@ -185,7 +179,6 @@ class DeviceForecaster:
         return choose_layout(self.cost_for(jobs), known, self.capacity, self.num_devices, self.memory_bytes)
 
     def _whole_s(self, jobs: Sequence[RemainingJob]) -> float:
-        """Seconds of a global batch of every job on one device."""
         cost = self.cost_for(jobs)
         return slot_seconds(cost, 1, [self.capacity]) * sum(job.step_tokens for job in jobs) / self.capacity
 
@@ -210,8 +203,6 @@ CLOSE = 0.02
 
 @dataclass(frozen=True)
 class ClusterForecaster:
-    """Forecasts layouts of replicas on the devices of one cluster."""
-
     pools: Mapping[str, int]
     kinds_for: Callable[[Sequence[RemainingJob]], Sequence[ReplicaKind]]
     """The kinds of replicas that can be trained, with room for the adapters of these jobs."""

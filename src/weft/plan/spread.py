@@ -76,7 +76,6 @@ class SpreadPlanner(Planner):
         return [capacity if planned is None else min(capacity, planned.holds[k]) for k, _ in enumerate(self.costs)]
 
     def speeds(self, capacity: int) -> list[float]:
-        """Tokens per second of each replica, its stages full."""
         found = []
         for size, cost in zip(self.replica_sizes, self.costs, strict=True):
             stages = range(size)

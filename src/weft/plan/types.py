@@ -19,7 +19,6 @@ class Segment:
 
     job: str
     step: int
-    """Global batch of the job, from 0."""
     index: int
     """Index of the sample in that global batch."""
     length: int
@@ -37,7 +36,6 @@ class Microbatch:
 
     @property
     def job_tokens(self) -> dict[str, int]:
-        """Tokens of each job, in the order of their first segments."""
         tokens: dict[str, int] = {}
         for s in self.segments:
             tokens[s.job] = tokens.get(s.job, 0) + s.length

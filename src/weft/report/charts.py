@@ -47,7 +47,6 @@ def own_metrics(run: RunData) -> dict[str, str]:
 
 
 def draw_charts(run: RunData) -> dict[str, PlotlyFigure]:
-    """All figures the run has data for, by chart id."""
     drawn = {
         "loss": _loss(run),
         "eval_loss": _eval_loss(run),

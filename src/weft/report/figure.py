@@ -83,7 +83,6 @@ def label(name: str) -> str:
 
 
 def job_colours(num_jobs: int) -> list[str]:
-    """One `#rrggbb` per job: ten picked ones, then hues far from those before."""
     return [CALM[i] if i < len(CALM) else _further(i) for i in range(num_jobs)]
 
 
@@ -194,7 +193,6 @@ def check_plot(path: Path) -> None:
 
 
 def draw_deployment(path: Path, forecast: DeployForecast, title: str) -> None:
-    """Draws the replicas of a plan with their work for the first drawn batch."""
     from matplotlib.figure import Figure
 
     plan, shared = forecast.deployment, forecast.shared

@@ -32,13 +32,9 @@ STATE_ORDER = ("running", "paused", "queued", "succeeded", "failed", "cancelled"
 
 @dataclass(frozen=True)
 class SkillGain:
-    """The score of one adapter on its task before and after its training."""
-
     name: str
     before: float
-    """Exact match of the backbone alone, 0 to 1."""
     after: float
-    """Exact match with the adapter, 0 to 1."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ ONE_DEVICE = str(Layout())
 
 
 def layouts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Layouts it was trained in, in order; empty if it was one device throughout."""
     listed = info.get("layouts")
     result = tuple(str(layout) for layout in listed) if isinstance(listed, list) else ()
     return () if set(result) <= {ONE_DEVICE} else result
@@ -60,7 +59,6 @@ def _moment(text: Any) -> str | None:
 class TrainPoint:
     step: int
     time: float | None
-    """Seconds since the run started."""
     loss: float | None
     accuracy: float | None
     """Accuracy of the supervised tokens, 0 to 1; None in metrics from before it was measured."""
@@ -88,17 +86,13 @@ PASSES = ("forward_backward", "forward", "backward")
 
 @dataclass(frozen=True, slots=True)
 class ReportSpan:
-    """One timed piece of the run's work."""
-
     name: str
     start_s: float
     duration_s: float
     tokens: float
     rows: float
     jobs: Mapping[str, float]
-    """Tokens of each job inside the span."""
     replica: int = 0
-    """Number of the replica, or of its stage, from 0."""
 
     def merged_with(self, other: ReportSpan) -> ReportSpan:
         """Two microbatches that ran side by side, as one: they have no job in common."""
@@ -188,12 +182,10 @@ class JobReport:
 
     @property
     def learning_rate(self) -> float | None:
-        """Its peak learning rate."""
         return number(self.settings.get("learning_rate"))
 
     @property
     def method_settings(self) -> dict[str, Any]:
-        """Its settings, without those for adapters of other methods."""
         own = without_foreign(AdapterSpec, self._adapter, "methods", self.method)
         return {**self.settings, "adapter": own} if own else dict(self.settings)
 
@@ -230,7 +222,6 @@ class RunData:
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """Layouts it was trained in, in order; empty if it was one device throughout."""
         return layouts_of(self.info)
 
     @property
@@ -253,7 +244,6 @@ class RunData:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Trained tokens of all jobs over the time of the run."""
         return self.trained_tokens / self.seconds if self.seconds else None
 
     @property
@@ -263,7 +253,6 @@ class RunData:
 
     @property
     def is_staged(self) -> bool:
-        """True if microbatches ran stage by stage."""
         return any(span.name == PASSES[1] for span in self.spans)
 
     def band_name(self, index: int) -> str:
@@ -275,7 +264,6 @@ class RunData:
 
 
 def number(value: Any) -> float | None:
-    """The value as a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -18,13 +18,10 @@ STATES = ("done", "training", "waiting", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True)
 class BoardPoint:
-    """The objective of one trial at one evaluation; always finite."""
-
     step: float
     tokens: float | None
     value: float
     at_s: float | None
-    """Seconds since the sweep began."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,6 @@ class Board:
 
     metric: str
     mode: str
-    """`min` or `max`."""
     sampler: str
     trials: tuple[BoardTrial, ...]
     seconds: float | None
@@ -88,7 +84,6 @@ class Board:
 
     @property
     def new_trials(self) -> list[BoardTrial]:
-        """Trials that this sweep has trained, and not an earlier one."""
         return [trial for trial in self.trials if not trial.origin]
 
     def counts(self) -> dict[str, int]:
@@ -98,7 +93,6 @@ class Board:
 
 
 def read_board(board: Mapping[str, Any]) -> Board:
-    """The leaderboard as the sweep passes it or as leaderboard.json holds it."""
     rows = [row for row in board.get("trials") or () if isinstance(row, Mapping)]
     numbered = [(_rank(row), _trial(row, index)) for index, row in enumerate(rows)]
     numbered.sort(key=lambda pair: (pair[0], pair[1].number))
@@ -118,7 +112,6 @@ def read_board(board: Mapping[str, Any]) -> Board:
 
 
 def finite(value: Any) -> float | None:
-    """The value as a number, or None if it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -24,7 +24,6 @@ MOST_NAMED = 40
 
 
 def draw_sweep_charts(board: Board) -> dict[str, PlotlyFigure]:
-    """All figures the board has data for, by chart id."""
     drawn = {
         "by_step": _objective(board, "step"),
         "by_tokens": _objective(board, "tokens"),

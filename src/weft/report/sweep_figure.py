@@ -32,8 +32,6 @@ MIN_FENCED = 4
 
 @dataclass(frozen=True)
 class Look:
-    """The colour, strength and width of a trial."""
-
     state: str
     colour: str
     strength: float
@@ -41,7 +39,6 @@ class Look:
 
     @property
     def paint(self) -> str:
-        """The colour as CSS, with the trial's strength."""
         return faint(self.colour, self.strength)
 
 

@@ -167,9 +167,7 @@ def _spent(board: Board) -> list[tuple[str, str, list[PagePart]]]:
 
 STATE_STYLES = {"done": "green", "training": "cyan", "waiting": "dim", "stopped": "yellow", "failed": "red"}
 MAX_NAME = 28
-"""Characters of a trial's name."""
 MAX_VALUE = 18
-"""Characters of one parameter's value."""
 
 
 def leaderboard_table(board: Mapping[str, Any], limit: int = 20) -> Table:

@@ -36,13 +36,10 @@ MAX_CHOICES = 8
 LOG_FROM = 10.0
 """A range whose ends differ by a smaller factor is taken to be linear if its scale is unknown."""
 MAX_LABEL = 22
-"""Characters of one tick label."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One parameter that differs between trials."""
-
     name: str
     kind: str
     """`choice`, `linear` or `log`."""

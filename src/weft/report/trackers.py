@@ -30,8 +30,6 @@ TRACKED = (
 
 
 class Tracker(Protocol):
-    """A destination of metrics. A tracker learns of a job with its first metric."""
-
     def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def finish(self, job: str, state: str) -> None:

@@ -105,7 +105,6 @@ class Blobs:
             raise Damaged("the stored archive is gone.") from None
 
     def delete(self, name: str) -> None:
-        """Deletes a blob, finished or not; deleting a blob that is not there does nothing."""
         path = self.path_of(name)
         with contextlib.suppress(NotFound), self.errors(name):
             if self._fs is None:
@@ -132,7 +131,6 @@ class Blobs:
         return self._fs is None and Path(self._root).is_relative_to(directory.resolve())
 
     def free_bytes(self) -> int | None:
-        """Returns the free bytes of the disk, or None if they are unknown."""
         return shutil.disk_usage(self._root).free if self._fs is None else None
 
     def path_of(self, name: str) -> str:

@@ -25,10 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileLimits:
-    """What reading one file may take."""
-
     seconds: float = 600.0
-    """The longest time."""
     memory_bytes: int = 4 * 2**30
     """The most memory besides that of the process itself."""
 

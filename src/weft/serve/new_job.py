@@ -132,7 +132,6 @@ def depth_of(value: object, most: int) -> int:
 
 
 OURS = ("name", "train_data", "eval_data", "tenant", "priority", "seed")
-"""Settings of a job that only the service sets."""
 REFUSED = {
     "init_adapter": "names a directory of the server",
     "reference": "names a directory of the server",

@@ -28,9 +28,7 @@ JOB_OBJECT = "fine_tuning.job"
 @dataclass(frozen=True)
 class ExportedJob:
     values: Mapping[str, Any]
-    """OpenAI's job object."""
     folder: Path
-    """The folder of the files that it names."""
 
     @property
     def id(self) -> str:
@@ -91,11 +89,8 @@ ENDED_BADLY = ("failed", "cancelled")
 @dataclass(frozen=True)
 class MovedJob:
     id: str
-    """The id of OpenAI's job."""
     model: str
-    """The model that OpenAI trained."""
     base_model: str
-    """The backbone to train on here."""
     name: str
     suffix: str | None
     train_file: Path
@@ -160,7 +155,6 @@ def _move_job(job: ExportedJob, models: Mapping[str, str], default: str | None) 
 
 
 def _method(job: ExportedJob) -> tuple[str, dict[str, Any]]:
-    """Returns the method's type and the hyper-parameters that are given."""
     method = job.values.get("method") or {"type": "supervised"}
     kind = method.get("type")
     if kind not in ("supervised", "dpo"):

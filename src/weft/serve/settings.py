@@ -22,15 +22,11 @@ class ServiceLimits:
     """The limits of a single request; the limits of a tenant are in the `tenants` table."""
 
     file_bytes: int = 512 * MIB
-    """The longest file."""
     line_bytes: int = MIB
-    """The longest line of a training file."""
     nesting: int = 64
     """The deepest nesting of one line, or of a request's body."""
     min_samples: int = 1
-    """The fewest lines of a training file; OpenAI requires 10."""
     max_samples: int = 1_000_000
-    """The most lines of a training file."""
     body_bytes: int = 4 * MIB
     """The longest body of a request that is not an upload."""
     disk_floor_bytes: int = 256 * MIB
@@ -98,7 +94,6 @@ class WorkerOptions:
     capacity: Capacity = "auto"
     """The most tokens of one microbatch, over all jobs; `auto` is what suits the device."""
     max_jobs: int = 32
-    """The most jobs that train at a time."""
     memory_limit: float | str | None = None
     """The most GPU memory to take, such as 40GB or 0.5."""
     job_memory: int | None = None
@@ -112,7 +107,6 @@ class WorkerOptions:
     grace_s: float = 30.0
     """How long the worker may take to leave once it is to stop."""
     file_limits: FileLimits = FileLimits()
-    """What reading the files of one job may take."""
     host: str = "127.0.0.1"
     """The address on which it listens for prompts; every prompt must bring its token."""
     id: str = field(default_factory=_new_id)

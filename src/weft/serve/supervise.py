@@ -64,12 +64,9 @@ class Child:
     arguments: Sequence[str]
     pass_fds: Sequence[int] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, such as the GPU of the child."""
     process: subprocess.Popen[bytes] | None = None
     is_signalled: bool = False
-    """SIGTERM has been sent."""
     is_dismissed: bool = False
-    """The child has ended for good."""
     started_at: float = 0.0
     start_at: float = 0.0
     backoff_s: float = field(default=BACKOFF_S[0])

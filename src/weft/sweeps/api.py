@@ -64,7 +64,6 @@ class PreparedSweep:
     """A checked sweep with backbone, data and configurations loaded."""
 
     spec: SweepSpec
-    """Settings with a numeric capacity."""
     base_dir: Path
     space: Space
     sampler_name: str
@@ -78,10 +77,6 @@ class PreparedSweep:
 
 
 def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **overrides: Any) -> SweepResult:
-    """Runs the sweep of a file, or of a mapping of its settings.
-
-    Keywords replace settings, such as `trials=8`. Paths are relative to the file, or to the working directory.
-    """
     begun_s = time.perf_counter()
     if isinstance(given, Mapping):
         tree, base_dir = dict(given), Path()

@@ -63,7 +63,6 @@ class Configurations:
         self._references: dict[str | None, dict[str, str]] = {}
 
     def job(self, name: str, params: Mapping[str, Any]) -> JobSpec:
-        """The job of a configuration, evaluated as often as early stopping needs; raises if it cannot be trained."""
         key = (name, value_key(params))
         if key not in self._jobs:
             self._jobs[key] = self._make_job(name, params)
@@ -162,19 +161,16 @@ class SweepJob(RunJob, Protocol):
     def data(self) -> JobData: ...
 
     @property
-    def may_end(self) -> bool:
-        """True if its last step leaves work that may end it."""
+    def may_end(self) -> bool: ...
 
     @property
-    def has_best(self) -> bool:
-        """True if the weights of its best evaluation are kept."""
+    def has_best(self) -> bool: ...
 
 
 class CheckingSide(ReplicaSide, Protocol):
     """A replica, or what all replicas have in common, that knows which adapters fit."""
 
-    def check_adapter(self, adapter: AdapterSpec) -> None:
-        """Raises ConfigError for an adapter that the backbone cannot have."""
+    def check_adapter(self, adapter: AdapterSpec) -> None: ...
 
 
 class SweepEngine(RunEngine, Protocol):
@@ -187,21 +183,18 @@ class SweepEngine(RunEngine, Protocol):
     def executor(self) -> CheckingSide: ...
 
     @property
-    def num_replicas(self) -> int:
-        """Replicas of the backbone that train trials."""
+    def num_replicas(self) -> int: ...
 
     @property
     def time_split(self) -> TimeSplit:
         """Wall-clock time of the sweep by activity, over all its sessions."""
 
-    def hold(self, name: str, step: int) -> None:
-        """Lets a job take no step beyond this one for now."""
+    def hold(self, name: str, step: int) -> None: ...
 
     def hold_steps(self, name: str) -> None:
         """Lets a job take no further step; `jobs` has its final position."""
 
-    def pause(self, name: str) -> None:
-        """Makes a job wait without a seat."""
+    def pause(self, name: str) -> None: ...
 
     def resume(self, name: str) -> None: ...
 

@@ -33,8 +33,6 @@ NEAR = 0.5
 
 @dataclass(frozen=True)
 class StopDecision:
-    """The changes that early stopping wants for running trials."""
-
     stop: tuple[tuple[Trial, str], ...] = ()
     hold: tuple[Trial, ...] = ()
     """Trials that wait at their position; under halving without a slot."""
@@ -201,7 +199,6 @@ class TrialSteps:
         self._rules = rules
         self._batches: dict[str, GlobalBatches] = {}
         self._tokens: dict[str, list[int]] = {}
-        """Tokens of each trial, by number of steps."""
 
     def tokens(self, trial: Trial, step: int) -> int:
         known = self._tokens.setdefault(trial.name, [0])

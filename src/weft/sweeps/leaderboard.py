@@ -31,7 +31,6 @@ BOARD = "leaderboard.json"
 TRIALS = "trials"
 """Directory of a sweep's trials, each a job of one run."""
 MAX_LOSSES = 500
-"""Training losses per trial on the leaderboard; longer curves are thinned."""
 _ORDER = {
     TrialState.DONE: 0,
     TrialState.TRAINING: 0,
@@ -63,7 +62,6 @@ def ranked(trials: Sequence[Trial], is_max: bool) -> list[Trial]:
 
 
 def best_of(trials: Sequence[Trial], is_max: bool, folder: Path) -> Trial | None:
-    """The best trial with an adapter; None if there is none."""
     ended = [t for t in trials if t.state in (TrialState.DONE, TrialState.STOPPED) and t.value is not None]
     return next((trial for trial in ranked(ended, is_max) if adapter_of(folder, trial).is_dir()), None)
 

@@ -59,7 +59,6 @@ class Ledger:
         self._known: set[str] = set()
         """Keys of tried parameters."""
         self._reported: set[str] = set()
-        """Trials whose end the sampler knows."""
         self._best: str | None = None
         self._written_s = -math.inf
         self._start = time.perf_counter()
@@ -68,7 +67,6 @@ class Ledger:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the sweep, earlier sessions included."""
         return self._before_s + (time.perf_counter() if self._end_s is None else self._end_s) - self._start
 
     @property
@@ -80,7 +78,6 @@ class Ledger:
         return best_of(self.trials, self._context.spec.objective.is_max, self._context.folder)
 
     def stop_clock(self) -> None:
-        """Excludes all that follows from the sweep's time."""
         self._end_s = time.perf_counter()
 
     def is_new(self, point: Mapping[str, Any]) -> bool:
@@ -105,7 +102,6 @@ class Ledger:
         self.keep_best()
 
     def add(self, trial: Trial) -> None:
-        """Adds a chosen configuration, or one that is continued."""
         if trial.name not in self.by_name:
             trial.chosen_tick = trial.start_tick = self.tick
             self._enter(trial)
@@ -140,7 +136,6 @@ class Ledger:
         self._record.add_paid(self.tick, until, self.spent_budget, self.seconds)
 
     def end(self, trial: Trial, state: TrialState, reason: str, *, tick: int | None = None) -> None:
-        """Ends a trial, now or at a tick that other trials have not reached."""
         trial.state, trial.reason = state, reason
         trial.end_tick = self.tick if tick is None else tick
         trial.ended_s = None if trial.started_s is None else self.seconds
@@ -153,7 +148,6 @@ class Ledger:
             self._report_end(trial)
 
     def board(self, *, with_curves: bool = True) -> dict[str, Any]:
-        """The leaderboard as plain data, with or without curves."""
         time_split = self._context.engine.time_split.to_json()
         totals = Totals(self._context.sampler_name, self.seconds, self.tokens, self.one_by_one_seconds, time_split)
         return board_of(self._context.spec, list(self.trials), totals, with_curves=with_curves)

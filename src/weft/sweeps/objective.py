@@ -83,7 +83,6 @@ class TrialObjective:
         return sum(mine is not None and mine == right for mine, right in found) / len(found)
 
     def _part(self, text: str) -> str | None:
-        """The part of a text that accuracy compares."""
         if self._spec.pattern is not None:
             found = re.search(self._spec.pattern, text)
             return None if found is None else (found[1] if found.re.groups else found[0])

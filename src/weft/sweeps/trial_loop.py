@@ -144,7 +144,6 @@ class SweepRun:
         return True
 
     def _handle(self, event: Event) -> None:
-        """Records an event of the engine, and applies its consequences."""
         self.trial_time.catch_up(self.ledger.by_name)
         self.context.trackers.record(event)
         if isinstance(event, JobWarning):
@@ -224,7 +223,6 @@ class SweepRun:
         self._decisions.note_end(trial)
 
     def _see(self, trial: Trial, looked: MeanScores | None) -> None:
-        """Records the objective of a trial, evaluated if needed; a trial without a value fails."""
         context = self.context
         job = context.engine.jobs[trial.name]
         folder = context.directory.job_dir(trial.name) / "judged"

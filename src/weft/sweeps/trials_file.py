@@ -33,7 +33,6 @@ class TrialState(enum.StrEnum):
     WAITING = "waiting"
     TRAINING = "training"
     DONE = "done"
-    """Trained to its end."""
     STOPPED = "stopped"
     """Ended early because others did better; its value is the last one seen."""
     FAILED = "failed"
@@ -57,20 +56,16 @@ class Observation:
 class Trial:
     number: int
     name: str
-    """Name of the trial, its job and its directory."""
     params: dict[str, Any]
     """Chosen values by the names of the sweep file."""
     state: TrialState = TrialState.WAITING
     reason: str = ""
-    """Why it stopped or failed, in one sentence."""
     points: list[Observation] = field(default_factory=list)
     losses: list[tuple[int, float]] = field(default_factory=list)
     steps: int = 0
     total_steps: int = 0
-    """Steps of its whole training."""
     tokens: int = 0
     seconds: float = 0.0
-    """Its share of the time of its microbatches."""
     started_s: float | None = None
     """Start of training in seconds since the sweep began; None while it waits."""
     ended_s: float | None = None
@@ -78,11 +73,8 @@ class Trial:
     chosen_tick: int = 0
     """Tick at which it was chosen."""
     start_tick: int = 0
-    """Tick of its step 0, had it never waited; see `sweeps/early_stop.py`."""
     end_tick: int | None = None
-    """Tick of its end; None before."""
     held_step: int | None = None
-    """Step at which it waits for other trials; None while it trains."""
     origin: str = ""
     """Directory of the earlier sweep's trial that it was taken from; empty if trained here."""
 

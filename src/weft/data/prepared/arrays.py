@@ -105,7 +105,6 @@ class SampleColumns:
         self._rows = self._column("rows", np.int64)
         self._num_tokens = 0
         self._num_teacher_tokens = 0
-        """Values per supervised token in the columns of a teacher."""
         self._digest = hashlib.sha256()
         self._range: tuple[int, int] | None = None
 

@@ -43,9 +43,7 @@ class EntryInfo:
     key: str
     num_bytes: int
     used: float
-    """Time of last use, in seconds since 1970."""
     sources: tuple[str, ...]
-    """Names of its files when it was made."""
     num_samples: int
 
 

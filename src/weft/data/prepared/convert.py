@@ -43,13 +43,10 @@ class DataSettings:
     train_on_inputs: bool = False
     mask_history: bool = False
     chat_template: str | None = None
-    """Template used instead of the tokenizer's."""
     group_texts: bool = False
     """True if texts are joined and cut in blocks of max_length."""
     labels: tuple[str, ...] = ()
-    """Names of classes, for objectives with classes."""
     clock: datetime.datetime | None = None
-    """Time for chat templates that read it; None for the current time."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,6 @@ class RowGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class Converter:
-    """Converts rows for one tokenizer and one set of settings."""
-
     tokenizer: Tokenizer
     settings: DataSettings
 
@@ -246,8 +241,6 @@ def _counted(sample: Sample, part: Part, objective: Objective, where: str) -> Sa
 
 @dataclass
 class RowCounts:
-    """Counts of rows by outcome; counts of parts of a file add up to those of the file."""
-
     num_rows: int = 0
     num_split: int = 0
     """Rows of several groups."""
@@ -291,7 +284,6 @@ class LengthFilter:
     account: RowCounts = field(default_factory=RowCounts)
     kept: list[Sample] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """Row of every group that was kept."""
 
     def take_row(self, groups: Sequence[Sequence[Sample]], where: str, *, is_split_by_objective: bool = False) -> None:
         """Keeps, cuts or drops the groups of one row; with long_samples `error` a long one is a DataError."""

@@ -76,7 +76,6 @@ class _Preparing:
         self._account = RowCounts()
         self._formats: list[str] = []
         self._num_kept = 0
-        """Groups so far."""
         self._source_groups: list[int] = []
         settings = converter.settings
         self._cutter = BlockCutter(settings.max_length) if settings.group_texts else None
@@ -103,7 +102,6 @@ class _Preparing:
         self._source_groups.append(self._num_kept - sum(self._source_groups))
 
     def _rest(self, chunks: Iterator[Chunk], first_format: str) -> Iterator[tuple[ConvertedChunk, int]]:
-        """Results of the other chunks, in order, each with its size in bytes."""
         if self.workers is None:
             for chunk in chunks:
                 rows = chunk.rows()
@@ -263,7 +261,6 @@ class Standing(NamedTuple):
     title: str
     num_bytes: int
     total_bytes: int | None
-    """Total size; None if unknown."""
     num_rows: int
 
 
@@ -293,7 +290,6 @@ class Bar:
         self.progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
 
     def draw(self, at: Standing) -> None:
-        """Moves on; data of another title starts a new bar."""
         tasks = self.progress.tasks
         if not tasks or tasks[0].description != at.title:
             for task in tasks:
@@ -321,7 +317,6 @@ class PreparingBar:
         return self
 
     def advance(self, num_bytes: int, num_rows: int) -> None:
-        """Adds bytes prepared; `num_rows` is the total."""
         self._done += num_bytes
         self._num_rows = num_rows
         now = self._clock()

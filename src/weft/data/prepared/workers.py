@@ -65,8 +65,6 @@ class Worker:
 
 
 class Workers:
-    """Processes that convert for one converter."""
-
     def __init__(self, converter: Converter, number: int) -> None:
         self._workers = [Worker(converter) for _ in range(number)]
 
@@ -139,8 +137,6 @@ ROWS_PER_CHUNK = 1024
 
 
 class Chunk(Protocol):
-    """Consecutive rows."""
-
     @property
     def num_bytes(self) -> int: ...
 
@@ -163,7 +159,6 @@ class LineChunk:
     lines: list[bytes]
     name: str
     first_number: int
-    """Line number of the first one."""
 
     @property
     def num_bytes(self) -> int:
@@ -171,7 +166,6 @@ class LineChunk:
 
     @property
     def num_rows(self) -> int:
-        """Lines that are not blank."""
         return sum(1 for line in self.lines if line.strip())
 
     def first_rows(self, number: int) -> LineChunk:

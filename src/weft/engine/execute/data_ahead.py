@@ -35,7 +35,6 @@ class Request(NamedTuple):
     jobs: tuple[JobSpec, ...]
     base_dir: Path
     clock: datetime.datetime
-    """Time for chat templates."""
     is_shown: bool
     """True if it sends progress; else it writes lines to standard error."""
 

@@ -114,8 +114,6 @@ def _rows(batch: PackedBatch, samples: list[Sample], eva: EvaSpec) -> torch.Tens
 
 
 class _Listener:
-    """Observes the inputs of linears; linears that share an input share its statistics."""
-
     def __init__(self, ranks: Mapping[str, int], eva: EvaSpec, seed: int) -> None:
         self._ranks, self._eva, self._seed = ranks, eva, seed
         self._known: dict[tuple[str, ...], PrincipalInputs] = {}
@@ -150,6 +148,5 @@ class _Listener:
         return all(known.cosine >= self._eva.tau for known in self._known.values())
 
     def directions(self) -> dict[str, torch.Tensor]:
-        """Directions of each linear, on the CPU."""
         found = [(path, known) for sharers, known in self._known.items() for path in sharers]
         return {path: known.directions_RD[: self._ranks[path]].cpu() for path, known in found}

@@ -22,7 +22,6 @@ from weft.objectives.objective import MeanScores, MetricTotals
 
 class ScoreRequest(NamedTuple):
     slot: int | None
-    """Slot; None: the bare backbone."""
     data: Dataset
     reference: JobReference | None = None
     """Reference of the data's objective, where it has one; None: the bare backbone."""
@@ -89,7 +88,6 @@ class EvaluationInFlight:
         self._ended = DeviceEvent(backbone.device)
 
     def outcome(self) -> EvaluationOutcome:
-        """Waits for them."""
         parts = evaluated_parts(self._running, self._requests)
         return EvaluationOutcome(parts, self._ended.seconds_since(self._begun), self._ended.wait())
 

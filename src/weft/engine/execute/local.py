@@ -202,7 +202,6 @@ class LocalExecutor:
 
     @contextmanager
     def slot_of(self, job: str) -> Iterator[int]:
-        """A job's slot, or a temporary one if it has no seat, with the weights that are evaluated."""
         weights = self.jobs[job].weights
         if weights.slot is not None:
             with weights.average_shown():
@@ -326,7 +325,6 @@ def executor_on(replica: Executor | Backbone | BackboneSpec | ResolvedModel | st
 
 
 def replica_facts(backbone: Backbone) -> ReplicaFacts:
-    """Facts of a backbone in this process."""
     return ReplicaFacts(
         base_model=backbone.name,
         config=backbone.model.config.to_dict(),

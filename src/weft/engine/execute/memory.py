@@ -47,7 +47,6 @@ COMPILING = "kernels for this GPU are being compiled; the first microbatch waits
 
 
 def weight_bytes(backbone: Backbone) -> int:
-    """Bytes per trainable parameter of a seated job: weight, gradient, and the copy that kernels read."""
     return 4 * 2 + backbone.path.copy_bytes
 
 
@@ -123,7 +122,6 @@ def start_capacity(backbone: Backbone, wanted: Capacity) -> int:
 class ExpectedJobs:
     adapters: tuple[AdapterSpec, ...]
     most: int
-    """Most jobs that train at a time."""
     have_any_order: bool = False
     """True if some have order-independent sums."""
 

@@ -48,8 +48,6 @@ JOB = JobSpec("profile", ("random tokens",), learning_rate=1e-4)
 
 @dataclass(frozen=True)
 class ProfileCase:
-    """One microbatch to measure: each job's rank and the lengths of its samples."""
-
     jobs: tuple[tuple[int, tuple[int, ...]], ...]
     held_out: bool
 
@@ -192,7 +190,6 @@ class _Account:
             reset_peak(self._backbone.device)
 
     def peak(self) -> tuple[int, int]:
-        """Bytes of tensors, and bytes the allocator took for them."""
         if self._counter is None:
             device = self._backbone.device
             synchronise(device)

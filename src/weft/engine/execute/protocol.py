@@ -53,10 +53,8 @@ class ReplicaFacts:
     modules: tuple[str, ...]
     """Paths of the linears that adapters can adapt."""
     device: str
-    """Device such as `cpu` or `cuda:0`."""
     device_kind: str
     dtype: str
-    """Dtype of the frozen weights before quantisation."""
     storage: str
     """Storage of the frozen weights, in words."""
     kernels: str
@@ -73,9 +71,7 @@ class ReplicaFacts:
     environment: Mapping[str, Any]
     """Everything besides a job that decides the bits of its result."""
     replica_sizes: tuple[int, ...] = (1,)
-    """Stages of each replica."""
     tensor: int = 1
-    """Devices that share every layer."""
     shards: tuple[int, ...] = ()
     """Numbers of consecutive replicas that share one copy of the frozen weights; empty: none do."""
 
@@ -95,15 +91,12 @@ class ReplicaFacts:
 @dataclass(frozen=True)
 class ReplicaMemory:
     usable_bytes: int
-    """Bytes that this process may take, with those already taken."""
     allocated_bytes: int
-    """Bytes of all tensors."""
 
 
 @dataclass(frozen=True)
 class AddedJob:
     num_parameters: int
-    """Trained parameters."""
     lane: str
     """Lane; jobs share microbatches within one lane only."""
     num_reference_parameters: int = 0
@@ -124,7 +117,6 @@ class NewJob:
     start_name: str = ""
     """Source of the initial adapter, for errors."""
     start_spec: AdapterSpec | None = None
-    """Settings of the initial adapter."""
     reference: StoredAdapter | None = None
     """Frozen adapter that its objective compares with; None: the bare backbone."""
 
@@ -202,7 +194,6 @@ class EvaluationOutcome:
     """Parts evaluated so far, by job, in order."""
     seconds: float
     ended_s: float
-    """End as first noticed, by `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +214,6 @@ class AnswersWork(Work[dict[str, list["Answer"]]]):
     """Answers of jobs to prompts with their current weights, all decoded together."""
 
     prompts: Mapping[str, Sequence[Prompt]]
-    """Prompts by job."""
     decoding: Decoding
     is_bare: bool = False
     """True: the bare backbone answers instead of the jobs."""
@@ -245,12 +235,10 @@ class CheckpointWork(Work[None]):
 
     job: str
     directory: Path
-    """Directory of the job's checkpoints."""
     step: int
     state: Mapping[str, Any]
     environment: Mapping[str, Any]
     keep: int
-    """Number of its checkpoints to keep."""
 
 
 @dataclass(frozen=True)
@@ -267,8 +255,6 @@ class AdapterWork(Work[None]):
 
 @dataclass(frozen=True)
 class MemoryTrial:
-    """Time and memory of a microbatch that was only tried."""
-
     seconds: float
     held_bytes: int
 
@@ -278,7 +264,6 @@ class Replica(Protocol):
 
     facts: ReplicaFacts
     tokenizer: Tokenizer
-    """Tokenizer of the base model."""
 
     def check_adapter(self, adapter: AdapterSpec) -> None:
         """ConfigError if an adapter does not fit the backbone."""
@@ -292,17 +277,13 @@ class Replica(Protocol):
         """Most bytes that a microbatch holds between forward and backward, with any of these adapters."""
         ...
 
-    def memory(self) -> ReplicaMemory | None:
-        """Memory of the device; None where jobs' memory has no limit of its own."""
-        ...
+    def memory(self) -> ReplicaMemory | None: ...
 
     def release_memory(self) -> None:
         """Frees what failed work held."""
         ...
 
-    def close(self) -> None:
-        """Ends the replica's other processes."""
-        ...
+    def close(self) -> None: ...
 
 
 class Seats(Protocol):
@@ -394,13 +375,9 @@ class MicrobatchExecutor(Executor, Protocol):
 class PeakMemory(Protocol):
     """An executor that counts the peak of its device's memory."""
 
-    def peak_bytes(self) -> int:
-        """Most bytes of tensors since `reset_peak`; 0 where they are not counted."""
-        ...
+    def peak_bytes(self) -> int: ...
 
-    def reset_peak(self) -> None:
-        """Starts a new count of the peak."""
-        ...
+    def reset_peak(self) -> None: ...
 
 
 @runtime_checkable

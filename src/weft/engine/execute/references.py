@@ -133,7 +133,6 @@ class JobReference:
         return SlotSample(sample.led_by(leading), self._slot)
 
     def keep(self, rows: ReferenceRows) -> None:
-        """Holds values, if they are to be kept."""
         if self.keeps:
             self._kept.add(rows)
 
@@ -141,7 +140,6 @@ class JobReference:
 class RequestedRows(NamedTuple):
     reference: JobReference
     slot: int | None
-    """Slot of the job."""
     rows: ReferenceRows
 
     @property

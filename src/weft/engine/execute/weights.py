@@ -46,7 +46,6 @@ class WeightAverage:
     def __init__(self, adapter: Adapter, decay: float) -> None:
         self._decay = decay
         self.count = 0
-        """Averaged steps."""
         self.params = {name: torch.zeros_like(params) for name, params in adapter.trained().items()}
 
     def follow(self, adapter: Adapter) -> None:
@@ -70,7 +69,6 @@ class JobWeights:
         self.best_params: dict[str, torch.Tensor] | None = None
         """Weights of the best evaluation, by group, for early stopping."""
         self.slot: int | None = None
-        """Slot on the backbone, while the job has a seat."""
         self.average = None if spec.ema_decay is None else WeightAverage(adapter, spec.ema_decay)
         """Average of the weights after every step, if requested."""
         self._spec = spec

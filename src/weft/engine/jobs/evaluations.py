@@ -38,7 +38,6 @@ class OpenEvaluation:
     """Capacity and row tile, which decide bits; the evaluation starts again when they change."""
     parts: dict[str, EvaluatedPart] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Each job's share of the time."""
 
     def unfinished(self) -> list[LiveJob]:
         return [job for job in self.jobs if self.part(job).num_groups < _num_groups(job)]
@@ -48,8 +47,6 @@ class OpenEvaluation:
 
 
 class Evaluations:
-    """All evaluations of an engine that are under way."""
-
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._jobs = lifecycle
         self._executor = lifecycle.executor
@@ -105,7 +102,6 @@ class Evaluations:
         return self._jobs.room.capacity, self._jobs.room.row_tile
 
     def _next(self) -> OpenEvaluation | None:
-        """The evaluation whose turn it is, with the jobs that still take part."""
         while self._open:
             evaluation = self._open[0]
             for job in evaluation.jobs:

@@ -47,7 +47,6 @@ class JobTransitions:
         """Finishes the begun steps of stages, so that progress matches the weights."""
 
     def queue(self, job: LiveJob) -> None:
-        """A paused job applies for a seat again."""
         self._set(job, JobState.QUEUED, None)
         job.status = replace(job.status, wait_reported=False)
 
@@ -59,7 +58,6 @@ class JobTransitions:
         return [JobWaiting(job.name, job.step, reason)]
 
     def wait(self, job: LiveJob, reason: Reason) -> list[Event]:
-        """Queues a job that was about to train."""
         self.queue(job)
         return self.report_waiting(job, reason)
 
@@ -77,7 +75,6 @@ class JobTransitions:
         return [*remarks, JobPreempted(job.name, job.step, reason)]
 
     def run(self, job: LiveJob) -> None:
-        """Marks a job as running; StorageError if that cannot be recorded."""
         self._set(job, JobState.RUNNING, None)
         self._keeper.write_status(job, self._timeline.now())
 
@@ -112,7 +109,6 @@ class JobTransitions:
         return [event for job in jobs for event in self._wait_paused(job)]
 
     def _wait_paused(self, job: LiveJob) -> list[Event]:
-        """Waits until a paused job is saved, and records its state."""
         saved, error = self._saved(job)
         try:
             if error is not None:
@@ -278,7 +274,6 @@ class Lifecycle:
         return [] if message is None else [JobWarning(names, message)]
 
     def blame(self, job: LiveJob, error: Exception) -> list[Event]:
-        """Fails a job because of an unexpected error; its neighbours continue."""
         LOG.error("%s failed", job.name, exc_info=error)
         return self.transitions.fail(job, Reason.of_bug(error))
 
@@ -316,7 +311,6 @@ class Lifecycle:
         return events
 
     def _start_alone(self, job: LiveJob) -> list[Event]:
-        """Starts a job; an error ends this job and no other."""
         try:
             return list(self._start(job))
         except ReplicaFaultError:

@@ -32,8 +32,6 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """State of a job; only `JobTransitions` replaces it."""
-
     state: JobState = JobState.QUEUED
     reason: Reason | None = None
     has_started: bool = False
@@ -73,9 +71,7 @@ class LiveJob:
         self.is_suspect = False
         """True if a microbatch that it shared raised; its next step runs alone."""
         self.num_parameters = 0
-        """Trained parameters."""
         self.num_reference_parameters = 0
-        """Parameters of the frozen adapter that it compares with."""
         self.reference_bytes = sum(part.reference_bytes for part in (data.train, data.eval) if part is not None)
         """Bytes of cached reference values."""
         self.kernel_bytes = 0
@@ -129,7 +125,6 @@ class LiveJob:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens trained in whole global batches."""
         return self.progress.num_tokens
 
     @property
@@ -151,7 +146,6 @@ class LiveJob:
 
     @property
     def is_step_finished(self) -> bool:
-        """True if everything due after its last step is done."""
         return self.finished.last == self.step
 
     @property

@@ -128,7 +128,6 @@ def _check_samples(
 
 
 def _flaw(samples: Samples, longest: int, vocabulary: int) -> str | None:
-    """Why the first bad sample cannot be trained on."""
     outside = samples.outside(vocabulary)
     flawed = np.concatenate([np.flatnonzero((samples.lengths > longest) | (samples.num_supervised == 0)), outside])
     if not len(flawed):

@@ -54,9 +54,7 @@ class JobProgress:
         self.batches = GlobalBatches(data.train, self.order)
         self.step = 0
         self.index = 0
-        """Samples done of the current global batch."""
         self.num_tokens = 0
-        """Tokens trained in whole global batches."""
         self.num_skipped = 0
         self.skipped_in_a_row = 0
         self.best_eval: float | None = None
@@ -67,7 +65,6 @@ class JobProgress:
         self.hold_step = self.num_steps
         """Step at which it stops for now."""
         self.diverged: Reason | None = None
-        """Why the job cannot continue."""
         self.num_rewinds = 0
         """Number of rewinds; work started before a rewind is not counted after it."""
         self._scores = MetricTotals()
@@ -112,7 +109,6 @@ class JobProgress:
         return self._queue(step, index, num_tokens, priority, lane) if step < self.hold_step else None
 
     def add_score(self, segment: Segment, score: Score) -> None:
-        """Counts one sample towards the current global batch."""
         assert (segment.step, segment.index) == (self.step, self.index), "samples run in the job's own order"
         self.index += 1
         self._scores.add(score)
@@ -123,7 +119,6 @@ class JobProgress:
         self.num_rewinds += 1
 
     def learning_rate(self, step: int | None = None) -> float:
-        """Learning rate of a step; default: of the next one."""
         spec, warmup = self._spec, warmup_steps(self._spec.warmup_steps, self.num_steps)
         step = self.step if step is None else step
         return learning_rate(
@@ -150,7 +145,6 @@ class JobProgress:
         return math.isfinite(eval_loss) and (self.best_eval is None or eval_loss < self.best_eval)
 
     def record_eval(self, eval_loss: float) -> None:
-        """Counts an evaluation; stops the job when patience runs out."""
         if self.is_best(eval_loss):
             self.best_eval, self.evals_since_best = eval_loss, 0
         else:

@@ -63,7 +63,6 @@ class Placement:
         """Tokens added to a tenant's count so that it starts level."""
 
     def waiting(self) -> list[LiveJob]:
-        """Jobs that wait for a seat, in order of arrival."""
         # A copy at once: other threads may submit while we look.
         return [job for job in list(self._jobs.values()) if job.state is JobState.QUEUED]
 
@@ -119,7 +118,6 @@ class Placement:
         return False
 
     def take(self, job: LiveJob) -> None:
-        """Takes a job off the backbone; its state stays on the CPU."""
         if self.has_seat(job):
             self._seated.remove(job.name)
             job.progress.rewind()
@@ -158,15 +156,12 @@ class Placement:
             self._measurer.reset_peak()
 
     def bytes_of(self, job: LiveJob) -> int:
-        """Memory of a job while it has a seat."""
         weight_bytes = self._executor.facts.weight_bytes
         own = job.num_parameters * (weight_bytes + job_state_bytes(job.spec))
         own += job.num_reference_parameters * weight_bytes
         return math.ceil(own) + self._reference_bytes(job) + job.kernel_bytes
 
     def _reference_bytes(self, job: LiveJob) -> int:
-        """Bytes of a job's reference values. They lie on the last of several stages, and jobs are taken to fill stages
-        evenly."""
         return job.reference_bytes * max(self._executor.facts.replica_sizes)
 
     def _allocated_bytes(self) -> int:

@@ -15,8 +15,6 @@ from weft.job_state import JobState, Reason
 
 
 class StepFinisher:
-    """Does what is due after each step of a job."""
-
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._jobs = lifecycle
         self._transitions = lifecycle.transitions
@@ -114,7 +112,6 @@ class StepFinisher:
         return self._transitions.pause([job], Reason.of(error), save=False)
 
     def _start_checkpoint(self, job: LiveJob) -> None:
-        """Starts a checkpoint; on a CPU it is written when this returns."""
         with self._timeline.span("checkpoint", jobs={job.name: 0}):
             self._keeper.start_checkpoint(job, self._timeline.now())
         finished = job.finished
@@ -132,7 +129,6 @@ class StepFinisher:
             yield from self._transitions.succeed(job, None)
 
     def _report_evaluation(self, job: LiveJob) -> Event:
-        """Records the evaluation of a job at its last step, which has ended."""
         pending, progress = job.finished.pending_eval, job.progress
         assert pending is not None
         is_best = progress.is_best(pending.means.loss)

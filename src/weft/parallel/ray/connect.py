@@ -50,10 +50,7 @@ def need_ray() -> Any:
 
 @dataclass(frozen=True)
 class ClusterConnection:
-    """This process as part of a cluster."""
-
     nodes: list[ClusterNode]
-    """Live nodes."""
     is_own: bool
     """True if this call made the connection, and no program uses Ray after it."""
 
@@ -148,7 +145,6 @@ def _check_answer(address: str, where: str) -> None:
 TYPE_PREFIX = "accelerator_type:"
 """Prefix of a node's kind of GPU among Ray's resources."""
 TYPE_SHARE = 0.001
-"""Amount that a replica takes of it, so that it is placed on such a node."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,6 @@ class ClusterNode:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> ClusterNode:
-        """From an entry of `ray.nodes`."""
         resources = found.get("Resources", {})
         types = [name.removeprefix(TYPE_PREFIX) for name in resources if name.startswith(TYPE_PREFIX)]
         return cls(

@@ -36,8 +36,6 @@ class ReportBatch:
 
 @dataclass(frozen=True)
 class ActorHost:
-    """Node of an actor."""
-
     node_id: str
     address: str
 

@@ -50,7 +50,6 @@ class ActorLine:
         self._numbers = itertools.count()
 
     def send(self, command: Command) -> None:
-        """Sends without waiting."""
         with suppress(*CONNECTION_ERRORS):
             if not self._connection.is_lost:
                 self._actor.obey.remote(next(self._numbers), command)
@@ -58,17 +57,13 @@ class ActorLine:
 
 @dataclass
 class RayRank(RankHandle):
-    """A rank in an actor."""
-
     actor: Any = None
     host: ActorHost | None = None
-    """Its host; None until it runs."""
     pid: int | None = None
     is_gone: threading.Event = field(default_factory=threading.Event)
 
     @property
     def on_node(self) -> str:
-        """Its host, for a sentence."""
         return f"on {self.host.address}" if self.host is not None else "on the cluster"
 
 

@@ -44,18 +44,13 @@ class RankEnded(Report):
 
 
 class CommandLine(Protocol):
-    """Sends commands to a rank."""
-
     def send(self, command: Command, /) -> None: ...
 
 
 @dataclass
 class RankHandle:
-    """A rank as its controller reaches it."""
-
     index: int
     connection: CommandLine | None = None
-    """Connection; None until it has joined and been set up."""
     last_seen_s: float = field(default_factory=time.monotonic)
     """Time of its last sign of life."""
     num_sent: int = 0
@@ -79,17 +74,13 @@ class Ranks(Protocol):
     """Starts ranks, receives their reports, and ends them."""
 
     @property
-    def inbox(self) -> Inbox:
-        """Reports in order of arrival; `RankEnded` is the last of each rank."""
-        ...
+    def inbox(self) -> Inbox: ...
 
     def start(self, index: int) -> RankHandle:
         """Starts a rank, or waits for one to join; `RankReady` follows."""
         ...
 
-    def kill(self, rank: RankHandle) -> None:
-        """Ends a rank at once."""
-        ...
+    def kill(self, rank: RankHandle) -> None: ...
 
     def close(self) -> None: ...
 
@@ -99,13 +90,9 @@ class RankConnection(Protocol):
 
     def send(self, report: Report, /) -> None: ...
 
-    def recv(self) -> Any:
-        """The controller's next message; waits for it."""
-        ...
+    def recv(self) -> Any: ...
 
-    def poll(self) -> bool:
-        """True if there is a message."""
-        ...
+    def poll(self) -> bool: ...
 
 
 class ControllerLink:
@@ -114,7 +101,6 @@ class ControllerLink:
     def __init__(self, connection: RankConnection) -> None:
         self.connection = connection
         self.lock = threading.Lock()
-        """Held while sending."""
 
     def send(self, report: Report) -> None:
         with self.lock:

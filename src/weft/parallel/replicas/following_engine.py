@@ -66,7 +66,6 @@ class FollowingEngine(ReplicatedEngine):
         super().close()
 
     def _assign_jobs(self) -> None:
-        """Moves to another layout if that was decided, then assigns jobs to ranks."""
         if self._ranks.loaded and not any(job.is_leaving for job in self.jobs.values()):
             self._layouts.watch(
                 [job for job in self.jobs.values() if job.wants_rank and job.step < job.num_steps], self.timeline
@@ -123,7 +122,6 @@ class FollowingEngine(ReplicatedEngine):
             raise
 
     def _open(self, wanted: Prediction) -> None:
-        """Starts ranks in a layout, and waits until they are loaded and use the run directory."""
         begun_s = time.monotonic()
         left = [job.spec for job in self.jobs.values() if not job.state.is_final]
         ranks = self._layouts.open_ranks(wanted, left, self.limits.capacity)

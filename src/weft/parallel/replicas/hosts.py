@@ -50,11 +50,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplicaHosts:
-    """Hosts of a run's replicas."""
-
     number: int
     open_ranks: Callable[[RankOrder], Ranks]
-    """Starts or accepts the ranks."""
     manner: str = "each in a process of its own"
     """How they run, for the user."""
     invitation: str = ""
@@ -139,15 +136,12 @@ def rank_order(spec: RunSpec, jobs: Sequence[JobSpec], *, is_controlled: bool = 
 
 PROGRAM = "weft.cli.main"
 END_S = 10.0
-"""Seconds in which a rank has to exit."""
 LAST_WORDS_S = 1.0
 """Seconds to receive a rank's reports after its end."""
 
 
 @dataclass
 class RankProcess(RankHandle):
-    """A rank in a process of this machine."""
-
     process: ChildProcess | subprocess.Popen[bytes] = field(kw_only=True)
     log: Path = field(kw_only=True)
 
@@ -226,10 +220,7 @@ class RankPool:
 
 @dataclass
 class JoinedRank(RankHandle):
-    """A rank on any machine."""
-
     host: str = ""
-    """Its host; empty until it has joined."""
 
 
 class JoinedRanks:
@@ -264,7 +255,6 @@ class JoinedRanks:
             self._report_exit(rank)
 
     def close(self) -> None:
-        """Ends all ranks, and waits a while for them to write their files."""
         with self._lock:
             ranks = [rank for rank in self._ranks if rank.connection is not None]
         for rank in ranks:

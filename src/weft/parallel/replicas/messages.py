@@ -88,18 +88,13 @@ class OpenDirectory(Command):
 
 @dataclass(frozen=True)
 class JobOrder:
-    """A job and the directory of its data."""
-
     spec: JobSpec
     base_dir: Path
     clock: datetime.datetime | None = None
-    """Time for its chat templates."""
 
 
 @dataclass(frozen=True)
 class CheckJob(Command):
-    """Checks whether a job fits, without training it; answered by `JobChecked`."""
-
     order: JobOrder
 
 
@@ -109,7 +104,6 @@ class TrainJob(Command):
 
     order: JobOrder
     hold_step: int | None = None
-    """Step at which it stops for now."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +120,12 @@ class CancelJob(Command):
 
 @dataclass(frozen=True)
 class HoldJob(Command):
-    """Stops a job at this step for now."""
-
     job: str
     step: int
 
 
 @dataclass(frozen=True)
 class ForgetJob(Command):
-    """Drops a job that has ended."""
-
     job: str
 
 
@@ -191,8 +181,6 @@ class RankJoined(Report):
 
 @dataclass(frozen=True)
 class RankReady(Report):
-    """The replica is loaded."""
-
     facts: ReplicaFacts
     capacity: int
     budget: Budget
@@ -218,8 +206,6 @@ class RankAlive(Report):
 
 @dataclass(frozen=True)
 class RankFailed(Report):
-    """Error that ends the process."""
-
     error: Exception
 
 
@@ -228,7 +214,6 @@ class JobChecked(Report):
     job: str
     num_parameters: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """`JobProgress.inputs`."""
     num_bytes: int = 0
     """Bytes on a device, with optimizer and reference."""
     notes: tuple[str, ...] = ()
@@ -253,8 +238,6 @@ class JobRefused(Report):
 
 @dataclass(frozen=True)
 class QueryResult(Report):
-    """Answer about a job at this step."""
-
     job: str
     step: int
     num_tokens: int
@@ -269,14 +252,10 @@ class AdapterChecked(Report):
 
 @dataclass(frozen=True)
 class JobView:
-    """State of a job when its event was sent."""
-
     step: int
     num_tokens: int
     may_end: bool
-    """True if work due after its last step may end it."""
     has_best: bool
-    """True if the weights of its best evaluation are kept."""
 
 
 @dataclass(frozen=True)

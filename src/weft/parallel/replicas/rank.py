@@ -89,13 +89,10 @@ def run_rank(connection: RankConnection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """An error that can cross a connection."""
     return error if isinstance(error, WeftError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class Rank:
-    """An engine and the controller it serves."""
-
     def __init__(self, link: ControllerLink, order: RankOrder, index: int) -> None:
         self._link = link
         self._index = index
@@ -145,7 +142,6 @@ class Rank:
             self._link.send(RankIdle(self._num_applied))
 
     def _train_jobs(self) -> None:
-        """Trains until no job can continue, and applies commands between two events."""
         for event in self.engine.events():
             self._report(event)
             while not self._is_over and (self._awaited_eval is not None or self._link.connection.poll()):

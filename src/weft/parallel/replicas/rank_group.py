@@ -39,7 +39,6 @@ class RankGroup:
         self.last_end = ""
         """How the last rank to end did so."""
         self.notes: tuple[str, ...] = ()
-        """Notes of all ranks."""
         self._pool = ranks
         self._silent_s = silent_s
         self._looked_s = time.monotonic()

@@ -36,7 +36,6 @@ class JobRecord:
     order: JobOrder
     data: JobData
     arrival: int
-    """Index in order of submission."""
     num_steps: int
     longest: int
     num_parameters: int = 0
@@ -49,13 +48,11 @@ class JobRecord:
     reason: Reason | None = None
     step: int = 0
     saved_step: int = 0
-    """Step of its last checkpoint."""
     num_tokens: int = 0
     best_eval: float | None = None
     has_started: bool = False
     hold_step: int | None = None
     rank: int | None = None
-    """Its rank; after its end, its last rank."""
     is_leaving: bool = False
     """True while its rank is to release it."""
     wait_reported: bool = False
@@ -64,11 +61,9 @@ class JobRecord:
     is_cancelled: bool = False
     """True once its owner has cancelled it."""
     shown_step: int = 0
-    """Last step that its owner knows."""
     may_end: bool = False
     """True if work due after that step may end it."""
     has_best: bool = False
-    """True if the weights of its best evaluation are kept."""
 
     @classmethod
     def of(cls, order: JobOrder, data: JobData, arrival: int) -> JobRecord:
@@ -112,11 +107,9 @@ class JobRecord:
             self.state, self.step = JobState.PAUSED if self.is_parked else JobState.QUEUED, step
 
     def show(self, view: JobView) -> None:
-        """Updates what its owner knows."""
         self.shown_step, self.may_end, self.has_best = view.step, view.may_end, view.has_best
 
     def update(self, event: JobEvent, view: JobView | None = None) -> None:
-        """Updates it after an event."""
         if view is not None:
             self.num_tokens = view.num_tokens
         match event:
@@ -150,10 +143,8 @@ class RankRecord:
     """It may write into the run directory while this file exists."""
     num_restarts: int = 0
     max_jobs: int | None = None
-    """Most jobs, once it had no room for more."""
     num_tokens: int = 0
     seconds: float = 0.0
-    """Seconds of its microbatches."""
     is_idle: bool = True
     is_ending: bool = False
     """True once its controller has ended it."""
@@ -183,7 +174,6 @@ class RankRecord:
 
 
 def decide(jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], weights: Mapping[str, float]) -> JobPlacement:
-    """Assigns jobs to ranks."""
     seconds, tokens = sum(rank.seconds for rank in ranks), sum(rank.num_tokens for rank in ranks)
     pace = tokens / seconds if seconds else FIRST_PACE
     candidates = [

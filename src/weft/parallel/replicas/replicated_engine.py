@@ -69,8 +69,6 @@ AnswerT = TypeVar("AnswerT", bound=Report)
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """What all replicas have in common."""
-
     facts: ReplicaFacts
     tokenizer: Tokenizer
 
@@ -128,7 +126,6 @@ class ReplicatedEngine:
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """Process of each rank by rank number."""
         known = {rank.index: rank.process for rank in self._ranks}
         return {index: rank.process.pid for index, rank in known.items() if isinstance(rank, RankProcess)}
 
@@ -162,7 +159,6 @@ class ReplicatedEngine:
         self._open_directories()
 
     def _open_directories(self) -> None:
-        """Lets all loaded ranks write into the run directory; StorageError if one does not see it."""
         for rank in self._ranks.loaded:
             self._open_directory(rank)
             opened = self._await_report(rank, DirectoryOpened)

@@ -142,7 +142,6 @@ class SweepReplicas(ReplicatedEngine):
         super()._handle_event(rank, report)
 
     def _send_to(self, job: JobRecord, command: HoldJob | CancelJob | ForgetJob) -> None:
-        """Sends to a job's rank, if it has one."""
         rank = self._rank_of(job)
         if rank is not None:
             self._ranks.send(rank, command)
@@ -170,7 +169,6 @@ class SweepReplicas(ReplicatedEngine):
         return answered.answer
 
     def _await_answer(self, rank: RankRecord, job: JobRecord) -> QueryResult | None:
-        """The answer; None if the job leaves the rank before."""
         while job.rank == rank.index and rank in self._ranks:
             report = self._receive_next()
             if report is not None and report[0] is rank and isinstance(report[1], QueryResult):

@@ -31,17 +31,12 @@ VECTOR = 16
 
 @dataclass(frozen=True)
 class JobShare:
-    """A stage's part of a job's adapter."""
-
     sizes: Mapping[str, int]
-    """Numbers in each group of parameters."""
     trained: tuple[str, ...]
-    """Trained groups."""
     modules: tuple[str, ...]
     target_names: tuple[str, ...]
     """All adapted modules of the whole model, as PEFT's target_modules names them."""
     shared: Mapping[str, torch.Tensor]
-    """Frozen tensors that all modules read."""
     summed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """For order-independent sums: numbers of each tensor that is summed by itself, by trained group."""
     num_compared: int = 0
@@ -81,7 +76,6 @@ def gradient_part(weights: JobWeights | None, is_finite: torch.Tensor) -> torch.
 
 
 def part_size(share: JobShare) -> int:
-    """Numbers in that tensor."""
     return 1 + share.num_trained
 
 

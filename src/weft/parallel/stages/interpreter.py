@@ -51,7 +51,6 @@ class _Begun:
 
     @property
     def pairs(self) -> dict[int, int]:
-        """Second microbatch of each pair by the first, numbered through all programs."""
         first = self.work.first
         return {first + one: first + other for one, other in self.work.program.pairs}
 
@@ -66,12 +65,10 @@ class StageProgram:
         self._begun: list[_Begun] = []
         """Unfinished programs, oldest first."""
         self._owners: dict[StepOf, _Begun] = {}
-        """Programs of steps."""
         self.ended: list[tuple[int, StageOutcome]] = []
         """Finished programs by number, for the caller to take."""
         self._batches: dict[int, PackedBatch] = {}
         self._references: dict[int, MicrobatchReferences] = {}
-        """References of each microbatch."""
         self._entering: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
@@ -109,7 +106,6 @@ class StageProgram:
 
     @property
     def oldest(self) -> int:
-        """Number of the first unfinished program."""
         return self._begun[0].number
 
     @property
@@ -250,7 +246,6 @@ class StageProgram:
         return self._batches[k]
 
     def _run_references(self, k: int) -> None:
-        """Runs the references before a microbatch."""
         self._batch(k)
         references = self._references[k]
         num_empty = self._num_more(k, references.num_passes)

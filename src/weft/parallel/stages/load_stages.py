@@ -48,13 +48,10 @@ class StageLayout:
     """Division of replicas, and the schedule of their stages."""
 
     replica_sizes: tuple[int, ...]
-    """Stages of each replica."""
     schedule: Schedule | None = None
-    """Schedule; None: the fastest."""
     shards: tuple[int, ...] = ()
     """Numbers of consecutive replicas that share one copy of the frozen weights; empty: none do."""
     tensor: int = 1
-    """Devices that share every layer of a stage."""
     gpus: str | None = None
     """Numbers of GPUs, one for each device; None: the first ones."""
     planned: PlannedReplicas | None = None
@@ -130,7 +127,6 @@ def pair_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tupl
 
 
 def _rounding(model: ResolvedModel) -> str:
-    """Difference between devices that share layers and one device, whose sums are not divided."""
     if model.spec.quantize == "fp8":
         return "a rounding to 8-bit floats"
     return "1e-5" if model.dtype == torch.float32 else "a rounding to bfloat16"

@@ -199,7 +199,6 @@ class StageReferences:
 @dataclass(frozen=True)
 class StagePassResult:
     left_TD: torch.Tensor | None
-    """Hidden states on the CPU for the next stage, if there is one."""
     is_enough: bool
     """True if the stage needs no more passes."""
 

@@ -49,11 +49,8 @@ from weft.store.row_files import ROWS
 class StagePosition:
     replica: int
     index: int
-    """Index within its replica."""
     num_stages: int
-    """Stages of its replica."""
     device: int
-    """Index among all stages of all replicas."""
 
 
 UNPAIRED = 4
@@ -175,7 +172,6 @@ class Stage:
         return {path: tensors for path, tensors in start.items() if path not in elsewhere}
 
     def know_shares(self, job: str, shares: Mapping[int, Sequence[JobShare]]) -> None:
-        """Stores the shares of a job on all stages, by replica."""
         self.shares[job] = shares
 
     def replica_shares(self, job: str) -> Sequence[JobShare]:
@@ -324,7 +320,6 @@ class Stage:
         return evaluated(self._given[job], self.references.of(job), self.slot_of(job))
 
     def forget(self) -> None:
-        """Drops all work under way."""
         self.runner.forget()
         if self.backbone.ring is not None:
             self.backbone.ring.forget()

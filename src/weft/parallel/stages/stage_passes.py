@@ -37,8 +37,6 @@ from weft.plan.types import Microbatch
 
 
 class MicrobatchReferences:
-    """The references of one microbatch on one stage."""
-
     def __init__(self, stage: Stage, rows: Sequence[RequestedRows], row_tile: int, limit: int) -> None:
         """Marks all `rows` as coming; passes have at most `limit` tokens or one sample."""
         self._stage, self._row_tile = stage, row_tile
@@ -57,7 +55,6 @@ class MicrobatchReferences:
 
     @property
     def num_rows(self) -> int:
-        """Rows that run, with padding."""
         return sum(batch.num_rows for _, batch in self._passes)
 
     def receive(self) -> Generator[None, None, None]:

@@ -49,7 +49,6 @@ LOADED = 0
 READ = ("tensors", "modules", "adapter_of")
 """Calls that change nothing and may return much: of processes that share a stage only the first gets them."""
 END_S = 5.0
-"""Seconds in which a stage has to exit."""
 BLAME_S = 1.0
 """Seconds to notice that a stage failed because another one is gone."""
 
@@ -166,7 +165,6 @@ class StageProcesses:
         send_message(mine, order)
 
     def _send_each(self, what: str, given: Mapping[int, tuple[Any, ...]], indices: Sequence[int]) -> int:
-        """Sends a call to processes of stages; returns its number."""
         if self._lost is not None:
             raise self._lost
         self._num_calls += 1

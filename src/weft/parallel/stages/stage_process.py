@@ -52,15 +52,12 @@ class StageOrder:
     backbone: BackboneSpec
     part: ModelPart
     num_devices: int
-    """Stages of all replicas."""
     tensor: int
     """Index among the processes that share the stage's layers."""
     num_tensor: int
     """Number of those processes; 1: it has its layers alone."""
     rings: tuple[tuple[int, ...], ...] = ()
-    """Groups of stages that share the frozen weights of the same layers."""
     backend: str = "gloo"
-    """Backend of torch.distributed."""
     memory_limit: float | str | None = None
 
     @property
@@ -77,7 +74,6 @@ class StageOrder:
 @dataclass(frozen=True)
 class StageAnswer:
     number: int
-    """Number of the call."""
     found: Any = None
     error: Exception | None = None
 
@@ -276,7 +272,6 @@ def _report_failure(
 
 
 def sendable(error: Exception, stage: int, what: str = "") -> Exception:
-    """An error that can cross a pipe; `what`: the call that raised it."""
     if isinstance(error, WeftError) or (what == "seat" and isinstance(error, ReplicaMemoryError)):
         return error
     if isinstance(error, ReplicaMemoryError) or is_out_of_memory(error):

@@ -74,7 +74,6 @@ class StagedExecutor:
         ends = [*itertools.accumulate(stages.replica_sizes)]
         self._replicas = [range(end - size, end) for end, size in zip(ends, stages.replica_sizes, strict=True)]
         self._copies = copies(len(self._replicas), shards)
-        """Replicas that share one copy of the frozen weights; they only work together."""
         self.facts = facts_of(stages.call_all("facts"), self._replicas, shards)
         self._jobs = StagedJobs(stages, self._replicas, self._copies)
         self._done: dict[int, Callable[[], Any]] = {}
@@ -216,7 +215,6 @@ class StagedExecutor:
         return any(self._jobs[job].given.batches.data.reads_reference for job in jobs)
 
     def _evaluate(self, work: EvaluationWork) -> EvaluationOutcome:
-        """Evaluates every job on a replica that has it."""
         begun_s = time.perf_counter()
         found = self._call_owners("evaluate", work.jobs, lambda jobs: dataclasses.replace(work, jobs=jobs))
         parts = {job: part for jobs, results in found for job, part in zip(jobs, results, strict=True)}

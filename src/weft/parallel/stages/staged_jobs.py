@@ -24,7 +24,6 @@ from weft.plan.program import Program, Step
 class StagedJob:
     given: NewJob
     shares: dict[int, list[JobShare]]
-    """Shares by replica."""
     has_seat: bool = False
     is_unknown: bool = False
     """True while its start has to be computed from its data."""
@@ -92,12 +91,10 @@ class StagedJobs:
                 self._move(name, home)
 
     def call(self, what: str, job: str, *given: Any) -> list[Any]:
-        """Answers of every stage that has a job."""
         devices = [device for replica in self._jobs[job].shares for device in self._replicas[replica]]
         return self._stages.call_each(what, dict.fromkeys(devices, (job, *given)))
 
     def call_home(self, what: str, job: str, *given: Any) -> list[Any]:
-        """Answers of the stages of a job's home."""
         return self._stages.call_each(what, dict.fromkeys(self._replicas[self._jobs[job].home], (job, *given)))
 
     def _make_shares(self, job: NewJob, replicas: Iterable[int]) -> dict[int, list[JobShare]]:
@@ -132,7 +129,6 @@ class StagedJobs:
         return counts.index(min(counts))
 
     def _move(self, name: str, home: int) -> None:
-        """Moves a job with all its state; it leaves its replica once it is complete on the other."""
         job = self._jobs[name]
         tensors = join_state(self.call_home("tensors", name))
         try:

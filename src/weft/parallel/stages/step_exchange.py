@@ -40,8 +40,6 @@ Part = torch.Tensor | SpreadPart
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Norm and gradient that a stage steps a job by."""
-
     norm: GradientNorm
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Gradient by group that was summed elsewhere: of several replicas, or of tied rows."""
@@ -59,7 +57,6 @@ class StepExchange:
         self._parts: dict[tuple[int, StepOf], Part] = {}
         """On the root stage: parts that have arrived early, by stage and step."""
         self._measured: dict[StepOf, MeasuredStep] = {}
-        """Results that no step has used yet."""
         self._is_cut_off = False
         """True once a replica is gone."""
 
@@ -109,7 +106,6 @@ class StepExchange:
         return found.norm
 
     def _is_spread(self, job: str) -> bool:
-        """True if several replicas hold the job."""
         return len(self._stage.shares[job]) > 1
 
     def _messages(self, step: StepOf, is_finite: torch.Tensor) -> list[torch.Tensor]:

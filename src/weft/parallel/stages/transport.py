@@ -35,8 +35,6 @@ from weft.processes import VISIBLE, check_cpu_processes, choose_gpus, visible_gp
 
 
 class Channel(IntEnum):
-    """Kinds of messages between stages."""
-
     ACTIVATION = 0
     """Hidden states to the next stage."""
     GRADIENT = 1
@@ -44,7 +42,6 @@ class Channel(IntEnum):
     PART = 2
     """Part of a job's gradient to its root stage: the first one that has a part."""
     NORM = 3
-    """Norm from the root stage to every stage that steps."""
     CHOICE = 4
     """Next tokens of answers from the last stage to all before it."""
 
@@ -57,7 +54,6 @@ class Route:
 
     @property
     def direction(self) -> tuple[Channel, bool]:
-        """Channel, and whether it goes to a later stage."""
         return self.channel, self.target > self.source
 
 
@@ -83,9 +79,7 @@ class Transport(Protocol):
         """Prepares routes; all stages open the same ones, before anything else."""
         ...
 
-    def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
-        """Starts to send a tensor, which does not change any more."""
-        ...
+    def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None: ...
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel
@@ -220,7 +214,6 @@ class HostTransport(TorchTransport):
 
 WHERE = "--devices"
 LOOPBACKS = ("lo", "lo0")
-"""Names of the loopback interface."""
 
 
 def find_gpus(model: ResolvedModel, num_devices: int, chosen: str | None) -> tuple[str, ...]:
@@ -261,7 +254,6 @@ def process_variables(gpu: str | None) -> dict[str, str]:
 
 
 def goes_through_host(device: torch.device, backend: str) -> bool:
-    """True if tensors are sent from the machine's memory."""
     return backend == "gloo" and not is_cpu(device)
 
 

@@ -35,14 +35,9 @@ Due = dict[Route, deque[StepOf]]
 
 @dataclass(frozen=True)
 class StagedOutcome:
-    """What became of a program of several stages."""
-
     microbatches: Sequence[MicrobatchOutcome]
-    """Outcomes in the program's order; without scores if it has no segments."""
     steps: Mapping[tuple[str, int], Updated]
-    """Results by job and step."""
     spans: Sequence[Span]
-    """Spans of all stages, by `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,6 @@ class StagedWork(Work[StagedOutcome]):
     program: Program
     row_tile: int
     rates: Mapping[tuple[str, int], float]
-    """Learning rate by job and step."""
     lists: Lists | None = None
     """For consecutive programs: instructions of every stage now, with the rest of the program before."""
     first: int = 0
@@ -109,7 +103,6 @@ class StageGroup(Protocol):
     """All stages of one or more replicas."""
 
     replica_sizes: list[int]
-    """Stages of each replica; those of the first come first."""
 
     def call_all(self, what: str, *given: Any) -> list[Any]:
         """Every stage's answer to a method of `Stage` or one of `TOGETHER`; raises the first error."""
@@ -126,9 +119,7 @@ class StageGroup(Protocol):
         """
         ...
 
-    def go_on(self, lists: Lists, due: Due) -> None:
-        """Starts the rest of the last program."""
-        ...
+    def go_on(self, lists: Lists, due: Due) -> None: ...
 
     def outcomes(self, number: int) -> list[StageOutcome]:
         """Waits for a program that has been started completely; returns every stage's outcome."""
@@ -176,7 +167,6 @@ class StepOrders:
 
 
 def steps_due(program: Program) -> Due:
-    """All messages about steps of a whole program."""
     orders = StepOrders()
     orders.know(program)
     return orders.due(program.stages)

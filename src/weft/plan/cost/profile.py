@@ -69,7 +69,6 @@ class Profile:
 
     @property
     def margin(self) -> float:
-        """Share of memory to leave free beyond the prediction."""
         return self.errors["reserved_bytes"].p95
 
     @property

@@ -54,7 +54,6 @@ class ModelShape(DecoderSizes):
         return self.num_layers * rank * sum(sum(self.linears[name]) for name in names)
 
     def chosen(self, targets: str | Sequence[str]) -> tuple[str, ...]:
-        """The linears of a layer that `target_modules` names, in the layer's order."""
         return chosen_linears(targets, tuple(self.linears))
 
     def attention_flop(self, lengths: Sequence[int]) -> float:

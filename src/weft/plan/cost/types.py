@@ -27,8 +27,7 @@ class CostModel(Protocol):
     def step_s(self, stage: int) -> float:
         """Seconds of one job's optimizer step on one stage."""
 
-    def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
-        """Bytes that a stage keeps of a microbatch between forward and backward."""
+    def held_bytes(self, lengths: Sequence[int], stage: int) -> int: ...
 
 
 def slot_seconds(cost: CostModel, num_stages: int, lengths: Sequence[int]) -> float:

@@ -240,7 +240,6 @@ class ContinuedProgram:
         return found
 
     def _issue(self) -> Lists:
-        """Returns the pending instructions, which are issued by that."""
         found = tuple(map(tuple, self._pending))
         for pending in self._pending:
             pending.clear()
@@ -264,7 +263,6 @@ def joined(
 
 
 def joined_all(given: Sequence[DealtStream], pipes: Sequence[Pipe], costs: Sequence[PassCosts]) -> Program:
-    """`joined` for any number of replicas."""
     endless = ContinuedProgram(*pipes)
     parts = [*(endless.append(stream, costs) for stream in given), endless.end()]
     stages = tuple(tuple(i for part in own for i in part) for own in zip(*parts, strict=True))

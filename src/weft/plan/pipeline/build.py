@@ -35,8 +35,6 @@ from weft.plan.types import JobQueue, Limits, Microbatch, lemma_distance, with_e
 
 
 class Schedule(enum.StrEnum):
-    """A pipeline schedule."""
-
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     LORAPP = "lorapp"

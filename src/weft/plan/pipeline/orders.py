@@ -29,7 +29,6 @@ from weft.plan.program import Backward, Forward
 from weft.plan.types import Microbatch
 
 StageOrder = list[Forward | Backward]
-"""Passes of a stage in order."""
 
 
 def orders_by_lead(
@@ -109,7 +108,6 @@ class Clock:
     held_bytes: tuple[int, ...]
     """Bytes kept between forward and backward."""
     transfer_s: float
-    """Seconds between neighbouring stages, each way."""
     step_s: tuple[float, ...]
     """Seconds of optimizer steps after its backward."""
 
@@ -131,7 +129,6 @@ class Pipe:
     waits_for: Sequence[int]
     """The backward that must end on the same stage before each forward; -1 for none."""
     memory_bytes: Sequence[int] | None = None
-    """Bytes of each stage for clocks in flight."""
     max_lead: Sequence[int] | None = None
     """Most clocks in flight on each stage."""
     shared: Sequence[Collection[StreamBatch]] = ()
@@ -328,7 +325,6 @@ class Play:
         self._busy_until(stage, index, end + clock.step_s[index])
 
     def step_ready_at(self, k: int) -> float:
-        """When the first stage has run a clock's backward."""
         first = self.stages[0]
         return first.backward_ends[k] if k < first.num_backwards else NEVER
 

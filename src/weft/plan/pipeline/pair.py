@@ -31,8 +31,6 @@ FARTHEST = 16
 
 @dataclass(frozen=True)
 class RowsHeld:
-    """The row limit of a pair."""
-
     most: int
     row_tile: int = 1
 

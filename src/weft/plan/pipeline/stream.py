@@ -22,7 +22,6 @@ from weft.plan.program import Instruction, Measure, Step
 from weft.plan.types import Microbatch
 
 StreamBatch = tuple[str, int]
-"""Job and step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,6 @@ class SharedSteps:
         return before
 
     def is_root(self, replica: int, batch: StreamBatch) -> bool:
-        """True if a replica will measure a global batch."""
         return self._roots.get(batch) == replica
 
     def backward_done(self, batch: StreamBatch, end_s: float) -> float | None:

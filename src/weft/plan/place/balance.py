@@ -54,7 +54,6 @@ class Balance(Levelling):
         return max(self.makespan_s, self.floor_s)
 
     def level(self) -> None:
-        """Steps 1 to 3."""
         self.seat_newcomers()
         self._send_home(np.inf)
         before, start_s = self.at.copy(), self._end_s

@@ -78,7 +78,6 @@ class JobPlacement:
 
 
 def present_seats(candidates: Sequence[Candidate], replicas: Sequence[Replica]) -> dict[str, str]:
-    """Present replicas of jobs, as far as they exist."""
     names = {replica.name for replica in replicas}
     return {c.job: c.replica for c in candidates if c.replica is not None and c.replica in names}
 
@@ -93,5 +92,4 @@ def least_s(candidates: Sequence[Candidate], replicas: Sequence[Replica]) -> flo
 
 
 def or_inf(limit: int | None) -> float:
-    """The limit as a comparable number; infinite for None."""
     return math.inf if limit is None else float(limit)

@@ -328,7 +328,6 @@ class FastestSpread(Planner):
         )
 
     def _seconds(self, replica: int, stream: Sequence[Microbatch]) -> float:
-        """Of a replica of one stage."""
         cost, adapters = (self.spread.costs[replica], None) if self.measured is None else self.measured[replica]
         lengths = ([segment.length for segment in m.segments] for m in stream)
         added_s = 0.0 if adapters is None else sum(2 * adapters.microbatch_s(m.job_tokens) for m in stream)

@@ -63,7 +63,6 @@ class Forecast:
     program: Program
     timeline: Timeline
     eval_s: float
-    """Seconds of all evaluations and reference passes of the whole run."""
     stage_bytes: tuple[int, ...]
     device_bytes: int
     largest_capacity: int
@@ -71,7 +70,6 @@ class Forecast:
     keeps_order: bool
     """True if every job's samples run in its own order, so that its bits do not depend on the plan."""
     trained_rows_bytes: int = 0
-    """Bytes of rows of the embedding and the output head that jobs train."""
     tensor_parallel: int = 1
     """Devices that share every layer of a stage."""
     pairs: PairChoice | None = None
@@ -242,7 +240,6 @@ def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) ->
 
 
 def trained_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
-    """Bytes of a job's own rows of the embedding and the output head, with gradients and moments."""
     each = cost.memory.adapter_bytes_each - MOMENT_BYTES + job.state_bytes
     return math.ceil(job.num_trained_rows * cost.shape.hidden * each)
 

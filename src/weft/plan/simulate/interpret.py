@@ -236,5 +236,4 @@ def simulate_turns(program: Program, cost: CostModel) -> Timeline:
 
 
 def describe(microbatch: Microbatch) -> dict[str, Any]:
-    """Tokens of a microbatch and of each job in it, by the names that the engine records."""
     return {"tokens": microbatch.num_tokens, "jobs": microbatch.job_tokens}

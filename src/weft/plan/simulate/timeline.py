@@ -47,8 +47,6 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of all stages and lanes in order of their start, and memory over time."""
-
     spans: tuple[Span, ...]
     num_stages: int = 1
     memory: tuple[MemoryPoint, ...] = ()
@@ -125,7 +123,6 @@ def _by_lane(span: Span) -> tuple[int, int]:
 
 
 def gantt(timeline: Timeline, width: int = 100, names: Sequence[str] | None = None) -> str:
-    """One line per stage; each character shows what the stage did most of that time."""
     tick = timeline.makespan_s / width
     if tick <= 0:
         return ""

@@ -30,7 +30,6 @@ class Subgraph:
     needs: tuple[int, ...]
     """Indices of the subgraphs of the same group that come first."""
     depth: int
-    """Subgraphs on the longest path to it."""
 
 
 Launch = tuple[int, int]

@@ -54,8 +54,6 @@ class PackOption:
 
 @dataclass(frozen=True)
 class SweepSetting:
-    """The hardware and settings of a sweep."""
-
     shape: ModelShape
     hardware: Hardware
     num_gpus: int = 1
@@ -127,7 +125,6 @@ class PackCost:
                 raise PlanError(self._why_never(kind), where=configuration.name)
 
     def _tabulate(self) -> None:
-        """Arrays over kinds k (rows) and ways q (columns)."""
         kinds, ways, setting = self.kinds, self.ways, self.setting
         self.degree = np.array([way.degree for way in ways])
         capacity = np.array([way.capacity for way in ways], dtype=float)

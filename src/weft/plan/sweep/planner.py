@@ -183,8 +183,6 @@ class Split:
 
 
 class Splitter:
-    """Splits lists of kinds into packs, with a cache."""
-
     def __init__(self, cost: PackCost) -> None:
         self.cost = cost
         self._known: dict[tuple[int, tuple[int, ...]], Split] = {}
@@ -243,8 +241,6 @@ class DeviceLane:
 
 
 class Assigner:
-    """Assigns kinds to lanes."""
-
     def __init__(self, cost: PackCost) -> None:
         self.cost = cost
         self.splitter = Splitter(cost)

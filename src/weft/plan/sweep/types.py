@@ -51,8 +51,6 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Configurations that train together on one copy of the backbone."""
-
     configurations: tuple[str, ...]
     gpus: tuple[int, ...]
     """Its tensor-parallel group; as many GPUs as its parallel degree."""
@@ -79,10 +77,7 @@ class SweepPlan:
     """Packs by start, then by their first GPU."""
     num_tokens: int
     lower_bound_s: float
-    """Lower bound of any schedule, under the same models of time and memory."""
     one_by_one_s: float | None
-    """Seconds with PEFT, every configuration alone on the GPUs that cost least in all; None if one does not fit or
-    nothing is known of the device."""
 
     @property
     def makespan_s(self) -> float:
@@ -90,12 +85,10 @@ class SweepPlan:
 
     @property
     def approximation_ratio(self) -> float:
-        """The makespan over the lower bound: 1.05 is at most 5 % above the optimum."""
         return self.makespan_s / self.lower_bound_s
 
     @property
     def speedup(self) -> float | None:
-        """Speed relative to one by one."""
         return None if self.one_by_one_s is None else self.one_by_one_s / self.makespan_s
 
     def to_json(self) -> dict[str, Any]:

@@ -243,8 +243,6 @@ _caller = needs("jobs")
 
 @dataclass(frozen=True)
 class _Route:
-    """The name of a route in logs and metrics."""
-
     path: str
 
 

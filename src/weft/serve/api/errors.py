@@ -66,7 +66,6 @@ def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> 
 
 
 def install(app: FastAPI) -> None:
-    """Makes the app answer errors in this form instead of FastAPI's."""
     app.add_exception_handler(ApiError, lambda request, error: _api_error(error))
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -133,8 +133,6 @@ _SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class Metrics:
-    """The counters of one process, and gauges that are read from the database at each scrape."""
-
     def __init__(self, database: Database) -> None:
         self.registry = CollectorRegistry()
         labels = ("method", "route", "status")

@@ -23,7 +23,6 @@ from weft.serve.db.engine import Database, Tx, WatchedRows
 from weft.serve.errors import Busy
 
 MAX_KEPT = 1000
-"""How many answers are kept at most."""
 T = TypeVar("T")
 
 

@@ -55,8 +55,6 @@ class RateLimits:
 
 @dataclass
 class ApiService:
-    """One API process."""
-
     settings: Settings
     database: Database
     blobs: Blobs
@@ -73,7 +71,6 @@ class ApiService:
 
     def __post_init__(self) -> None:
         self.read_cache = ReadCache(self.database)
-        """Answers of reads that many clients repeat."""
 
 
 def service_of(request: Request) -> ApiService:
@@ -81,7 +78,6 @@ def service_of(request: Request) -> ApiService:
 
 
 OWNER = "weft"
-"""The owner that the API names for backbones."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +85,11 @@ class ResolvedModel:
     """What the name of a model stands for."""
 
     base: str
-    """The name of the backbone."""
     blob: str | None
     """The adapter's archive; None is the bare backbone."""
     created: int
     owner: str
     job: str | None = None
-    """The job that trained the adapter."""
     bytes: int | None = None
     """Size of a fine-tuned model's archive; that of a checkpoint is not kept."""
 
@@ -118,7 +112,6 @@ def resolve_model(tx: Tx, service: ApiService, tenant: str, name: str) -> Resolv
 
 
 def missing_model(name: str) -> NotFound:
-    """Makes the error for a model that is not there or belongs to another tenant."""
     return NotFound(f"The model '{name}' does not exist or you do not have access to it.", where="model")
 
 
@@ -130,10 +123,8 @@ class Caller:
     owner: DbRow
     """The tenant's row, which holds its limits."""
     key: str | None
-    """The id of the key, not the key itself."""
     scopes: tuple[str, ...]
     request: str
-    """The request's id."""
 
     def note(self, tx: Tx, action: str, object: str = "", data: Any = None) -> None:
         """Adds an action to the audit table, in the transaction that performs it."""

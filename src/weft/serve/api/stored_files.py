@@ -31,11 +31,9 @@ from weft.serve.errors import NotFound, OverLimit, Unsure
 from weft.serve.new_job import Report, check_training_file
 
 PURPOSE = "fine-tune"
-"""The one purpose of a file that the API takes."""
 
 
 def check_purpose(purpose: str) -> None:
-    """Raises a 400 unless the purpose is the one there is."""
     if purpose != PURPOSE:
         raise invalid(f"{purpose[:40]!r} is not a purpose here; use '{PURPOSE}'.", "purpose", "invalid_value")
 

@@ -84,7 +84,6 @@ class Database:
             yield connection
 
     def close(self) -> None:
-        """Closes all connections; open transactions end as if the process had died."""
         self.engine.dispose()
 
     def _begin(self, connection: Tx) -> sa.RootTransaction:

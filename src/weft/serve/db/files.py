@@ -86,7 +86,6 @@ def delete_file(tx: Tx, tenant: str, id: str) -> DbRow:
 
 
 def stored_bytes(tx: Tx, tenant: str) -> int:
-    """Adds up the bytes of the tenant's files and models that are neither deleted nor expired."""
     live = ((FILES, _live(tx)), (MODELS, [MODELS.c.deleted_at.is_(None)]))
     total = 0
     for table, where in live:
@@ -171,7 +170,6 @@ def get_parts(tx: Tx, tenant: str, upload: str, ids: Sequence[object] | None = N
 
 
 def pending_bytes(tx: Tx, tenant: str) -> int:
-    """Adds up the bytes that unfinished uploads have announced."""
     query = sa.select(sa.func.coalesce(sa.func.sum(UPLOADS.c.bytes), 0))
     mine = sa.and_(UPLOADS.c.tenant == tenant, UPLOADS.c.status == "pending", UPLOADS.c.expires_at > now(tx))
     return int(tx.execute(query.where(mine)).scalar_one())
@@ -189,7 +187,6 @@ def create_model(tx: Tx, tenant: str, id: str, *, job: str, base: str, blob: str
 
 
 def get_model(tx: Tx, tenant: str, id: str) -> DbRow:
-    """Finds a fine-tuned model of the tenant that is not deleted."""
     query = sa.select(MODELS).where(MODELS.c.tenant == tenant, MODELS.c.id == id, MODELS.c.deleted_at.is_(None))
     row = first(tx, query)
     if row is None:

@@ -25,7 +25,6 @@ WORTH_S = 60.0
 REST_S = 60.0
 """How long a worker that has given jobs back keeps the others."""
 LOOK_S = 2.0
-"""The time between two looks at the other workers."""
 
 
 class GiveBack(ABC):

@@ -146,7 +146,6 @@ def _concerns_the_full(mine: Sequence[DbRow]) -> sa.ColumnElement[bool]:
 
 
 def _losses(job: DbRow) -> int:
-    """Counts the workers a free job lost in a row; a job that was lost, and not released, still names the last one."""
     return int(job["attempts"]) + (job["worker"] is not None)
 
 

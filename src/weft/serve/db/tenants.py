@@ -223,7 +223,6 @@ def find_key_use(tx: Tx, tenant: str, key: str, request_hash: str) -> str | None
 def add_audit(
     tx: Tx, tenant: str, action: str, object: str = "", *, key: str | None = None, request: str = "", data: Any = None
 ) -> None:
-    """Adds an action to the table; `data` must hold no secrets."""
     row = {"tenant": tenant, "key": key, "action": action, "object": object, "request": request, "data": data}
     tx.execute(sa.insert(AUDIT).values({**row, "created_at": int(now(tx))}))
 

@@ -88,7 +88,6 @@ def live_workers(tx: Tx, base_model: str | None = None) -> list[DbRow]:
 
 
 def all_workers(tx: Tx) -> list[DbRow]:
-    """Lists all workers by machine, also those that are lost, the oldest of each first."""
     return every(tx, sa.select(WORKERS).order_by(WORKERS.c.machine, WORKERS.c.started_at, WORKERS.c.id))
 
 
@@ -119,7 +118,6 @@ class WorkerLoad:
 
     id: str
     num_held: int = 0
-    """Its jobs."""
     max_jobs: int | None = None
     """The most jobs it trains at a time; None is not known."""
     max_length: int | None = None

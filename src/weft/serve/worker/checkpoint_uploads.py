@@ -40,8 +40,6 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class CheckpointUploads:
-    """The thread of a worker that copies checkpoints to the file store."""
-
     def __init__(self, database: Database, blobs: Blobs, work: WorkDirectory) -> None:
         self._database, self._blobs, self._work = database, blobs, work
         # Workers that read a store inside the data directory also read the checkpoints there.
@@ -74,7 +72,6 @@ class CheckpointUploads:
             return not self._waiting and self._in_flight is None
 
     def forget(self, claim: Claim) -> None:
-        """Copies no more checkpoints of a job that has ended."""
         with self._changed:
             self._waiting.pop(claim.name, None)
 

@@ -55,7 +55,6 @@ class Claim:
     """A job as this worker claimed it, and what the worker has done with it since."""
 
     job: DbRow
-    """The job's row at the moment of the claim."""
     is_training: bool = False
     """The engine has the job. Before that, its data is being prepared."""
     is_put_back: bool = False
@@ -82,11 +81,9 @@ class Claim:
     is_unstored: bool = False
     """The job has ended, and its result could not be stored yet."""
     result: StoredResult | None = None
-    """The finished job's files, once they are stored."""
     first_step: tuple[int, float] | None = None
     """The first step this worker saw and its time; the estimate of the end starts there."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """The latest value of each metric."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
     """Metrics of the steps before the adopted checkpoint; a worker that died may not have reported all of them."""
 

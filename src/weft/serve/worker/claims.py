@@ -54,9 +54,7 @@ class Claims:
         """`limits` are those of reading one job's files; `wake` wakes the trainer; `on_ready` is
         called when a job has been prepared."""
         self.by_name: dict[str, Claim] = {}
-        """Every claim by its name."""
         self.num_claimed = 0
-        """How many jobs the worker has claimed since it started."""
         self.claim_after = 0.0
         """The worker claims no new jobs before this time of the monotonic clock."""
         self.preparer = JobPreparer(

@@ -69,7 +69,6 @@ class DatabaseSync:
     ) -> None:
         """`address` is where the worker answers prompts, and the token; `wake` wakes the trainer."""
         self.info: dict[str, Any] = {}
-        """The description of the worker in its row."""
         self.crash: BaseException | None = None
         """The error that ended the thread, if there was one."""
         self.trainer_seen_at = time.monotonic()
@@ -260,7 +259,6 @@ class SyncRound:
     wanted: str | None
     """What the operator wants of this worker: drain, remove or nothing."""
     rows: dict[str, DbRow]
-    """The rows of the jobs that are ours, by id."""
     journals: list[Journal] = field(default_factory=list)
     lost: list[Claim] = field(default_factory=list)
     claimed: list[DbRow] = field(default_factory=list)
@@ -271,8 +269,6 @@ class SyncRound:
 
 
 class RoundWriter:
-    """Writes the rounds of one worker."""
-
     def __init__(self, options: WorkerOptions, claims: Claims, *, address: tuple[str, str]) -> None:
         """`address` is where the worker answers prompts, and the token."""
         self.rebalance, self.seat_shares = Rebalance(), SeatShares()

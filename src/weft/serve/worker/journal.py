@@ -67,7 +67,6 @@ class Journal:
         self._row = row
         self._at = at
         self._last_step = int(row["step"])
-        """The last step that is written."""
         self._events: list[DbRow] = []
         self._changes: dict[str, Any] = {}
         self.fate = Fate.HELD

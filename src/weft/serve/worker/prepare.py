@@ -68,7 +68,6 @@ class JobPreparer:
         self._under_way: list[tuple[Claim, Future[PreparedJob]]] = []
         self._waiting: list[tuple[Claim, Future[PreparedJob]]] = []
         self._busy: Counter[str] = Counter()
-        """How many jobs of each tenant are being prepared."""
         self._changed = threading.Condition()
         # Daemons: a process that must go does not wait for a long file to be read.
         self._threads = [

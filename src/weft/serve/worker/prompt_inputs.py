@@ -152,7 +152,6 @@ class Tokenizers:
         self._short, self._long, self._answers = ((copy.deepcopy(tokenizer), threading.Lock()) for _ in range(3))
         self._num_long, self._counting = 0, threading.Lock()
         self.longest = max(map(len, tokenizer.get_vocab()), default=1)
-        """The most characters of one token."""
 
     @contextlib.contextmanager
     def for_prompt(self, num_chars: int, client: PromptClient) -> Iterator[Tokenizer]:

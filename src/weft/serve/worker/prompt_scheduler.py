@@ -55,7 +55,6 @@ class PromptRequest:
     decoding: Decoding
     answer: queue.SimpleQueue[int | AnswerEnd | Exception] = field(default_factory=queue.SimpleQueue)
     is_cancelled: bool = False
-    """The client has gone."""
 
 
 class PromptScheduler:
@@ -174,7 +173,6 @@ class PromptScheduler:
         self._run(going, partial(self._advance, going))
 
     def _advance(self, going: list[PromptRequest]) -> None:
-        """Writes one more token of each answer."""
         items = [self._active[request] for request in going]
         written = advance(self._backbone, items, end_tokens(self._backbone))
         for request, item, token in zip(going, items, written, strict=True):

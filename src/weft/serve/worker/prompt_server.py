@@ -56,7 +56,6 @@ class PromptServer:
         self._max_positions = scheduler.max_positions
         self._tokenizers = Tokenizers(scheduler.tokenizer)
         self.token = secrets.token_hex(32)
-        """The secret that every request must bring."""
         self._socket = socket.create_server((options.host, 0))
         port = self._socket.getsockname()[1]
         self.address = f"http://{options.host}:{port}"

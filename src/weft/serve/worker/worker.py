@@ -189,7 +189,6 @@ class Worker:
             self._update_info()
 
     def _update_info(self) -> None:
-        """Updates the description of the worker in its row, for the dashboard and the metrics page."""
         engine = self.engine
         spans = list(itertools.islice(reversed(engine.timeline.spans), PROGRAM_SPANS))
         self.sync.info = {

@@ -69,8 +69,6 @@ NEWS_S = 5.0
 
 @dataclass(frozen=True)
 class TrialNews:
-    """An evaluation of a trial, or its end."""
-
     metrics: Mapping[str, Any] = field(default_factory=dict)
     is_ended: bool = False
     error: str | None = None
@@ -78,8 +76,6 @@ class TrialNews:
 
 @dataclass
 class TunedTrial:
-    """A trial on the backbone."""
-
     num_steps: int
     eval_steps: int
     last: Mapping[str, Any] = field(default_factory=dict)
@@ -120,11 +116,9 @@ class TrialServer:
             return None
 
     def cancel(self, name: str) -> None:
-        """Cancels a trial unless it has ended."""
         self._call(lambda engine: engine.cancel(name) if not engine.jobs[name].state.is_final else None)
 
     def close(self) -> None:
-        """Saves running trials and ends."""
 
         def end(engine: Engine) -> None:
             self._is_over = True

@@ -152,7 +152,6 @@ class AdamW8bit(Optimizer):
 
     @property
     def states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Codes and scales of the first moment and of the root of the second, and the step, by group."""
         return self._states
 
     def make_moments(self) -> None:
@@ -178,7 +177,6 @@ class AdamW8bit(Optimizer):
 
     @classmethod
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
-        """All steps in one call of the kernel; memory is allocated before any change."""
         updates = [optimizer._update(is_finite) for optimizer, is_finite in zip(optimizers, finite, strict=True)]
         return counting_steps(optimizers, adamw_8bit(updates, finite_J))
 

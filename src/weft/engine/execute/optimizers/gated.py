@@ -72,7 +72,6 @@ class GatedOptimizer(Optimizer):
 
     @property
     def states(self) -> dict[str, State]:
-        """States by group, or by group and module path."""
         return self._states
 
     def make_moments(self) -> None:

@@ -58,7 +58,6 @@ class PartOfStep:
 
 
 def gradient_norm(grads: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Norm of a whole gradient, given by group."""
     norm: torch.Tensor = torch.stack([grad.norm() for grad in grads]).norm()
     return norm
 
@@ -78,7 +77,6 @@ class Optimizer(ABC):
 
     @property
     def rates(self) -> dict[str, float]:
-        """Learning rate of the next step by group."""
         factors = self.adapter.rate_factors(self.spec)
         return {group: self.rate * factor for group, factor in zip(self.adapter.groups, factors, strict=True)}
 
