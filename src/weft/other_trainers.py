@@ -16,9 +16,7 @@ _OFF = (None, False, 0, "", "none")
 @dataclass(frozen=True)
 class ForeignSetting:
     reason: str
-    """Why it is refused, and what to write instead."""
     harmless: tuple[Any, ...] = _OFF
-    """Values that change nothing here."""
 
 
 _PEFT = {

@@ -203,7 +203,6 @@ def listed(names: Sequence[str]) -> str:
 
 
 def field_names(cls: type) -> dict[str, str]:
-    """All accepted spellings of the fields of `cls`, mapped to the field names."""
     names: dict[str, str] = {}
     for field in dataclasses.fields(cls):
         names[field.name] = field.name
@@ -259,7 +258,6 @@ def convert(value: Any, hint: Any, where: str) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """Name of a type for users."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(a) for a in args)
@@ -372,7 +370,6 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
 
 
 def _required(cls: type) -> list[str]:
-    """The settings without a default, in the order of the fields."""
     fields = dataclasses.fields(cls)
     return [f.name for f in fields if f.default is REQUIRED and f.default_factory is REQUIRED]
 

@@ -55,11 +55,9 @@ class Adapter:
         """Frozen tensors that all modules read and that follow from the settings."""
         self.groups: dict[str, ParameterGroup] = {}
         self.frozen: dict[str, torch.Tensor] = {}
-        """The flat buffers of groups that are not trained."""
         self.modules: dict[str, SlotWeights] = {}
         self._parts = dict(parts or {})
         self.head: HeadWeights | None = None
-        """The head that makes logits from hidden states, for objectives that have one."""
         self.token_rows: dict[str, TokenRows] = {}
         self._tied_grad: torch.Tensor | None = None
         """Gradient of tied rows from the output head, until the global batch is complete."""
@@ -89,7 +87,6 @@ class Adapter:
 
     @property
     def parts(self) -> Collection[str]:
-        """The groups that are on none of its method's modules."""
         return self._parts.keys()
 
     @property
@@ -182,7 +179,6 @@ class Adapter:
                 grad.add_(penalty)
 
     def flat(self) -> dict[str, torch.Tensor]:
-        """The buffers themselves, by group, including frozen ones."""
         found = {**self.frozen, **self.trained()}
         return {name: found[name] for name in (*self.method.groups, *self._parts) if name in found}
 
@@ -190,7 +186,6 @@ class Adapter:
         return {name: group.params for name, group in self.groups.items()}
 
     def put(self, flat: Mapping[str, torch.Tensor]) -> None:
-        """Copies weights from buffers by group: all groups, or the trained ones."""
         own = self.flat()
         for name, params in flat.items():
             own[name].copy_(params)
@@ -201,7 +196,6 @@ class Adapter:
         return self.in_files({path: tuple(view.cpu().clone() for view in own) for path, own in self._views.items()})
 
     def in_files(self, tensors: Mapping[str, ModuleTensors]) -> dict[str, ModuleTensors]:
-        """Weights of this adapter by module path, as in files."""
         return {path: own if path in self._parts else self.modules[path].in_files(own) for path, own in tensors.items()}
 
     def load(self, tensors: Mapping[str, ModuleTensors], where: str) -> None:
@@ -296,7 +290,6 @@ class Adapter:
         return {path: tuple(views) for path, views in found.items()}
 
     def _split_grads(self) -> dict[str, ModuleTensors]:
-        """Views of the gradients by module path; those of frozen groups are empty."""
         trained = self.split({name: group.grad for name, group in self.groups.items()})
         if not self.frozen:
             return trained
@@ -312,7 +305,6 @@ class Adapter:
         return tuple(name for name in self.groups if name not in self._parts)
 
     def rate_factors(self, job: JobSpec) -> list[float]:
-        """Factors on the job's learning rate for each group; 1 for parts."""
         return [*self.method.rate_factors(job), *(1.0 for _ in self._parts)]
 
     def _sizes(self, group: int) -> list[int]:

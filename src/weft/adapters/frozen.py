@@ -81,7 +81,6 @@ class FrozenWeight(nn.Module, ABC):
         name = next(iter(tensors))
         self.shape = (tensors[name].shape[self.out_dims[name]], num_in)
         self.dtype = dtype
-        """Type of the dense weight and of the activations."""
 
     @abstractmethod
     def dense(self) -> torch.Tensor:
@@ -119,11 +118,9 @@ class FrozenWeight(nn.Module, ABC):
         return tiled_mm(dy_TO, self.dense(), row_tile, onto_TD)
 
     def factors(self, x_TD: torch.Tensor, x8: Rows8 | None = None) -> Factors:
-        """The two factors of `product`."""
         return Factors(x_TD, self.dense())
 
     def gradient_factors(self, dy_TO: torch.Tensor, dy8: Rows8 | None = None) -> Factors:
-        """The two factors of `input_gradient`."""
         return Factors(dy_TO, self.dense().t())
 
     def part(self, start: int, stop: int) -> FrozenWeight:

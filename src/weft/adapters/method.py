@@ -45,8 +45,6 @@ ModuleTensors = tuple[torch.Tensor, ...]
 
 
 class Site(Protocol):
-    """A part of a backbone that holds adapters, as methods see it."""
-
     @property
     def bias_O(self) -> torch.Tensor | None:
         """The frozen bias, if there is one; it is already in the y of `SlotWeights.forward`."""
@@ -204,7 +202,6 @@ class PeftFormat(ABC):
     in_peft: bool = False
     """Whether PEFT has the method; otherwise only Weft reads the files."""
     title: str
-    """Name of the method in sentences."""
     suffixes: Mapping[str, str]
     """PEFT's names of the groups' tensors and how they end: lora_A and `lora_A.weight`; in the groups' order."""
     defaults: Mapping[str, Any]
@@ -343,7 +340,6 @@ class Method(ABC):
         return type(self).kernel_copy is not Method.kernel_copy
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """The copy that the fused path's kernels read."""
         raise AssertionError("only methods with kernels have a copy for them")
 
     def kernel_rank(self, spec: AdapterSpec) -> int:

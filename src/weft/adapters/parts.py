@@ -37,12 +37,10 @@ class PartShape(ABC):
         """Shapes of the part's tensors, in the order of its buffer."""
 
     @abstractmethod
-    def initial(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Initial values of the part's tensors."""
+    def initial(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]: ...
 
     @property
     def sizes(self) -> list[int]:
-        """Number of elements of each tensor."""
         return [torch.Size(shape).numel() for shape in self.tensor_shapes]
 
     def split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -53,7 +51,6 @@ class PartShape(ABC):
 HEAD = "score"
 """Name of the head as a module, as a group of parameters, and in PEFT's files."""
 INITIAL_STD = 0.02
-"""Standard deviation of the initial values; transformers' initializer_range."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,6 @@ class HeadShape(PartShape):
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """The tensors of a head and their gradients: views of its adapter's buffers."""
-
     params: tuple[torch.Tensor, ...]
     grads: tuple[torch.Tensor, ...]
     any_order_sums: AnyOrderSums | None = None
@@ -100,13 +95,10 @@ class HeadWeights:
 
 INPUT_ROWS = "input_rows"
 OUTPUT_ROWS = "output_rows"
-"""Names of the two parts as groups of parameters and as modules."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowsShape(PartShape):
-    """Rows of the embedding or of the output head that an adapter trains."""
-
     ids: np.ndarray | None
     """Token ids (K); None: all rows."""
     weight_VD: torch.Tensor
@@ -135,8 +127,6 @@ class RowsShape(PartShape):
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Trained rows of tokens and their gradients: views of the adapter's buffers."""
-
     ids: np.ndarray | None
     """Token ids (K); None: all rows."""
     rows_KD: torch.Tensor

@@ -43,8 +43,6 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """Neighbouring segments of one slot."""
-
     slot: int
     samples: tuple[Sampled, ...]
     """Samples in the job's own order, by which gradients are summed."""
@@ -92,7 +90,6 @@ class Routing:
     bounds: torch.Tensor | None = None
     """On a GPU, int32: the first row of each segment, then the end of the buffer; padding counts as a segment."""
     longest: int = 0
-    """Number of rows of the longest segment, padding included."""
     tokens: np.ndarray | None = None
     slots: tuple[SlotRows, ...] = ()
     dropout_keys_T: torch.Tensor | None = None

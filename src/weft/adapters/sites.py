@@ -84,7 +84,6 @@ class SlotLinear(nn.Module):
 
     @property
     def stored(self) -> FrozenWeight:
-        """W in its storage format, here or elsewhere."""
         away = None if self.elsewhere is None else self.elsewhere()
         return self.frozen if away is None else away
 
@@ -127,8 +126,6 @@ class UnchangedRows:
 
 
 class RowSite:
-    """Rows of one width that any number of adapters can change."""
-
     weight: torch.Tensor | None = None
     bias_O: torch.Tensor | None = None
     read_original: None = None

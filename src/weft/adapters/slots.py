@@ -91,7 +91,6 @@ class _SlotFunction(torch.autograd.Function):
 
 
 def _changed_input(x_TD: torch.Tensor, active: Active) -> torch.Tensor:
-    """The input of the frozen map: x, or a copy in which some slots have changed their own rows."""
     changing = [(rows, weights) for rows, weights in active if weights.changes_input]
     if changing:
         x_TD = x_TD.clone()
@@ -101,7 +100,6 @@ def _changed_input(x_TD: torch.Tensor, active: Active) -> torch.Tensor:
 
 
 def _changed_gradient(dy_TO: torch.Tensor, active: Active) -> torch.Tensor:
-    """The gradient of the frozen map: dy, or a copy in which some slots have changed their own rows."""
     changing = [(rows, weights) for rows, weights in active if weights.changes_gradient]
     if changing:
         dy_TO = dy_TO.clone()

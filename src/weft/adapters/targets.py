@@ -21,7 +21,6 @@ ALL = {
 SHARED = {"lm_head": "the output head", "embed_out": "the output head"} | dict.fromkeys(
     ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"), "an embedding"
 )
-"""Shared modules that other trainers accept as targets."""
 _LAYER_INDEX = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
 

@@ -45,7 +45,6 @@ class LayoutOptions:
     devices: str | None = None
     """Numbers of the GPUs, separated by commas; None: the first ones."""
     planned: PlannedReplicas | None = None
-    """Replicas of the plan that the layout was made from, if any."""
     may_be_auto: bool = True
     """True if the verb can choose a layout."""
 
@@ -165,7 +164,6 @@ class LayoutOptions:
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Number of stages of every replica that runs its own microbatches."""
         layout = self.chosen
         if len({replica.tensor for replica in layout.replicas}) > 1:
             message = f"got {self.layout!r}; all replicas have the same tensor:N."

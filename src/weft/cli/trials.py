@@ -160,7 +160,6 @@ class TrialResult:
     seconds: float = 0.0
     num_microbatches: int = 0
     rows: int = 0
-    """Rows of all microbatches, padding included."""
     row_tile: int = 0
     """Number of rows that products are computed in; it decides bits."""
     problem: str | None = None

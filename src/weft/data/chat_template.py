@@ -29,24 +29,16 @@ GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 @runtime_checkable
 class Tokenizer(Protocol):
     @property
-    def chat_template(self) -> Any:
-        """A Jinja template, named templates, or None."""
-        ...
+    def chat_template(self) -> Any: ...
 
     @property
-    def bos_token_id(self) -> Any:
-        """The id that starts a text, or None."""
-        ...
+    def bos_token_id(self) -> Any: ...
 
     @property
-    def eos_token_id(self) -> Any:
-        """The id that ends a text, or None."""
-        ...
+    def eos_token_id(self) -> Any: ...
 
     @property
-    def special_tokens_map(self) -> Mapping[str, Any]:
-        """The special tokens as text, by their names in templates."""
-        ...
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
 
     @property
     def name_or_path(self) -> str: ...
@@ -73,7 +65,6 @@ class Tokenizer(Protocol):
 class ChatTemplate:
     tokenizer: Tokenizer
     own: str | None = None
-    """Template used instead of the tokenizer's."""
     clock: datetime.datetime | None = None
     """Time that the template reads; None for the current time."""
 
@@ -90,7 +81,6 @@ class ChatTemplate:
 
     @functools.cached_property
     def ends_text(self) -> str:
-        """The token that ends a text, as templates write it; empty for a tokenizer without one."""
         return str(self.tokenizer.special_tokens_map.get("eos_token") or "")
 
     def apply(self, turns: Sequence[ChatTurn], form: Conversation, where: str, *, generation: bool = False) -> str:

@@ -72,8 +72,6 @@ Form: TypeAlias = Conversation | Text | Tokens | Passage | Words
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of one sample and its trained characters."""
-
     text: str
     spans: tuple[tuple[int, int], ...]
     """Trained characters, as [start, end)."""

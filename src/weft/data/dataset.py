@@ -33,7 +33,6 @@ class DataSummary:
     num_dropped_unsupervised: int
     """Samples left out because they have nothing to learn, some of them only after being cut."""
     length_limit: int
-    """The job's max_length, in tokens."""
     num_samples: int
     num_tokens: int
     num_supervised_tokens: int
@@ -41,7 +40,6 @@ class DataSummary:
     mean_length: float
     max_length: int
     notes: tuple[str, ...] = ()
-    """Further notes for the user."""
     group_size: int = 1
 
     def describe(self) -> str:
@@ -68,7 +66,6 @@ class Member:
     sample: Sample
     """With the rows in front of it that the job's adapter fills."""
     own: Sample
-    """Its own tokens alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +83,6 @@ class Dataset:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], source: str) -> Dataset:
-        """A data set of samples that were not read from files; `source` describes them."""
         made = Samples.of(samples)
         result = measures(made)
         return cls(made, DataSummary((source,), "tokens", len(made), 0, 0, 0, result["max_length"], **result))
@@ -227,7 +223,6 @@ class JobData:
     eval: Dataset | None
 
     def led_by(self, num_rows: int) -> JobData:
-        """The same with so many rows in front of each sample."""
         led = [None if part is None else replace(part, num_leading=num_rows) for part in (self.train, self.eval)]
         assert led[0] is not None
         return JobData(led[0], led[1])

@@ -294,7 +294,6 @@ READERS: dict[str, Callable[[Row, bool], Form]] = {
     "text": _read_text,
     "tokens": _read_tokens,
 }
-"""Readers of a row, by format."""
 LABELLED_READERS: dict[str, Callable[[Row], Form]] = {
     "passage": lambda row: Passage(row.values["text"], row.values["label"]),
     "words": lambda row: Words(tuple(row.values["tokens"]), tuple(row.values["tags"])),

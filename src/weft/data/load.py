@@ -209,7 +209,6 @@ def find_labels(
 @dataclass(frozen=True, eq=False)
 class Prompt:
     tokens: npt.NDArray[np.int32]
-    """Rendered prompt, generation prompt included."""
     text: str
     reference: str | None
     where: str

@@ -34,7 +34,6 @@ class Renderer:
     template: ChatTemplate
     train_on_inputs: bool = False
     mask_history: bool = False
-    """True to train only the last answer of a chat."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -70,7 +69,6 @@ class Renderer:
         return (Rendered(text, ((start, len(text)),), True, where),)
 
     def render_prompt(self, form: Conversation | Text, where: str) -> tuple[Rendered, str | None]:
-        """The text of the prompt, and the answer in the row, if any."""
         if isinstance(form, Text):
             return Rendered(form.text, (), True, where), None
         turns, reference = form.turns, None
@@ -110,8 +108,6 @@ THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Answer:
-    """One trained turn, in the text of its prompt and what follows."""
-
     turn: int
     text: str
     start: int

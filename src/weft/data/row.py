@@ -92,7 +92,6 @@ class _ZstdStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fills a buffer with the next bytes; 0 at the end."""
         while not self._ready and self._advance():
             pass
         some, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
@@ -100,7 +99,6 @@ class _ZstdStream(io.RawIOBase):
         return len(some)
 
     def _advance(self) -> bool:
-        """Decompresses another block; False at the end of the file."""
         block = self._compressed or self._file.read(BLOCK_BYTES)
         if not block:
             if self._frame is not None:

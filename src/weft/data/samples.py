@@ -27,7 +27,6 @@ class Sample:
     """Token ids and, for each, whether and how much it counts in the loss; the arrays are read-only."""
 
     tokens: npt.NDArray[np.int32]
-    """The token ids, [L]."""
     supervised: npt.NDArray[np.bool_]
     """True if token i counts in the loss as a target, predicted from the tokens before it, [L]. Token 0 never does:
     nothing comes before it."""
@@ -118,7 +117,6 @@ class Sample:
         return Sample(np.concatenate([front, self.tokens]), np.concatenate([front, self.supervised]), weights, labels)
 
     def weighted(self, weight: float) -> Sample:
-        """The same tokens with their weights multiplied by `weight`."""
         if weight == 1:
             return self
         before = np.ones(self.length) if self.weights is None else self.weights
@@ -254,7 +252,6 @@ class Samples(Sequence[Sample]):
         return digest.hexdigest()
 
     def feed(self, digest: hashlib._Hash) -> None:
-        """Adds the samples to a fingerprint."""
         for first in range(0, len(self), HASHED_TOGETHER):
             pieces: list[bytes | memoryview] = []
             for i in range(first, min(first + HASHED_TOGETHER, len(self))):

@@ -81,7 +81,6 @@ class DataFile:
 
     @property
     def is_lines(self) -> bool:
-        """True if every line is a row that can be read by itself."""
         return self.kind in JSON_LINES
 
     @property
@@ -90,7 +89,6 @@ class DataFile:
 
     @property
     def num_text_bytes(self) -> int:
-        """Approximate size as text."""
         return self.num_bytes * (TEXT_PER_COMPRESSED if is_compressed(self.path) else 1)
 
     def rows(self) -> Iterator[Row]:

@@ -104,8 +104,6 @@ class ByteLevel:
 
 @dataclass(frozen=True)
 class _Borders:
-    """The concatenated tokens of many texts."""
-
     tokens: npt.NDArray[np.int32]
     reached: Integers
     """Byte after each token."""
@@ -113,7 +111,6 @@ class _Borders:
     """Byte at which each token begins, and the end."""
 
     def encoded(self, item: Rendered, first: int, end: int) -> Encoded | None:
-        """The text whose tokens are those from `first` to `end`."""
         text, origin = item.text, int(self.begun[first])
         is_ascii = text.isascii()
         num_bytes = len(text) if is_ascii else len(text.encode())

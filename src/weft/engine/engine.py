@@ -106,7 +106,6 @@ class Engine:
         self._commands: deque[Command] = deque()
         self._events = EventQueue()
         self._program: ProgramRun | None = None
-        """The last program; one of its microbatches may still run."""
         self._mid_update = False
         """True while jobs are further than their counts; stays true if that is interrupted."""
         self._stopping = False
@@ -166,7 +165,6 @@ class Engine:
         return self._placement.bytes_of(job)
 
     def budget(self, adapters: Collection[AdapterSpec]) -> Budget:
-        """Memory for jobs with such adapters."""
         return self._placement.budget(self.limits.capacity, adapters)
 
     def keep_in(self, directory: RunDirectory | Path | str) -> None:
@@ -267,7 +265,6 @@ class Engine:
         return dict(self.executor.adapter_of(job.name))
 
     def evaluate(self, name: str) -> MeanScores:
-        """Scores of a job's current weights on its evaluation data."""
         work = EvaluationWork((self._job(name).name,), self.limits.capacity, self.row_tile)
         self._sync_progress()
         return self.executor.wait(self.executor.start(work)).parts[0].means

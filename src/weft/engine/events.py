@@ -73,13 +73,10 @@ class StepDone(JobEvent):
     learning_rate: float
     tokens: int
     num_tokens: int
-    """Tokens of the job so far."""
     seconds: float
-    """Seconds since the run started."""
     skipped: bool = False
     """True if the loss or gradient was not finite, so that the weights did not change."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further metrics of the objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +182,12 @@ class JobsGrouped(Event):
     kind: ClassVar[str] = "grouped"
     groups: tuple[tuple[str, ...], ...]
     fills: tuple[int, ...]
-    """Tokens that a microbatch of each group is filled up to."""
     gain: float | None
     """Predicted share of time that these groups save against one group, or one group against the best of several; None
     without an alternative."""
     num_measured: int
     """Measured stage passes that the prediction rests on; 0: the hardware table."""
     num_replicas: int = 1
-    """Staged replicas, each with groups of its own."""
 
     @property
     def text(self) -> str:
@@ -251,7 +246,6 @@ class LayoutDecided(Event):
     reason: str
     """Reason, as the rest of a line."""
     seconds: float = 0.0
-    """Seconds that training paused for the move."""
 
     @property
     def has_moved(self) -> bool:
@@ -270,7 +264,6 @@ class MicrobatchDone(Event):
     jobs: tuple[str, ...]
     tokens: int
     rows: int
-    """Rows computed, with padding."""
     seconds: float
     num_reference_rows: int = 0
     """Of these, rows of reference passes."""

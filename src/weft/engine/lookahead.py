@@ -45,7 +45,6 @@ LEARN_EVERY = 32
 class MeasuredPace:
     fit: OnlineFit = field(default_factory=lambda: OnlineFit(TIME_TERMS))
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Adapter rank of each job that trains now."""
     row_tile: int = 1
     num_seen: int = 0
 
@@ -90,7 +89,6 @@ class LookaheadPlanner:
         self.stages = StagePace()
         self._pairs = PairPace()
         self._unreported: PlannedProgram | None = None
-        """The last program with a choice that has not been reported."""
         self._reported: tuple[int, bool, bool] | None = None
         """Of the last reported choice: number of groups, whether it rests on measurements, whether it has pairs."""
         self._mistake: str | None = None
@@ -146,7 +144,6 @@ class LookaheadPlanner:
         return ContinuedProgram(*pipes) if pipes else None
 
     def costs(self) -> Sequence[PassCosts]:
-        """`Planner.pass_costs`, with the measurements so far."""
         return self.planner.informed(self._measured, ()).pass_costs
 
     def observe(self, microbatch: Microbatch, seconds: float) -> None:

@@ -155,7 +155,6 @@ class _PreviewedJob:
     num_steps: int
     step: int = 0
     sample: int = 0
-    """Samples done of the current global batch."""
     num_tokens: int = 0
 
     @classmethod

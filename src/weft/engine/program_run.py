@@ -121,7 +121,6 @@ class StartedMicrobatch:
         self.ticket = executor.start(work)
         self.started_s = time.perf_counter()
         self.compiling_s = executor.compiling_s() - compiled_s
-        """Seconds that its start waited for kernels or the capture of a graph."""
 
     def seconds(self, outcome: MicrobatchOutcome) -> float:
         """Device seconds, without compilation."""
@@ -150,7 +149,6 @@ class MicrobatchRun(ProgramRun):
         self._rest = deque(self._plans.program([job.queue() for job in running], self._limits).turns)
         self._ready: MicrobatchWork | None = None
         self._ahead: StartedMicrobatch | None = None
-        """The next microbatch, if it is already started."""
         self._ahead_error: Exception | None = None
         """Error from starting it; raised when its turn comes."""
 

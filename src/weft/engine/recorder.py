@@ -57,7 +57,6 @@ class RunRecorder:
         self.room = room
         self._elapsed: dict[str, float] = {}
         self._unwritten: dict[str, deque[dict[str, Any]]] = {}
-        """Metrics that are not yet written, by job, oldest first."""
 
     def keep_in(self, directory: RunDirectory) -> None:
         """Writes there from now on, and continues from what it holds."""
@@ -163,7 +162,6 @@ class RunRecorder:
         self._note(job, {**record, "skipped": True} if event.skipped else record)
 
     def note_eval(self, job: LiveJob, event: EvalDone) -> None:
-        """Queues an evaluation line for metrics.jsonl."""
         record = {
             "step": event.step,
             "epoch": event.epoch,
@@ -234,8 +232,6 @@ class FileKind(Enum):
 
 @dataclass
 class JobFile:
-    """A write that is under way or has ended."""
-
     job: LiveJob
     kind: FileKind
     step: int
@@ -254,7 +250,6 @@ class JobFiles:
         self._room_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SNAPSHOT_SHARE
         self._under_way: list[JobFile] = []
         self._ended: list[JobFile] = []
-        """Ended writes that are not yet taken."""
 
     @property
     def is_writing(self) -> bool:
@@ -279,19 +274,16 @@ class JobFiles:
         return ended
 
     def wait_for_one(self) -> list[JobFile]:
-        """Waits for the oldest write; takes all that have ended."""
         self._wait(self._under_way[:1])
         return self.ended()
 
     def finish(self, job: LiveJob) -> list[JobFile]:
-        """Waits for all writes of a job, and takes them."""
         self._wait([file for file in self._under_way if file.job is job])
         found = [file for file in self._ended if file.job is job]
         self._ended = [file for file in self._ended if file.job is not job]
         return found
 
     def finish_all(self) -> None:
-        """Waits for all writes; `ended` still returns them."""
         self._wait(list(self._under_way))
 
     def _wait(self, files: list[JobFile]) -> None:

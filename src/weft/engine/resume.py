@@ -48,7 +48,6 @@ _KEEPS = "the run in {} has {}, this {} has {}; a resumed run keeps its settings
 class ResumePlan:
     done: frozenset[str]
     changes: tuple[str, ...] = ()
-    """Accepted changes since the run began."""
 
 
 def job_settings(job: JobSpec) -> dict[str, Any]:
@@ -195,7 +194,6 @@ def _check_engine(now: RunRecord, directory: RunDirectory, any_capacity: bool) -
 
 
 def _changed(job: JobSpec, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Recorded values of the settings that are different now."""
     before = _flat(as_named_now(JobSpec, recorded))
     # A setting that the run was recorded without did not exist then.
     return {name: before[name] for name, now in _flat(job_settings(job)).items() if before.get(name, now) != now}

@@ -41,7 +41,6 @@ class TimelineRecorder:
         return self.offset_s + self.own_s()
 
     def at(self, moment_s: float) -> float:
-        """A `time.perf_counter` time in seconds of the run."""
         return self.offset_s + moment_s - self._start
 
     def own_s(self) -> float:
@@ -56,7 +55,6 @@ class TimelineRecorder:
         self.add(name, ended_s - begun_s, ended_s, **args)
 
     def add(self, name: str, seconds: float, ended_s: float, **args: Any) -> None:
-        """Records a span that ended at `ended_s` of `time.perf_counter`."""
         self.spans.append(Span(name, self.at(ended_s) - seconds, seconds, args))
         if name in ACTIVITIES:
             self.wall.add(ACTIVITIES[name], seconds, ended_s)

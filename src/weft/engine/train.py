@@ -45,7 +45,6 @@ class PreparedRun:
     failed: dict[str, WeftError] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     clock: datetime.datetime = field(default_factory=datetime.datetime.now)
-    """Time for its chat templates."""
 
 
 def load_engine(

@@ -32,8 +32,6 @@ from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 
 @dataclass(frozen=True, eq=False)
 class ParameterLane:
-    """One flat buffer with its gradient and moments."""
-
     params_P: torch.Tensor
     grad_P: torch.Tensor
     exp_avg_P: torch.Tensor
@@ -273,8 +271,6 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class StepTables:
-    """Arguments of an update kernel; the norms are known by then."""
-
     lanes: list[ParameterLane]
     lanes_L6: torch.Tensor
     numbers_L10: torch.Tensor
@@ -395,7 +391,6 @@ def _filled_up(lanes: tuple[ParameterLane, ...], sides: int) -> list[ParameterLa
 
 
 def _addresses(lane: ParameterLane) -> list[int]:
-    """A row of the table of lanes: addresses of its buffers and their length."""
     tensors = (lane.params_P, lane.grad_P, lane.exp_avg_P, lane.exp_avg_sq_P)
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % 16 == 0 for address in addresses), "flat buffers begin at multiples of 16 bytes"

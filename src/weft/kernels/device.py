@@ -42,7 +42,6 @@ def gpus() -> list[torch.device]:
 
 
 def default_device() -> torch.device:
-    """The first GPU, or the CPU where there is none."""
     return torch.device("cuda", 0) if has_gpu() else CPU
 
 
@@ -96,7 +95,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Number of blocks of threads that a GPU runs at the same time."""
     if gpu := _stand_in(device):
         return gpu.num_multiprocessors
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -122,12 +120,10 @@ def limit_memory(device: torch.device, share: float) -> None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes of this process's tensors on a device now."""
     return torch.cuda.memory_allocated(device)
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Bytes that this process has reserved on a device for its tensors."""
     return torch.cuda.memory_reserved(device)
 
 

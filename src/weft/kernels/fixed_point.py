@@ -50,13 +50,10 @@ TOO_LARGE = ROOM << CARRY_BITS
 
 @dataclass(frozen=True)
 class SumWords:
-    """The sums of some tensors in a row, in words that can be added to those of others."""
-
     fine_P: torch.Tensor
     coarse_P: torch.Tensor | None
     """None if fine is enough for all of them."""
     sizes: tuple[int, ...]
-    """Number of elements of each tensor."""
     units: tuple[int, ...]
     """Upper bound of what was added, for each tensor; `TOO_LARGE` where it is refused."""
 
@@ -206,8 +203,6 @@ BLOCK = 2048
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """Sums in the form that kernels add to."""
-
     fine_P: torch.Tensor
     coarse_P: torch.Tensor
     spilled_1: torch.Tensor
@@ -215,7 +210,6 @@ class Words:
 
     @staticmethod
     def of_nothing(like_P: torch.Tensor) -> Words:
-        """Empty sums, one for each number."""
         fine_P, coarse_P = (torch.zeros(like_P.shape, dtype=torch.int64, device=like_P.device) for _ in range(2))
         return Words(fine_P, coarse_P, torch.zeros(1, dtype=torch.int64, device=like_P.device))
 

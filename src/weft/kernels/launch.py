@@ -94,7 +94,6 @@ class RecordedLaunch:
     """A kernel with the specialization of a launch."""
 
     kernel: Any
-    """A `triton.JITFunction`."""
     specialization: str
     """Types, constants, alignments and options, in Triton's notation."""
 
@@ -109,7 +108,6 @@ class RecordingDriver:
         self._target = GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_target(self) -> Any:
-        """Target that binaries are compiled for."""
         return self._target
 
     def get_current_device(self) -> int:

@@ -71,7 +71,6 @@ ROW_BLOCK = 32_768
 """Longest row held in registers between its maximum and its rounding: 32 numbers for each of 1,024 threads. Longer rows
 are read twice, the second time from cache: on an H200 28,672 columns took 240 us held and 395 us read twice."""
 COPY_BLOCK = 2_048
-"""Numbers per program of the plain conversion: 16 for each of 128 threads."""
 
 
 TINIEST_BITS = (127 - 100) << 23

@@ -64,8 +64,6 @@ if TYPE_CHECKING:
 
 
 class Backbone:
-    """One frozen model that many adapters share."""
-
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, part: ModelPart | None = None
     ) -> None:
@@ -81,9 +79,7 @@ class Backbone:
         """Digests of the files it was loaded from (`identity.py`); empty if it was made in memory."""
         self.routing = Routing()
         self.linears: dict[str, SlotLinear] = {}
-        """Every linear except the output head, by path."""
         self.kernels = "reference: as loaded"
-        """The path that runs, and the reason."""
         self._install(torch.zeros((), device=self.device, requires_grad=True))
         blocks = block_paths_of(model)
         self.blocks = blocks_of(model, blocks, self.routing)
@@ -98,7 +94,6 @@ class Backbone:
         self.reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads, self._output_rows)
         """The path through transformers' own modules, for adapters whose method has no kernels."""
         self.path: Path = self.reference
-        """The path of microbatches, unless an adapter's method has no kernels."""
         self._sites: dict[Attachment, Mapping[str, SlotLinear | RowSite]] = {
             Attachment.LINEAR: self.linears,
             Attachment.BLOCK_OUTPUT: self.blocks,
@@ -196,7 +191,6 @@ class Backbone:
         return own + (0 if self.ring is None else self.ring.num_bytes)
 
     def _numbers(self, fused: FusedModel) -> dict[str, int]:
-        """Module numbers of the fused path's table, by the paths of this backbone's sites."""
         numbers = {path: number for number, path in enumerate(self.linears)}
         sites = [layer.sites for layer in fused.layers]
         ends = [end.module for own in sites for end in (own.attention_end, own.mlp_end)]
@@ -243,7 +237,6 @@ class Backbone:
         return Adapter(spec, method, sites, 0, self.device, self._parts(spec, head))
 
     def _parts(self, spec: AdapterSpec, head: HeadShape | None) -> dict[str, PartShape]:
-        """An adapter's parts besides its method's tensors, by name."""
         return {**({} if head is None else {HEAD: head}), **self.embeddings.shapes_here(spec)}
 
     def check_adapter(self, spec: AdapterSpec) -> None:
@@ -283,7 +276,6 @@ class Backbone:
         return "" if path is self.path else path.name
 
     def kernel_bytes(self, spec: AdapterSpec) -> int:
-        """Bytes that kernels need for an adapter besides a copy of its parameters."""
         if self._path_for(spec) is self.reference:
             return 0
         return method_of(spec).kernel_bytes(spec, _shapes(self._targets(spec)), self.dtype.itemsize)
@@ -292,7 +284,6 @@ class Backbone:
         return self.path if slot is None else self._slot_paths.get(slot, self.path)
 
     def has_own_head(self, slot: int | None) -> bool:
-        """Whether a slot's adapter trains rows of the output head."""
         return slot in self._output_rows
 
     def leading_rows(self, slot: int | None) -> int:
@@ -314,7 +305,6 @@ class Backbone:
         return max(found)
 
     def _kept_width(self, spec: AdapterSpec) -> int:
-        """Numbers per row that an adapter's slots keep on the reference path, besides the linears' own."""
         method = method_of(spec)
         return sum(method.saved_width(spec, path, shape) for path, shape in _shapes(self._targets(spec)).items())
 
@@ -334,11 +324,9 @@ class Backbone:
         return self._sites[attachment]
 
     def paths_for(self, method: Method) -> list[str]:
-        """Paths of all sites of the whole model for adapters of a method."""
         return self._paths[method.attachment]
 
     def targets(self, spec: AdapterSpec) -> list[str]:
-        """Paths of an adapter's sites in the whole model."""
         refuse_experts(spec, self._experts)
         method = method_of(spec)
         return choose_modules(spec, method.attachment, self.paths_for(method))
@@ -348,7 +336,6 @@ class Backbone:
         return {path: sites[path] for path in self.targets(spec) if path in sites}
 
     def attach(self, adapter: Adapter) -> int:
-        """Puts an adapter on a free slot and returns the slot."""
         path = self._path_for(adapter.spec)
         slot = path.take_slot(adapter)
         self._slot_paths[slot] = path
@@ -386,11 +373,9 @@ class Backbone:
         return self._path_through(batch).launch(batch, row_tile)
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
-        """Starts a microbatch forward only."""
         return self._path_through(batch).look(batch, row_tile)
 
     def scores(self, batch: PackedBatch, row_tile: int | None) -> list[Score]:
-        """Each segment's score, without gradients."""
         return self.look(batch, row_tile).scores()
 
     @property
@@ -399,7 +384,6 @@ class Backbone:
         return self._waited_s + self.path.captured_s
 
     def _path_through(self, batch: PackedBatch) -> Path:
-        """The path of a microbatch, once its kernels are compiled."""
         if self.ahead is not None:
             begun_s = time.perf_counter()
             self.ahead.wait()
@@ -427,7 +411,6 @@ class Backbone:
 
     @torch.no_grad()
     def pass_on(self, batch: PackedBatch, caches: list[Any], entering_TD: torch.Tensor | None) -> torch.Tensor:
-        """Output of a part of a model that is not the last one, while generating."""
         return self.reference.hidden(batch, None, caches, entering_TD=entering_TD)
 
     @property

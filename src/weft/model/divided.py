@@ -65,7 +65,6 @@ def _joined(own: LayerWeight, read: Callable[[str], FrozenWeight]) -> FrozenWeig
 
 
 def _layer_weights(backbone: Backbone) -> list[list[LayerWeight]]:
-    """The weights of every layer's linears, joined where a path has joined them."""
     linears = backbone.linears
     paths: dict[int, list[str]] = {}
     for path in linears:
@@ -88,7 +87,6 @@ def _layer_weights(backbone: Backbone) -> list[list[LayerWeight]]:
 _SIDES: dict[str, Side] = {
     path.rpartition(".")[2]: side for site, side in zip(SEPARATE, SIDES.values(), strict=True) for path in site
 }
-"""The dimension by which each linear of a layer is divided."""
 
 
 def why_not_divisible(config: Config, count: int, quantize: str = "none") -> str | None:
@@ -121,7 +119,6 @@ def _why_not_divisible(sizes: DecoderSizes, count: int, quantize: str) -> str | 
 
 
 def _fitting(sizes: DecoderSizes) -> list[int]:
-    """All numbers of devices that divide everything evenly."""
     shared = (sizes.num_heads, sizes.num_kv_heads, sizes.ffn)
     return [n for n in range(1, sizes.num_kv_heads + 1) if all(number % n == 0 for number in shared)]
 

@@ -145,7 +145,6 @@ def _originals(backbone: Backbone, source: Source) -> OriginalWeights:
 
 
 def _remember_originals(backbone: Backbone, source: Source) -> None:
-    """Lets every quantised linear read its original weight."""
     originals = _originals(backbone, source)
     for path, linear in backbone.linears.items():
         if not isinstance(linear.frozen, Dense):

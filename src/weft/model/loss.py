@@ -69,7 +69,6 @@ class Head:
 
 
 def head_of(model: Any) -> Head:
-    """The frozen output head of a transformers model."""
     module, config = model.get_output_embeddings(), model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     return Head(module.weight, getattr(module, "bias", None), softcap, logit_scale(config.model_type, vars(config)))
@@ -84,7 +83,6 @@ class BlockedLoss:
     """Number of rows whose logits exist at once: fixed, so that a row's result does not depend on the number of
     others."""
     row_losses: RowLosses = cross_entropy_rows_reference
-    """Loss of a block's logits: the reference implementation, or the kernel if there is one."""
 
     def among(self, rows: np.ndarray) -> BlockedLoss:
         """The loss of some of a microbatch's rows: the same, since all have one head."""
@@ -177,7 +175,6 @@ def top_tokens(head: Head, hidden_ND: torch.Tensor, number: int) -> tuple[torch.
 
 
 def _teacher_logits(head: Head, values: Sequence[torch.Tensor], like_BV: torch.Tensor) -> torch.Tensor:
-    """The teacher's logits of a block: from its hidden states, or log-probabilities of its most likely tokens."""
     if len(values) == 1:
         return head.logits(values[0])
     ids_BK, logprobs_BK = values

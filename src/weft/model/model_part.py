@@ -62,7 +62,6 @@ class AbsentWeight(nn.Module):
 
 
 def keep_part(model: Any, part: ModelPart) -> None:
-    """Removes from a transformers model of `FAMILIES` all that is outside a part of it."""
     assert model.config.model_type in FAMILIES, "the layers of other models may be called otherwise"
     setattr(model, WHOLE, list(linear_modules(model)))
     decoder = model.base_model
@@ -121,7 +120,6 @@ def inputs_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routin
 
 
 def keys_and_values_of(model: PreTrainedModel, part: ModelPart | None, routing: Routing) -> dict[str, KeyValueRows]:
-    """The sites of each layer's keys and values; empty for families without a description."""
     config = model.config.to_dict()
     if config.get("model_type") not in FAMILIES:
         return {}

@@ -42,11 +42,9 @@ class ReferenceRows:
         self._sample: Sample | None = sample
         self._values: tuple[torch.Tensor, ...] = ()
         self.is_coming = False
-        """Whether the sample is about to run, so that no other request is needed."""
 
     @property
     def sample(self) -> Sample:
-        """The sample to run."""
         assert self._sample is not None, "the reference has run"
         return self._sample
 
@@ -57,7 +55,6 @@ class ReferenceRows:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the sample still has to run through the reference."""
         return not (self.is_known or self.is_coming)
 
     @property
@@ -68,16 +65,13 @@ class ReferenceRows:
 
     @property
     def logprobs_N(self) -> torch.Tensor:
-        """Log-probabilities of the supervised tokens, fp32, for objectives that need them."""
         (logprobs_N,) = self.values
         return logprobs_N
 
     def learn(self, *values: torch.Tensor) -> None:
-        """Stores the reference's values."""
         self._values, self._sample = values, None
 
     def free_values(self) -> None:
-        """Drops the values after their last use."""
         self._values = ()
 
 
@@ -89,7 +83,6 @@ class ScoredGroups:
     learners: tuple[int, ...]
     """Its segments, group by group; the group's loss and metrics are counted to its first."""
     rows: np.ndarray
-    """Indices of their supervised rows in the microbatch, group by group."""
     references: tuple[ReferenceRows, ...]
     """The reference's values of each segment, if the objective reads them."""
     lengths: np.ndarray
@@ -112,8 +105,6 @@ class ScoredGroups:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """`GroupRows` of one objective."""
-
     logprobs_N: torch.Tensor
     references_N: torch.Tensor | None
     lengths_S: torch.Tensor
@@ -298,7 +289,6 @@ def run_heads(
 
 
 def _in_blocks(product: Callable[[torch.Tensor], torch.Tensor], values_NX: torch.Tensor) -> torch.Tensor:
-    """A product of rows, a block of fixed size at a time."""
     pieces = []
     for first in range(0, len(values_NX), BLOCK):
         piece = values_NX[first : first + BLOCK]

@@ -60,7 +60,6 @@ class PackedBatch:
     device: torch.device
     ids: np.ndarray
     positions: np.ndarray
-    """Positions of the tokens in their samples."""
     keys: np.ndarray
     drops: bool
     segments: tuple[Rows, ...]
@@ -71,11 +70,8 @@ class PackedBatch:
     """For each segment, whether its slot processes it alone."""
     is_tiled: bool
     supervised: np.ndarray
-    """Rows that predict a supervised token."""
     targets: np.ndarray
-    """The tokens that those rows predict."""
     weights: np.ndarray
-    """Weight of each supervised row in its job's loss."""
     counts: tuple[int, ...]
     """Number of supervised rows of each segment; N-long arrays are in segment order."""
     importance: np.ndarray | None
@@ -84,7 +80,6 @@ class PackedBatch:
     """Groups whose rows get their weights from log-probabilities."""
     heads: tuple[LabelledRows, ...] = ()
     taught: tuple[DistillationRows, ...] = ()
-    """Rows that learn from a teacher; none of these is among the supervised."""
     references: tuple[ReferenceRows | None, ...] = ()
     """Reference values for each segment's objective; all must be known before the loss."""
 
@@ -94,7 +89,6 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of rows with a token."""
         return self.segments[-1].end if self.segments else 0
 
     @functools.cached_property
@@ -266,5 +260,4 @@ def _distillation_rows(samples: Sequence[SlotSample], starts: Sequence[int]) -> 
 
 
 def _predicted(sample: Sample) -> np.ndarray:
-    """The supervised tokens of a sample that are predicted."""
     return np.flatnonzero(sample.supervised[1:]) + 1

@@ -144,12 +144,10 @@ class Path(Protocol):
     """Name in the records of a run: results of two paths differ in their last bits."""
 
     @property
-    def captured_s(self) -> float:
-        """Seconds spent on capturing graphs, so far."""
+    def captured_s(self) -> float: ...
 
     @property
-    def memory(self) -> Memory:
-        """What the path keeps between forward and backward, and where."""
+    def memory(self) -> Memory: ...
 
     @property
     def copy_bytes(self) -> int:
@@ -166,8 +164,7 @@ class Path(Protocol):
         Without adapters it runs forward only; `through` runs backward all the same, to measure its cost.
         """
 
-    def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
-        """Starts a microbatch forward only."""
+    def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores: ...
 
     def loss(self, batch: PackedBatch) -> MicrobatchLoss: ...
 
@@ -180,5 +177,4 @@ class Path(Protocol):
     def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
         """Upper bound of a microbatch's memory between forward and backward; `keeps`: of its methods."""
 
-    def forget(self) -> None:
-        """Releases what the path keeps from one microbatch to the next."""
+    def forget(self) -> None: ...

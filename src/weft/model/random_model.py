@@ -27,8 +27,6 @@ WEIGHT_STD = 0.02
 
 @dataclass(frozen=True)
 class Storage:
-    """How weights and activations are stored."""
-
     quantize: str = "none"
     recompute: Literal["none", "mlp", "full"] = "none"
     offload: bool = False
@@ -86,7 +84,6 @@ def build_outside_linears(shape: Shape, dtype: torch.dtype, device: torch.device
 
 
 def build_empty(shape: Shape, dtype: torch.dtype, attention: str) -> Any:
-    """The model without storage for its weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -97,7 +97,6 @@ class ReferencePath:
             self._ring.end(then_back=False)
 
     def learn(self, hidden_TD: torch.Tensor, batch: PackedBatch) -> PendingBackward:
-        """The losses of the last hidden states, and their gradient."""
         rows_ND = hidden_TD[batch.supervised_N]
         passed = run_loss(self.loss(batch), rows_ND, batch.targets_N, batch.weights_N, batch.scored_groups)
         assert passed.grad_ND is not None

@@ -29,7 +29,6 @@ class ResolvedModel:
     source: Source
     device: torch.device
     dtype: torch.dtype
-    """Type of the frozen weights and of activations."""
     elsewhere: Hardware | None = None
     """The devices that it is planned for, if not those of this machine."""
 
@@ -54,7 +53,6 @@ class ResolvedModel:
 
     @functools.cached_property
     def hardware(self) -> Hardware | None:
-        """The device's row of the hardware table; None if there is none."""
         if self.elsewhere is not None:
             return self.elsewhere
         with suppress(ConfigError):

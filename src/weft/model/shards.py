@@ -118,8 +118,6 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, eq=False)
 class LayerWeight:
-    """A frozen weight of a layer with storage of its own."""
-
     weight: FrozenWeight
     paths: tuple[str, ...]
     """The linears whose outputs it holds, in order."""
@@ -128,8 +126,6 @@ class LayerWeight:
 
 
 class FlatLayer:
-    """Layout of the frozen weights of one layer in a run of bytes."""
-
     def __init__(self, weights: Sequence[LayerWeight]) -> None:
         self.weights = tuple(weights)
         self._starts: dict[tuple[int, str], int] = {}
@@ -143,7 +139,6 @@ class FlatLayer:
         self.num_bytes = end
 
     def padded_bytes(self, num_slices: int) -> int:
-        """Number of bytes, padded to this many equal slices."""
         return _rounded_up(self.num_bytes, num_slices * ALIGNMENT)
 
     def write(self, numbers: Sequence[FrozenWeight], into: torch.Tensor) -> None:
@@ -156,7 +151,6 @@ class FlatLayer:
                 into[start : start + len(flat)].copy_(flat)
 
     def lie_in(self, buffer: torch.Tensor) -> None:
-        """Makes the weights views of a run of bytes."""
         for index, own in enumerate(self.weights):
             for name, whole in own.weight.stored.items():
                 start = self._starts[index, name]
@@ -178,8 +172,6 @@ NUM_BUFFERS = 2
 
 
 class LayerRing:
-    """The layers of a model whose frozen weights are here only while they are needed."""
-
     def __init__(self, layers: Sequence[FlatLayer], slices: Sequence[torch.Tensor], peers: Peers) -> None:
         """`slices`: this device's slice of each layer. The weights of the layers become views of the buffers."""
         self._peers = peers
@@ -219,7 +211,6 @@ class LayerRing:
             self._arrive(layer)
 
     def use(self, layer: int) -> None:
-        """Returns once the weights of the microbatch's next layer are here."""
         assert self._way and self._way[0] == layer, f"layer {layer} is not the next of {list(self._way)}"
         self._way.popleft()
         self._arrive(layer)
@@ -228,7 +219,6 @@ class LayerRing:
             self._start(following)
 
     def end(self, *, then_back: bool) -> None:
-        """Ends a pass; `then_back`: the next pass is backward, as far as known."""
         while self._way:
             self.use(self._way[0])
         self._start_first(back=then_back if self._is_back_next is None else self._is_back_next)
@@ -262,7 +252,6 @@ class LayerRing:
             self._held[layer % NUM_BUFFERS] = layer
 
     def forget(self) -> None:
-        """Drops a microbatch that failed during a pass."""
         for layer in self._held:
             if layer is not None:
                 self._arrive(layer)

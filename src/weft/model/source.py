@@ -24,7 +24,6 @@ TINY = Path(__file__).parent / "tiny"
 @dataclass(frozen=True)
 class Source:
     name: str
-    """The user's name for it, which is written into adapter files."""
     path: str
     """A directory, or a Hub name."""
     gguf_file: str | None = None

@@ -49,8 +49,7 @@ class StageRunner(Protocol):
 
     def look(
         self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None
-    ) -> tuple[torch.Tensor, PendingScores | None]:
-        """Runs a microbatch forward only: its output, and the last stage's scores."""
+    ) -> tuple[torch.Tensor, PendingScores | None]: ...
 
     def read(self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None) -> torch.Tensor:
         """The same without scores: the output, or the last stage's hidden states of supervised rows (N, D)."""
@@ -61,18 +60,13 @@ class StageRunner(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _InFlight:
-    """A microbatch between its forward and its backward."""
-
     buffers: InFlightBuffers
     begun: DeviceEvent
     grad_TD: torch.Tensor | None = None
-    """Gradient of the last hidden states, on the last stage."""
     scores: Callable[[DeviceEvent], PendingScores] | None = None
 
 
 class FusedStageRunner:
-    """The microbatches in progress in one part of a fused model."""
-
     def __init__(self, path: FusedPath, part: ModelPart, device: torch.device) -> None:
         self.part = part
         self._path, self._device = path, device
@@ -147,8 +141,6 @@ class FusedStageRunner:
 
 @dataclass(frozen=True, eq=False)
 class _InAutograd:
-    """A microbatch between its forward and its backward."""
-
     entered_TD: torch.Tensor | None
     """None on the first stage: the gradient of embeddings is not needed."""
     left_TD: torch.Tensor
@@ -158,8 +150,6 @@ class _InAutograd:
 
 
 class ReferenceStageRunner:
-    """The microbatches in progress in one part of a model on the reference path."""
-
     def __init__(self, backbone: Backbone) -> None:
         assert backbone.part is not None, "a whole model has no borders"
         self.part = backbone.part

@@ -37,16 +37,12 @@ if TYPE_CHECKING:
 
 
 class Embeddings:
-    """The input embedding and the output head, and the rows of them that adapters train."""
-
     def __init__(self, model: PreTrainedModel, tokenizer: Any, part: ModelPart | None = None) -> None:
-        """`part`: the part of a whole model that it is, if not all."""
         self._tokenizer = tokenizer
         inputs: Any = model.get_input_embeddings()
         outputs: Any = model.get_output_embeddings()
         named = {module: path for path, module in model.named_modules()}
         self.paths = {INPUT_ROWS: named[inputs], OUTPUT_ROWS: named[outputs]}
-        """Paths of the two modules, by the names of their rows."""
         self._modules = {INPUT_ROWS: inputs, OUTPUT_ROWS: outputs}
         self.is_tied: bool = getattr(model, TIED, inputs.weight is outputs.weight)
         """Whether both share their rows, here or in the whole model."""
@@ -141,10 +137,7 @@ class Embeddings:
 
 
 class SampleHead:
-    """The output head as one job sees it."""
-
     def __init__(self, frozen: Head, own: TokenRows, dtype: torch.dtype) -> None:
-        """`dtype`: of the hidden states."""
         self._own = own
         self._rows_KD = own.rows_KD.to(dtype)
         self._frozen = frozen if own.ids is not None else replace(frozen, weight_VD=self._rows_KD)
@@ -192,8 +185,6 @@ class SampleHead:
 
 @dataclass(frozen=True, eq=False)
 class SampleHeadLoss:
-    """The cross entropy of a microbatch in which some jobs train rows of the head."""
-
     plain: BlockedLoss
     heads: Mapping[int, SampleHead]
     slots: tuple[int | None, ...]
@@ -237,7 +228,6 @@ class SampleHeadLoss:
     def _block(
         self, head: SampleHead, hidden_ND: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One block of a sample, padded to the size of all blocks."""
         count, fill = len(hidden_ND), self.plain.block - len(hidden_ND)
         hidden_BD = F.pad(hidden_ND, (0, 0, 0, fill))
         logits_BV = head.linear(hidden_BD)
@@ -278,5 +268,4 @@ def loss_of(
 def _own_heads(
     head: Head, batch: PackedBatch, own: Mapping[int, TokenRows], dtype: torch.dtype
 ) -> dict[int, SampleHead]:
-    """The heads of the jobs in a microbatch that train rows."""
     return {slot: SampleHead(head, rows, dtype) for slot, rows in own.items() if slot in batch.segment_slots}

@@ -77,7 +77,6 @@ class Distillation(Supervised):
     """Every row is one sample, and all supervised tokens have the same weight."""
 
     alpha: float = 0.5
-    """Weight of the teacher in the loss."""
     temperature: float = 1.0
     divergence: str = "forward_kl"
     top_k: int | None = None
@@ -101,7 +100,6 @@ class Distillation(Supervised):
         return bool(values.get(LOGPROBS))
 
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:
-        """The row, and its teacher's tokens if it has some."""
         if not (values.get(IDS) or values.get(LOGPROBS)):
             return (Part(values),)
         rest = {name: value for name, value in values.items() if name not in (IDS, LOGPROBS)}

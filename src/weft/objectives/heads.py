@@ -31,7 +31,6 @@ class HeadObjective(Objective):
 
     task_type: ClassVar[str]
     has_bias: ClassVar[bool] = False
-    """Whether transformers' head for this task has a bias."""
     labels_end: ClassVar[bool] = True
     """Whether the label of a sample belongs to its last token, wherever the sample is cut."""
 
@@ -76,8 +75,6 @@ class ClassSettings(SettingsOfObjective):
 
 @dataclass(frozen=True)
 class Classification(HeadObjective):
-    """Every row is a text with a class; the loss of a global batch is the mean over texts."""
-
     labels: tuple[str, ...] = ()
     name: ClassVar[str] = "classification"
     example: ClassVar[Mapping[str, Any]] = {"text": "a", "label": "yes"}
@@ -88,7 +85,6 @@ class Classification(HeadObjective):
         return type(self)(job.labels or self.labels)
 
     def given_labels(self, values: Mapping[str, Any], where: str) -> Iterable[Any]:
-        """The labels of a row as written."""
         return [values[_column(values, LABELS, "label", where)]]
 
     def parts(self, values: Mapping[str, Any], where: str) -> tuple[Part, ...]:

@@ -42,7 +42,6 @@ class Objective(ABC):
 
     name: ClassVar[str]
     example: ClassVar[Mapping[str, Any]]
-    """An example of a row."""
     group_size: ClassVar[int] = 1
     """Samples of a row. They form a group, which always shares a microbatch; a global batch counts groups."""
     part_format: ClassVar[str | None] = None
@@ -53,7 +52,6 @@ class Objective(ABC):
     data."""
 
     def of_job(self, job: JobSpec) -> Self:
-        """This objective with a job's settings."""
         return self
 
     def claims(self, values: Mapping[str, Any]) -> bool:
@@ -87,8 +85,7 @@ class GroupRows(Protocol):
     def references_N(self) -> Tensor | None: ...
 
     @property
-    def labels_GM(self) -> Tensor | None:
-        """Label of each sample, if the objective reads labels."""
+    def labels_GM(self) -> Tensor | None: ...
 
     def sums(self, values_N: Tensor) -> Tensor:
         """The sum over each sample's rows (G, M), in an order that no neighbour changes."""

@@ -63,7 +63,6 @@ _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 @dataclass(frozen=True)
 class Preference:
     context: Mapping[str, Any]
-    """Columns for both answers: the prompt, and tools if there are any."""
     chosen: Any
     rejected: Any
 
@@ -103,7 +102,6 @@ def _columns(values: Mapping[str, Any], where: str) -> tuple[str, str]:
 
 
 def _context(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The columns besides the answers that both share."""
     given = values.get("input")
     if isinstance(given, Mapping):
         # OpenAI's form.
@@ -123,7 +121,6 @@ def _context(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_system(values: Mapping[str, Any], prompt: Any) -> Any:
-    """The prompt after the row's system prompt, if it has one."""
     system = values.get("system")
     if not isinstance(system, str) or not system or not isinstance(prompt, str):
         return prompt

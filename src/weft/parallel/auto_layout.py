@@ -56,8 +56,6 @@ class ChosenLayout(NamedTuple):
 
 
 class NamedLayout(NamedTuple):
-    """Predicted memory and gain of a given layout."""
-
     predicted: LayoutOption
     memory_bytes: int
     lines: tuple[str, ...]
@@ -173,7 +171,6 @@ def _jobs(spec: RunSpec, data: Sequence[Dataset | None]) -> list[LayoutJob]:
 
 
 def _train_data(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[Dataset | None]:
-    """Training data of every job, prepared and cached for the run; None if it cannot be, which the run will report."""
     tokenizer, found = load_tokenizer(model.source), list[Dataset | None]()
     for job in spec.jobs:
         try:
@@ -210,7 +207,6 @@ def _cost(
 
 
 def outlines(model: ResolvedModel, jobs: Sequence[JobSpec], base_dir: Path, num_planned: int) -> list[JobOutline]:
-    """Jobs with their next global batches, at most `num_planned` each."""
     tokenizer = load_tokenizer(model.source)
     vocabulary = model.config.get("vocab_size", 0)
     return [

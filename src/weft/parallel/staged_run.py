@@ -81,7 +81,6 @@ class StagedRun(ProgramRun):
         self._num_counted = 0
         self._last_s = 0.0
         self._counted_s = 0.0
-        """Time when it was counted."""
 
     @property
     def is_under_way(self) -> bool:
@@ -216,7 +215,6 @@ class StagedRun(ProgramRun):
         return done
 
     def _grouped(self) -> list[Event]:
-        """Events about groups and pairs of jobs, where the planner had a choice."""
         made = self._plans.pop_choice()
         if made is None or made.choice is None or len(self._jobs) < 2:
             return []

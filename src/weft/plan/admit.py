@@ -44,7 +44,6 @@ class Applicant:
 
     job: str
     arrival: int
-    """Position in the order of submission."""
     num_bytes: int = 0
     """Bytes it adds while it trains."""
     priority: int = 0
@@ -125,7 +124,6 @@ class Room(Protocol):
     """The capacity that jobs are admitted to, one after another: one device, or several together."""
 
     order: list[Applicant]
-    """The jobs admitted so far."""
 
     def why_never(self, num_bytes: int) -> Reason | None:
         """The arithmetic if a job of this size does not fit even alone; None if it does."""

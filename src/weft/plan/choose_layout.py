@@ -38,7 +38,6 @@ PROGRAM_MICROBATCHES = 32
 @dataclass(frozen=True)
 class LayoutJob:
     tokens: int
-    """Mean tokens of a global batch."""
     rank: int
     is_any_order: bool = False
     """True if its sums do not depend on the order, so that replicas may share its samples."""
@@ -72,7 +71,6 @@ class LayoutChoice:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The choice and its alternatives."""
         others = [option for option in self.options if option is not self.chosen]
         head = f"{self.chosen.line(self.memory_bytes)} (chosen, predicted)"
         return (head, *(option.line(self.memory_bytes) for option in others))

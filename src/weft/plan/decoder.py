@@ -63,7 +63,6 @@ class LayerForm:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The modules whose results are added to the residual stream: attention and the feed-forward block."""
         return tuple(dict.fromkeys(path.partition(".")[0] for site in self.sites for path in site))
 
     @property
@@ -196,9 +195,7 @@ RECOMPUTE = ("none", "mlp", "full")
 @dataclass(frozen=True)
 class KeptTensor:
     name: str
-    """Field of the fused layer's saved tensors, or of what that field holds."""
     width: int
-    """Numbers per row."""
     most: str = "mlp"
     """Highest recomputation setting with which it is still kept."""
     is_split: bool = False

@@ -17,7 +17,6 @@ from weft.settings import describe
 
 SPREAD = "spread"
 AUTO = "auto"
-"""The text of a layout that is to be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,6 @@ KINDS = (*(field.name for field in fields(ReplicaLayout)), SPREAD)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The replicas of a run, under one engine."""
-
     replicas: tuple[ReplicaLayout, ...] = (ReplicaLayout(),)
 
     @property
@@ -106,7 +103,6 @@ def rings(replica_sizes: Sequence[int], shards: Sequence[int]) -> tuple[tuple[in
 
 
 def stage_names(replica_sizes: Sequence[int], shards: Sequence[int] = ()) -> list[str]:
-    """Names of the stages of all replicas, in order."""
     found, owners = [], copies(len(replica_sizes), shards)
     for number, own in enumerate(owners):
         for shard, replica in enumerate(own):

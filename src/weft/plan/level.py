@@ -145,7 +145,6 @@ class Levelling:
         return np.asarray(gains - np.clip(extra, 0.0, self.most_cost_s) - ROUNDING * now)
 
     def cost_s(self, jobs: Ints, replicas: Ints) -> Floats:
-        """The cost of having these jobs on these replicas."""
         homes = self.homes[jobs]
         return np.where((homes >= 0) & (homes != replicas), self.move_s, 0.0)
 

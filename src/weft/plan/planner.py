@@ -86,7 +86,6 @@ class Planner(abc.ABC):
 
     @property
     def quick(self) -> Planner:
-        """The planner used when this one is late."""
         return self
 
     @property

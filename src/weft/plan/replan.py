@@ -56,9 +56,7 @@ class RemainingJob:
 class Prediction:
     layout: Layout
     step_s: float
-    """Seconds of a global batch of every job."""
     left_s: float
-    """Seconds of all remaining training."""
     replicas: PlannedReplicas | None = None
     """Its replicas one by one; None: as in their cost models."""
 
@@ -85,7 +83,6 @@ class MoveCost:
     save_s: float
     """Seconds to read the state of every job from the old replicas and give it to the new ones."""
     load_s: float
-    """Seconds to open replicas, with their backbones loaded."""
 
     def __post_init__(self) -> None:
         if self.save_s < 0 or self.load_s < 0:
@@ -97,7 +94,6 @@ class MoveCost:
 
 
 Phase = tuple[tuple[RemainingJob, ...], int]
-"""Jobs that train together, and their number of steps."""
 
 
 def phases(jobs: Sequence[RemainingJob]) -> list[Phase]:
@@ -162,7 +158,6 @@ class DeviceForecaster:
     """Forecasts layouts over a number of alike devices."""
 
     cost_for: Callable[[Sequence[RemainingJob]], AnalyticCost]
-    """The cost model of the backbone on one device with the adapters of these jobs."""
     capacity: int
     num_devices: int
     memory_bytes: int
@@ -255,7 +250,6 @@ class _PhaseCosts:
         return dispatch(Fleet(models, self.batch)).step_s
 
     def replicas(self, layout: Layout) -> PlannedReplicas:
-        """The replicas of a layout that holds the jobs, for the run."""
         models = [self.models[replica] for replica in layout.replicas]
         return Fleet(models, self.batch).planned(self.at_home)
 

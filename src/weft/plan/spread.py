@@ -29,7 +29,6 @@ class SpreadPlanner(Planner):
     replica_sizes: tuple[int, ...]
     costs: tuple[CostModel, ...]
     planned: PlannedReplicas | None = None
-    """The replicas as a plan has chosen them; None without a plan."""
     shards: tuple[int, ...] = ()
     """How many consecutive replicas share each copy of the frozen weights; empty: none do."""
 

@@ -20,7 +20,6 @@ class Segment:
     job: str
     step: int
     index: int
-    """Index of the sample in that global batch."""
     length: int
 
 

@@ -62,7 +62,6 @@ def draw_charts(run: RunData) -> dict[str, PlotlyFigure]:
 
 
 def _loss(run: RunData) -> PlotlyFigure | None:
-    """The loss of every job, and a cross where one failed."""
     curves: list[Points] = [[(p.step, p.loss) for p in job.train] for job in run.jobs]
     traces = _noisy(run, curves, hover="%{y:.4f}", width=2.2)
     for index, job in enumerate(run.jobs):

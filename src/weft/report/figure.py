@@ -40,7 +40,6 @@ GOLDEN_ANGLE = 0.618034
 """Turning the hue by this much does not soon come close to an earlier hue."""
 
 PlotlyFigure = Any
-"""A plotly.graph_objects.Figure; plotly is imported only when a figure is drawn."""
 
 
 def graph_objects() -> Any:

@@ -261,20 +261,16 @@ STATES: Mapping[type[Event], JobState] = {
 
 
 class Rate:
-    """Amounts per second over a recent window."""
-
     def __init__(self) -> None:
         self._marks: deque[tuple[float, float]] = deque(maxlen=MAX_MARKS)
 
     def add(self, seconds: float, amount: float) -> None:
-        """Adds an amount that was complete at `seconds`."""
         self._marks.append((seconds, amount))
         while self._marks[0][0] < seconds - RATE_WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()
 
     @property
     def per_s(self) -> float | None:
-        """The rate, or None before two moments are known."""
         if not self._marks:
             return None
         (first, _), (last, _) = self._marks[0], self._marks[-1]
@@ -326,7 +322,6 @@ class RunProgress:
         self._filled = self._rows = 0.0
 
     def apply(self, event: Event) -> ReportedProgress | None:
-        """Counts one event and returns its job, if it has one."""
         if isinstance(event, MicrobatchDone):
             self._filled += event.tokens
             self._rows += event.rows

@@ -115,7 +115,6 @@ def _job_rows(run: RunData) -> list[dict[str, Any]]:
 
 
 def _cells(job: JobReport) -> list[Cell]:
-    """Label, text and sort key of one job's numbers."""
     steps = f"{job.step:,}" if job.num_steps in (None, job.step) else f"{job.step:,} / {job.num_steps:,}"
     return [
         ("steps", steps, job.step),

@@ -65,9 +65,7 @@ class TrainPoint:
     grad_norm: float | None
     learning_rate: float | None
     num_tokens: float | None
-    """Trained tokens of the job so far."""
     further: Mapping[str, float] = field(default_factory=dict)
-    """Other metrics of the job's objective, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,6 @@ class EvalPoint:
     eval_loss: float
     accuracy: float | None
     further: Mapping[str, float] = field(default_factory=dict)
-    """Other metrics of the job's objective, by their names in training."""
 
 
 PASSES = ("forward_backward", "forward", "backward")
@@ -95,7 +92,6 @@ class ReportSpan:
     replica: int = 0
 
     def merged_with(self, other: ReportSpan) -> ReportSpan:
-        """Two microbatches that ran side by side, as one: they have no job in common."""
         start_s = min(self.start_s, other.start_s)
         end_s = max(self.start_s + self.duration_s, other.start_s + other.duration_s)
         return replace(
@@ -125,7 +121,6 @@ class JobReport:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The reason of its state, and deviations from the plan."""
         reason, skipped = str(self.status.get("reason") or ""), number(self.status.get("skipped_steps"))
         return (
             *([reason] if reason and reason != self.state else []),
@@ -152,7 +147,6 @@ class JobReport:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Metrics of its objective for a short summary: of its last evaluation, else its last step."""
         last = self.evals[-1].further if self.evals else self.train[-1].further if self.train else {}
         return {name: last[name] for name in HEADLINES if name in last}
 
@@ -176,7 +170,6 @@ class JobReport:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Its trained tokens over the time since its first step began."""
         end = self.end_s
         return self.trained_tokens / (end - self.start_s) if end is not None and end > self.start_s else None
 
@@ -226,12 +219,10 @@ class RunData:
 
     @property
     def layout(self) -> str | None:
-        """The same in words."""
         return layout_of(self.info)
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the start of the run to its last event."""
         ends = [job.end_s for job in self.jobs if job.end_s]
         ends += [p.time for job in self.jobs for p in job.train[-1:] if p.time]
         ends += [p.time for job in self.jobs for p in job.evals[-1:] if p.time]
@@ -248,7 +239,6 @@ class RunData:
 
     @property
     def microbatches(self) -> tuple[ReportSpan, ...]:
-        """The spans that trained; on a replica in stages, a microbatch has two on each stage."""
         return tuple(span for span in self.spans if span.name in PASSES)
 
     @property
@@ -256,7 +246,6 @@ class RunData:
         return any(span.name == PASSES[1] for span in self.spans)
 
     def band_name(self, index: int) -> str:
-        """Name of a band of its timeline, by its layout; if there were several, by stage."""
         if len(self.layouts) == 1:
             with suppress(ConfigError, IndexError):
                 return parse_layout(self.layouts[0]).stage_names[index]

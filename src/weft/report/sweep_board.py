@@ -39,11 +39,8 @@ class BoardTrial:
     points: tuple[BoardPoint, ...]
     losses: tuple[tuple[float, float], ...]
     started_s: float | None = None
-    """Start of its training, in seconds since the sweep began."""
     ended_s: float | None = None
-    """Its end, in seconds since the sweep began."""
     origin: str = ""
-    """The earlier sweep that trained it; empty if this one did."""
 
     @property
     def left_out(self) -> float:
@@ -74,7 +71,6 @@ class Board:
 
     @property
     def speed_up(self) -> float | None:
-        """Time of the same trials one by one over that of the sweep."""
         if not self.seconds or self.one_by_one_seconds is None:
             return None
         return self.one_by_one_seconds / self.seconds

@@ -146,7 +146,6 @@ def parallel(board: Board) -> PlotlyFigure | None:
 
 
 def scatters(board: Board) -> dict[str, PlotlyFigure]:
-    """The objective against each parameter, by chart id."""
     valued = [i for i in range(len(board.trials)) if _value(board, i) is not None]
     drawn: dict[str, PlotlyFigure] = {}
     for position, axis in enumerate(varied_axes(board)):

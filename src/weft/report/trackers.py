@@ -32,11 +32,9 @@ TRACKED = (
 class Tracker(Protocol):
     def log(self, job: str, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def finish(self, job: str, state: str) -> None:
-        """Ends the tracker's run of a job; `state` is the job's."""
+    def finish(self, job: str, state: str) -> None: ...
 
-    def close(self) -> None:
-        """Ends open runs and writes them out."""
+    def close(self) -> None: ...
 
 
 class TensorBoardTracker:
@@ -172,7 +170,6 @@ class Trackers:
             self.finish(name or event.job, event.state)
 
     def finish(self, job: str, state: str) -> None:
-        """Ends the tracker's run of a job that goes no further here; `state` is a job's state."""
         self._each(lambda tracker: tracker.finish(job, state))
 
     def close(self) -> None:

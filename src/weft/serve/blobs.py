@@ -60,7 +60,6 @@ class Blobs:
         return self.put_files(sorted(directory.iterdir()))
 
     def put_files(self, paths: Iterable[Path]) -> str:
-        """Stores files as one archive, each under its own name."""
         with self.create(".zip") as writer:
             pack(cast(IO[bytes], _BlobWriterStream(writer)), paths)
             writer.commit()
@@ -127,7 +126,6 @@ class Blobs:
                 yield name, self._fs.modified(path).timestamp()
 
     def is_within(self, directory: Path) -> bool:
-        """Whether the blobs are in a directory below this one."""
         return self._fs is None and Path(self._root).is_relative_to(directory.resolve())
 
     def free_bytes(self) -> int | None:

@@ -96,13 +96,10 @@ class MovedJob:
     train_file: Path
     eval_file: Path | None
     settings: Mapping[str, Any]
-    """Settings of a jobs file, with every `auto` resolved."""
     method: Mapping[str, Any]
-    """The `method` object for the API."""
     seed: int | None
     metadata: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    """Sentences about what is not carried over."""
 
 
 def move_job(job: ExportedJob, models: Mapping[str, str], default: str | None) -> MovedJob:

@@ -28,11 +28,9 @@ class ServiceLimits:
     min_samples: int = 1
     max_samples: int = 1_000_000
     body_bytes: int = 4 * MIB
-    """The longest body of a request that is not an upload."""
     disk_floor_bytes: int = 256 * MIB
     """Uploads are refused when less than this would be left on the disk."""
     max_tokens: int = 4096
-    """The longest answer to a prompt."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,6 @@ class WorkerOptions:
     base_model: str = "tiny"
     """The name of the backbone in the API; the worker claims jobs for it."""
     backbone: BackboneSpec = field(default_factory=lambda: BackboneSpec("tiny"))
-    """Where the backbone is and how it is loaded."""
     capacity: Capacity = "auto"
     """The most tokens of one microbatch, over all jobs; `auto` is what suits the device."""
     max_jobs: int = 32

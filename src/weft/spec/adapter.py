@@ -64,7 +64,6 @@ class AdapterSpec(MethodSettings, Targets, LoraStrength, MethodChoice, KnownKeyw
 
     @property
     def rank(self) -> int | None:
-        """The rank of modules that match no pattern, if the method has ranks."""
         name = self.config.rank_setting
         found: int | None = None if name is None else getattr(self, name)
         return found

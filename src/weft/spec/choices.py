@@ -68,7 +68,6 @@ SCHEDULE_SETTINGS: Mapping[str, Mapping[str, Accepted]] = {
         "min_lr_ratio": _SHARE,
     },
 }
-"""The settings in `lr_scheduler_kwargs`, by schedule."""
 
 
 def check_schedule(kind: str, given: ScheduleSettings) -> None:

@@ -256,7 +256,6 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
 
     @property
     def used_momentum(self) -> float:
-        """The momentum; by default the optimizer's."""
         return DEFAULT_MOMENTUM.get(self.optim, 0.0) if self.momentum is None else self.momentum
 
     @property
@@ -362,5 +361,4 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
 
 
 def _first_streamed(items: Sequence[str | SourceSpec]) -> int | None:
-    """Index of the first streamed source."""
     return next((i for i, item in enumerate(items) if SourceSpec.of(item).streaming), None)

@@ -23,7 +23,6 @@ _BELOW: Mapping[tuple[type, str], type] = {
     (SweepSpec, "defaults"): JobSpec,
     (JobSpec, "adapter"): AdapterSpec,
 }
-"""Specs of settings inside settings."""
 _HOMES: Mapping[type, str] = {
     RunSpec: "the whole run; write it at the top of the file",
     JobSpec: "a job; write it in an item of jobs, or in defaults for all of them",
@@ -69,7 +68,6 @@ def locate(setting: str, path: str | Path, overrides: Sequence[str] = ()) -> str
 
 
 def run_from_mapping(tree: Any) -> RunSpec:
-    """The run described by plain data, as YAML or JSON gives it."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"expected settings such as base_model and jobs, got {describe(tree)}.")
     _check_sections(tree, RunSpec)
@@ -116,7 +114,6 @@ def _check_sections(values: Any, cls: type, where: str = "") -> None:
 
 
 def _guess_home(key: str, where: str) -> None:
-    """ConfigError for a setting that resembles one of another section."""
     for other, home in _HOMES.items():
         guess = closest(key, list(field_names(other)))
         if guess is not None:

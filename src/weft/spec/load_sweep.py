@@ -43,7 +43,6 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, space: str | 
 
 
 def sweep_from_mapping(tree: Any, *, base_dir: Path) -> SweepSpec:
-    """The sweep described by plain data, as YAML or JSON gives it; `base_dir` is what paths are relative to."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"expected settings such as base_model and space, got {describe(tree)}.")
     try:
@@ -104,7 +103,6 @@ def check_trials(spec: SweepSpec, check: Callable[[JobSpec], None]) -> None:
 
 
 def longest_of(spec: SweepSpec) -> int:
-    """Maximum sample length of any trial."""
     return max(job.max_length for job in probe_jobs(spec))
 
 
@@ -132,7 +130,6 @@ def _traced(error: ConfigError, where: str, params: Mapping[str, Any]) -> Config
 
 
 def _own(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """The settings without the space, under any of its names."""
     names = field_names(SweepSpec)
     return {str(key): value for key, value in tree.items() if names.get(str(key)) != "space"}
 

@@ -65,8 +65,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """The settings of one section of a jobs file."""
-
     title: str
     location: str
     """Where they are written."""
@@ -74,7 +72,6 @@ class Section:
 
 
 def sections() -> list[Section]:
-    """Every setting of a jobs file by section, in the order of the specs."""
     return [
         Section("Run", "at the top of the file", settings_of(RunSpec)),
         Section("Job", "in each item of `jobs`, or in `defaults` for all of them", settings_of(JobSpec)),
@@ -153,7 +150,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A plain value as written in YAML."""
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value)

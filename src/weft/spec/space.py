@@ -77,7 +77,6 @@ class Range:
 
     @property
     def values(self) -> tuple[Any, ...] | None:
-        """All values, if they can be counted."""
         if self.step is None:
             return None
         count = int((self.high - self.low) / self.step + 1e-9) + 1

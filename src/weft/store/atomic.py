@@ -38,7 +38,6 @@ def add_guard(root: Path, check: Callable[[], None]) -> Callable[[], None]:
 
 
 def check_guards(path: Path) -> None:
-    """Raises the error of a guard of a directory above `path`."""
     if not _guards:
         return
     with _lock:
@@ -237,7 +236,6 @@ def sync(path: Path) -> None:
 
 
 def _rename_over(temp: Path, final: Path) -> Path | None:
-    """Renames temp to final; returns the new path of an older final."""
     if not final.exists():
         _durable("dir.rename", os.rename, temp, final)
         return None

@@ -39,7 +39,6 @@ _NAME = re.compile(r"step-(\d{8,})")
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     step: int
-    """Optimizer steps done."""
     tensors: dict[str, torch.Tensor]
     """Parameters, optimizer moments, random states, all on the CPU; they are restored bit for bit, sorted by name."""
     state: dict[str, Any]
@@ -186,7 +185,6 @@ def _prune(directory: Path, newest: int, keep: int) -> None:
 
 
 def _looks_sound(path: Path) -> bool:
-    """The cheap part of the verification: no reading of the tensors."""
     try:
         size: object = _read_content(path)["tensors"].get("bytes")
         return (path / TENSORS_FILE).stat().st_size == size

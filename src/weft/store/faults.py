@@ -49,7 +49,6 @@ def arm(plan: FaultPlan) -> None:
 
 
 def disarm() -> None:
-    """Makes every point a no-op again."""
     global _plan
     with _lock:
         _plan = None

@@ -44,8 +44,6 @@ _FIRST, _LAST = 0, 5
 
 @dataclass(frozen=True)
 class _Change:
-    """A file to be uploaded, as it was at one moment."""
-
     name: str
     stamp: Stamp
     path: Path
@@ -220,8 +218,6 @@ _LOCK, _RECORD, _OUTBOX, _ARRIVING = ".lock", ".mirrored.json", ".outbox", ".arr
 
 
 class Stamp(NamedTuple):
-    """Identifies the content of a local file."""
-
     inode: int
     num_bytes: int
     changed_ns: int

@@ -90,7 +90,6 @@ def spec_of(
 
 
 def _without_head(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without its statements that there is a head, whose weights are in the file."""
     whole = {key: value for key, value in config.items() if key not in ("task_type", "modules_to_save")}
     saved = [name for name in config.get("modules_to_save") or [] if name not in HEADS]
     task = config.get("task_type")

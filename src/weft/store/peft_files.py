@@ -76,9 +76,7 @@ class AdapterFiles:
     """The two files of an adapter, as plain values."""
 
     config: dict[str, Any]
-    """adapter_config.json."""
     tensors: dict[str, torch.Tensor]
-    """adapter_model.safetensors, by PEFT's names."""
 
 
 def write_adapter(
@@ -180,7 +178,6 @@ def _stated_labels(path: Path) -> tuple[str, ...]:
 
 
 def _labels(head: HeadObjective) -> dict[str, Any]:
-    """The labels of a head, in the form of transformers' model configs."""
     names = dict(enumerate(head.labels))
     return {
         "objective": head.name,

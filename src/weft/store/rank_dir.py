@@ -53,7 +53,6 @@ class RankDirectory(RunDirectory):
 
     @property
     def timeline_path(self) -> Path:
-        """A separate file per rank; the owner merges them."""
         return rank_timeline(self.path, self._rank)
 
     def write_time(self, split: TimeSplit) -> None: ...

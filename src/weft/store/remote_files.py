@@ -54,15 +54,12 @@ def open_file_system(url: str, where: str) -> tuple[Any, str]:
 
 
 class RemoteDirectory:
-    """The files below a URL, by their names relative to it."""
-
     def __init__(self, url: str, where: str) -> None:
         self.url = url.rstrip("/")
         self._fs, self._root = open_file_system(self.url, where)
         self._is_object_store = url.partition("://")[0] in OBJECT_STORES
 
     def names(self) -> list[str]:
-        """All files, sorted."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
             result = sorted(self._relative(path) for path in self._fs.find(self._root))
             return [name for name in result if not name.rpartition("/")[2].startswith(TEMP_PREFIX)]

@@ -82,7 +82,6 @@ MOST_BYTES = 1 << 26
 
 
 def write_tokenizer(directory: Path, tokenizer: Any) -> None:
-    """Writes the tokenizer's files into a directory that is not at its final path yet."""
     with tempfile.TemporaryDirectory() as made:
         tokenizer.save_pretrained(made)
         for name in TOKENIZER_FILES:

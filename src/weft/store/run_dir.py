@@ -183,7 +183,6 @@ class RunDirectory:
         self._write_new(self.job_dir(name) / _JOB, dict(job))
 
     def recorded_jobs(self) -> list[str]:
-        """Names of all jobs that the directory holds, also of those that no jobs file lists."""
         return sorted(path.parent.name for path in self.path.glob(f"*/{_JOB}"))
 
     def read_job(self, name: str) -> dict[str, Any] | None:
@@ -271,7 +270,6 @@ def _directories(root: Path) -> Iterator[Path]:
 
 
 def _belongs(line: bytes, step: int) -> bool:
-    """True if a line of metrics is whole and not of a later step."""
     if not line.endswith(b"\n"):
         return False
     try:
@@ -317,7 +315,6 @@ class RunRecord:
     """Layouts it was trained in, in order, in the notation of `--layout`; stages:1 is one device. Earlier versions
     wrote replicas:N for N replicas with an engine each."""
     jobs: tuple[str, ...] = ()
-    """Jobs of a jobs file; empty where jobs come and go."""
     started_at: str | None = None
     template_clock: str | None = None
     """Time for the run's chat templates, also after a resume: when it began, in local time."""

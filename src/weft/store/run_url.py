@@ -86,7 +86,6 @@ class RunUrl:
                 raise error.at((error.where or "").replace(str(folder), self.url)) from None
 
     def upload(self, path: Path) -> str:
-        """Uploads a file directly below the URL; returns its own URL."""
         remote = RemoteDirectory(self.url, self.option)
         remote.upload(path, path.name)
         return f"{remote.url}/{path.name}"

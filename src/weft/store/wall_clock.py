@@ -130,7 +130,6 @@ class WallClock:
             self._add((activity, begun, time.perf_counter_ns()))
 
     def add(self, activity: Activity, seconds: float, ended_s: float) -> None:
-        """Adds a spell that has ended at `ended_s`, by `time.perf_counter`."""
         self._add((activity, _ns(ended_s - seconds), _ns(ended_s)))
 
     def add_start(self, activity: Activity) -> None:

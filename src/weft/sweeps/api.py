@@ -56,13 +56,10 @@ class SweepResult:
     leaderboard: list[dict[str, Any]]
     folder: Path
     no_report: str = ""
-    """The reason if there is no report.html."""
 
 
 @dataclass(frozen=True)
 class PreparedSweep:
-    """A checked sweep with backbone, data and configurations loaded."""
-
     spec: SweepSpec
     base_dir: Path
     space: Space
@@ -73,7 +70,6 @@ class PreparedSweep:
     previous: PreviousSweep | None
     notes: tuple[str, ...]
     begun_s: float
-    """Start of preparation by `time.perf_counter`."""
 
 
 def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **overrides: Any) -> SweepResult:

@@ -47,8 +47,6 @@ _DATA_SETTINGS = (
 
 
 class Configurations:
-    """Makes jobs and their data from parameters, with a cache."""
-
     def __init__(
         self, spec: SweepSpec, executor: CheckingSide, base_dir: Path, clock: datetime.datetime | None = None
     ) -> None:
@@ -87,7 +85,6 @@ class Configurations:
         return replace(job, eval_steps=self._eval_steps(job, data))
 
     def data(self, job: JobSpec) -> JobData:
-        """The data of a job with its own settings; jobs that read files in the same way share the samples."""
         is_split = job.eval_data is not None and not isinstance(job.eval_data, tuple)
         named = tuple(sorted(job.data_columns.items()))
         settings = (getattr(job, name) for name in _DATA_SETTINGS)
@@ -127,7 +124,6 @@ class Configurations:
         return BatchSchedule.of(job, *self.data(job).train.sizes).num_steps
 
     def forward_tokens(self, job: JobSpec) -> int:
-        """Tokens that a whole job runs forward only."""
         data = self.data(job)
         return data.forward_tokens(BatchSchedule.of(job, *data.train.sizes), job.eval_steps)
 

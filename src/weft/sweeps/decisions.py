@@ -108,7 +108,6 @@ class Decisions:
         return has_come(trial, self._context.engine.jobs[trial.name], self._due)
 
     def _under_way(self) -> list[Trial]:
-        """The trials that have not ended and have found room."""
         tick = self._ledger.tick
         return [t for t in self._ledger.trials if not has_ended(t, tick) and t.name not in self._without_room]
 

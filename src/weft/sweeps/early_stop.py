@@ -157,7 +157,6 @@ class EarlyStop:
             )
 
     def _value_at(self, trial: Trial, position: float) -> list[float]:
-        """The last value of a trial up to a position, if it has come that far."""
         if not trial.points or self.position(trial, trial.points[-1]) < position * (1 - 1e-9):
             return []
         seen = [p for p in trial.points if self.position(trial, p) <= position * (1 + 1e-9)]
@@ -178,7 +177,6 @@ class EarlyStop:
         return self._spec.first_rung * self._spec.factor**rung
 
     def _at_rung(self, trial: Trial, rung: int) -> Observation | None:
-        """The first value of a trial at or past a rung."""
         least = self._rung_at(rung) * (1 - 1e-9)
         return next((point for point in trial.points if self.position(trial, point) >= least), None)
 
@@ -192,8 +190,6 @@ def _number(value: float) -> str:
 
 
 class TrialSteps:
-    """Predicted tokens, evaluations and comparisons of trials' steps."""
-
     def __init__(self, configurations: Configurations, rules: EarlyStop) -> None:
         self._configurations = configurations
         self._rules = rules

@@ -47,7 +47,6 @@ class Totals:
     seconds: float
     tokens: int
     one_by_one_seconds: float | None = None
-    """Estimated seconds of the same training one trial after another."""
     time: Mapping[str, float] | None = None
     """Wall-clock time by activity, as `TimeSplit` writes it."""
 
@@ -67,7 +66,6 @@ def best_of(trials: Sequence[Trial], is_max: bool, folder: Path) -> Trial | None
 
 
 def adapter_of(folder: Path, trial: Trial) -> Path:
-    """The directory of a trial's adapter, which need not exist."""
     return (Path(trial.origin) if trial.origin else folder / TRIALS / trial.name) / "adapter"
 
 
@@ -105,7 +103,6 @@ def write_board(folder: Path, board: dict[str, Any]) -> None:
 
 
 def write_best(folder: Path, trial: Trial, job: JobSpec, spec: SweepSpec, base_dir: Path) -> None:
-    """Replaces `best/` by a trial's adapter with a jobs.yaml that trains it again."""
     with staged_directory(folder / "best") as staged:
         for file in sorted(adapter_of(folder, trial).iterdir()):
             shutil.copyfile(file, staged / file.name)
@@ -209,8 +206,6 @@ _CADENCE = (
 
 @dataclass(frozen=True)
 class PreviousSweep:
-    """The trials of an earlier sweep, with their directories."""
-
     trials: tuple[Trial, ...]
     homes: dict[str, Path]
     """Directory of a completely trained trial, by the key of its configuration."""

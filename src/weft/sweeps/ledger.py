@@ -49,15 +49,12 @@ class Ledger:
         self.trials: list[Trial] = []
         self.by_name: dict[str, Trial] = {}
         self.one_by_one_seconds: float | None = None
-        """Estimated seconds of the sweep one trial after another, once measured."""
         self.tick = 0
-        """Tick of the last decision (`early_stop.py`)."""
         self.paid_until = -1
         """Tick up to which a budget of tokens has paid for steps."""
         self.spent_budget: int | None = None
         """Budget of tokens that is used up; no trial starts within it."""
         self._known: set[str] = set()
-        """Keys of tried parameters."""
         self._reported: set[str] = set()
         self._best: str | None = None
         self._written_s = -math.inf
@@ -128,7 +125,6 @@ class Ledger:
         self.on_news("held", trial, "")
 
     def go_on(self, trial: Trial, step: int) -> None:
-        """Continues a trial that waited at a step."""
         self._record.add_go_on(trial, step, self.tick, self.seconds)
         trial.held_step, trial.start_tick = None, self.tick - step
 
@@ -211,7 +207,6 @@ class SweepContext:
     trackers: Trackers
     startup_s: float
     previous: PreviousSweep | None = None
-    """The sweep that this one starts from."""
     copy_trial: Callable[[Mapping[str, Any], Trial], None] = lambda point, trial: None
     """Copies an ended trial, e.g. to an Optuna storage."""
 

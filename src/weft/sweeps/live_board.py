@@ -21,8 +21,6 @@ FRAME_LINES = 6
 
 
 class LiveBoard:
-    """The leaderboard of a sweep, updated while the `with` block runs."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._run: SweepRun | None = None

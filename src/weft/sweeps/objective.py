@@ -45,7 +45,6 @@ class TrialObjective:
         return self._spec.is_max
 
     def check(self, samples: Sequence[Sample], tokenizer: Tokenizer) -> None:
-        """Raises DataError if answers have no references."""
         if self._spec.needs_answers:
             self._prompts_of(samples, tokenizer)
 

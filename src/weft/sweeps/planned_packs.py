@@ -37,8 +37,6 @@ from weft.sweeps.trials_file import Trial
 
 
 class PlannedPacks:
-    """The trials that have not begun, in the order of their packs."""
-
     def __init__(self, context: SweepContext, trials: Iterable[Trial]) -> None:
         """`trials` keep their order if planning is not possible, e.g. on an unknown device."""
         self._context = context
@@ -143,7 +141,6 @@ def sampled(spec: SweepSpec, configurations: Configurations) -> list[Configurati
 
 
 def configuration_of(configurations: Configurations, name: str, params: Mapping[str, Any]) -> Configuration:
-    """A trial as the planner needs it."""
     job = configurations.job(name, params)
     summary = configurations.data(job).train.summary
     return Configuration(

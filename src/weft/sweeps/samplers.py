@@ -190,7 +190,6 @@ class OptunaSampler(Sampler):
         self._distributions = {p.name: distribution(self._optuna, p) for p in space.parameters}
         self._study = self._optuna.create_study(direction="maximize" if is_max else "minimize")
         self._proposed: list[tuple[dict[str, Any], Any]] = []
-        """Points of running trials, with Optuna's own trials."""
 
     def propose(self, number: int, is_new: IsNew) -> dict[str, Any] | None:
         for attempt in range(MAX_DRAWS):
@@ -245,7 +244,6 @@ class OptunaStorage:
         self._known = {trial.user_attrs.get(NAME) for trial in self._study.trials}
 
     def add(self, point: Mapping[str, Any], trial: Trial) -> None:
-        """Adds an ended trial unless it is stored already."""
         if trial.name not in self._known:
             self._known.add(trial.name)
             self._study.add_trial(frozen_trial(self._optuna, self._space, point, trial))

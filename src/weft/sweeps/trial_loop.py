@@ -59,9 +59,7 @@ class SweepRun:
         self._best_look: dict[str, MeanScores] = {}
         """Evaluation with the smallest loss of each trial: that of its weights if patience ends it."""
         self._unstarted: set[str] = set()
-        """Trials handed to the engine in this session that do not train yet."""
         self._obstacle: str | None = None
-        """Why a trial was paused without a request."""
 
     @property
     def trials(self) -> list[Trial]:
@@ -255,7 +253,6 @@ class TrialTime:
         self._timeline = timeline
         self._last: Span | None = None
         self.training_s = 0.0
-        """Seconds of microbatches and steps, over all trials."""
         self.training_tokens = 0
 
     def catch_up(self, trials: Mapping[str, Trial]) -> None:

@@ -69,9 +69,7 @@ class Trial:
     started_s: float | None = None
     """Start of training in seconds since the sweep began; None while it waits."""
     ended_s: float | None = None
-    """End of training in seconds since the sweep began."""
     chosen_tick: int = 0
-    """Tick at which it was chosen."""
     start_tick: int = 0
     end_tick: int | None = None
     held_step: int | None = None

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 METRICS = ("loss", "perplexity", "token-accuracy", "exact-match")
 SCORED = METRICS[:-1]
-"""Metrics that need no generated answers."""
 SHARES = METRICS[2:]
-"""Metrics from 0 to 1."""
 CAPACITY = 2048
 SPARE_TOKENS = 8
 """Tokens by which an answer may exceed the longest reference: a longer answer must not be cut to a match."""

@@ -109,7 +109,6 @@ class SampleColumns:
         self._range: tuple[int, int] | None = None
 
     def append(self, samples: Samples, rows: npt.NDArray[np.int64]) -> None:
-        """Adds consecutive samples of their own arrays, and the rows of their groups."""
         if not len(samples):
             return
         arrays = samples.arrays

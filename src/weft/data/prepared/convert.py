@@ -33,8 +33,6 @@ from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Settings for reading, rendering, masking and cutting rows; the fields are those of a job."""
-
     objective: str = "auto"
     data_format: str = "auto"
     data_columns: Mapping[str, str | int] = field(default_factory=dict)
@@ -243,7 +241,6 @@ def _counted(sample: Sample, part: Part, objective: Objective, where: str) -> Sa
 class RowCounts:
     num_rows: int = 0
     num_split: int = 0
-    """Rows of several groups."""
     num_split_by_objective: int = 0
     """Rows with several groups because of the objective, not of the chat template."""
     num_groups: int = 0

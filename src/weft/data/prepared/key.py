@@ -56,7 +56,6 @@ class FileDigests:
         return result
 
     def save(self) -> None:
-        """Merges new digests into the record, with those that other processes added meanwhile."""
         if not self._new:
             return
         record = _read(self._folder / RECORD)

@@ -42,7 +42,6 @@ class Worker:
             raise self._death() from None
 
     def receive(self) -> ConvertedChunk:
-        """Waits for a result; an error in a row is raised here."""
         try:
             result = self._program.connection.recv()
         except (EOFError, OSError):

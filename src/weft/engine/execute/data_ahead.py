@@ -69,7 +69,6 @@ class DataAhead:
         self._program.close()
 
     def _listen(self) -> None:
-        """Receives results and shows progress until the process ends."""
         with suppress(EOFError, OSError):
             while True:
                 news = self._program.connection.recv()
@@ -97,7 +96,6 @@ def prepare_ahead(
 
 
 def _num_bytes(jobs: Sequence[JobSpec], base_dir: Path) -> int:
-    """Text bytes in the files of jobs, each file once."""
     files = {file.path: file for job in jobs for source in find_sources(job, base_dir) for file in source.files}
     return sum(file.num_text_bytes for file in files.values())
 

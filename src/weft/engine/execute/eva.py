@@ -119,11 +119,9 @@ class _Listener:
         self._known: dict[tuple[str, ...], PrincipalInputs] = {}
         self._input: torch.Tensor | None = None
         self._sharers: list[str] = []
-        """Linears that this input has entered so far."""
         self.rows_N = torch.zeros(0, dtype=torch.int64)
 
     def observe(self, path: str, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Forward pre-hook of a linear."""
         (x,) = inputs
         if x is not self._input:
             self.take_in()

@@ -50,18 +50,14 @@ class EvaluationBatch(NamedTuple):
     """Groups of samples that share a path and fit a microbatch."""
 
     owners: list[int]
-    """The request of each sample, by index."""
     samples: list[SlotSample]
     num_groups: Counter[int]
-    """Groups of each request."""
 
 
 RunningBatch = tuple[EvaluationBatch, PendingScores]
 
 
 class EvaluationInFlight:
-    """Evaluations that are started after all earlier work of the device."""
-
     def __init__(
         self,
         backbone: Backbone,

@@ -73,7 +73,6 @@ class LocalExecutor:
         self.tokenizer: Tokenizer = backbone.tokenizer
         self.jobs: dict[str, ExecutedJob] = {}
         self._unseen: set[str] = set()
-        """Jobs whose adapters still need a start from their data."""
         self._known = ReferenceCache(backbone)
         self._ready: tuple[MicrobatchWork, PackedBatch] | None = None
         self._started: dict[int, Callable[[], Any]] = {}

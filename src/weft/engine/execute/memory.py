@@ -57,7 +57,6 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def release_memory(backbone: Backbone) -> None:
-    """Frees what a failed computation held."""
     backbone.path.forget()
     gc.collect()
     empty_cache(backbone.device)

@@ -86,7 +86,6 @@ class MicrobatchInFlight:
         self._running: PendingScores = backbone.launch(batch, work.row_tile)
 
     def outcome(self) -> MicrobatchOutcome:
-        """Waits for it; each score is over its segment's own rows only."""
         running, ended_s = self._running, self._running.wait()
         seconds = running.seconds(self._begun)
         return MicrobatchOutcome(running.scores(), self._num_rows, seconds, ended_s, self._num_reference_rows)

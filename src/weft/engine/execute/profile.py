@@ -182,7 +182,6 @@ class _Account:
             self._counter.__exit__(*reason)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Starts a new count; captured graphs are freed first."""
         _release(self._backbone)
         if self._counter is not None:
             self._counter.reset_peak()

@@ -49,27 +49,20 @@ class ReplicaFacts:
 
     base_model: str
     config: Mapping[str, Any]
-    """Model configuration from its files."""
     modules: tuple[str, ...]
-    """Paths of the linears that adapters can adapt."""
     device: str
     device_kind: str
     dtype: str
     storage: str
-    """Storage of the frozen weights, in words."""
     kernels: str
-    """Path through the model and why, in words."""
     path: str
-    """Path through the model: `reference` or `fused`."""
     works_on: bool
     """True if the device works asynchronously, so that more can be started before results are in."""
     vocabulary: int
     max_positions: int
     backbone_bytes: int
     weight_bytes: int
-    """Bytes per trainable parameter of a seated job: weight, gradient, and the copy that kernels read."""
     environment: Mapping[str, Any]
-    """Everything besides a job that decides the bits of its result."""
     replica_sizes: tuple[int, ...] = (1,)
     tensor: int = 1
     shards: tuple[int, ...] = ()
@@ -100,9 +93,7 @@ class AddedJob:
     lane: str
     """Lane; jobs share microbatches within one lane only."""
     num_reference_parameters: int = 0
-    """Parameters of the adapter that it compares with."""
     kernel_bytes: int = 0
-    """Bytes that kernels hold besides a copy of its parameters."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +106,6 @@ class NewJob:
     start: Mapping[str, tuple[torch.Tensor, ...]] | None = None
     """Initial adapter by module path; None: a new one."""
     start_name: str = ""
-    """Source of the initial adapter, for errors."""
     start_spec: AdapterSpec | None = None
     reference: StoredAdapter | None = None
     """Frozen adapter that its objective compares with; None: the bare backbone."""
@@ -129,7 +119,6 @@ class Work(Generic[OutcomeT]):
 @dataclass(frozen=True)
 class MicrobatchOutcome:
     scores: Sequence[Score]
-    """Scores of its segments, in order."""
     num_rows: int
     """Rows computed, with padding."""
     seconds: float
@@ -149,8 +138,6 @@ class MicrobatchWork(Work[MicrobatchOutcome]):
 
 @dataclass(frozen=True)
 class Ticket(Generic[OutcomeT]):
-    """Receipt of started work."""
-
     number: int
 
 
@@ -279,9 +266,7 @@ class Replica(Protocol):
 
     def memory(self) -> ReplicaMemory | None: ...
 
-    def release_memory(self) -> None:
-        """Frees what failed work held."""
-        ...
+    def release_memory(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -293,9 +278,7 @@ class Seats(Protocol):
         """Makes a job's state, without a seat; ConfigError or AdapterFileError if it does not fit the backbone."""
         ...
 
-    def drop(self, job: str) -> None:
-        """Forgets a job that has no seat."""
-        ...
+    def drop(self, job: str) -> None: ...
 
     def seat(self, job: str) -> None:
         """Moves a job's state to the backbone's device; ReplicaMemoryError leaves it where it was."""
@@ -309,9 +292,7 @@ class Seats(Protocol):
         """Gives a job the state that an earlier `StateWork` returned."""
         ...
 
-    def rewind(self, job: str) -> None:
-        """Drops the gradients of a job's current global batch."""
-        ...
+    def rewind(self, job: str) -> None: ...
 
     def keep_best(self, job: str) -> None:
         """Keeps a copy of a job's weights as the best so far; ReplicaMemoryError changes nothing."""
@@ -373,8 +354,6 @@ class MicrobatchExecutor(Executor, Protocol):
 
 @runtime_checkable
 class PeakMemory(Protocol):
-    """An executor that counts the peak of its device's memory."""
-
     def peak_bytes(self) -> int: ...
 
     def reset_peak(self) -> None: ...

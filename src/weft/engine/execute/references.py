@@ -32,8 +32,6 @@ from weft.plan.types import Microbatch
 
 
 class ReferenceCache:
-    """Reference values of samples, as long as a job holds them."""
-
     def __init__(self, backbone: Backbone, *, kept_only: bool = False) -> None:
         """`kept_only`: values that no job keeps are computed again for each microbatch."""
         self.backbone = backbone
@@ -102,7 +100,6 @@ class JobReference:
         self.takes_part = True
 
     def free_slot(self) -> None:
-        """Takes the reference off the backbone and drops its values."""
         self.takes_part = False
         if self._slot is not None:
             self._known.backbone.detach(self._slot)
@@ -115,7 +112,6 @@ class JobReference:
         return kept
 
     def rows(self, sample: Sample, slot: int | None, row_tile: int) -> ReferenceRows:
-        """Values of a sample that an adapter learns on a slot, computed or not; a teacher's in the data are known."""
         if sample.teacher is not None:
             return teacher_reference_rows(sample, self.wanted.top_k, self._known.backbone.device)
         if self._known.kept_only and not self.keeps:

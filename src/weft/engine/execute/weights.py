@@ -49,7 +49,6 @@ class WeightAverage:
         self.params = {name: torch.zeros_like(params) for name, params in adapter.trained().items()}
 
     def follow(self, adapter: Adapter) -> None:
-        """Adds the weights after a step."""
         for name, params in adapter.trained().items():
             self.params[name].lerp_(params, 1 - self._decay if self.count else 1.0)
         self.count += 1
@@ -67,10 +66,8 @@ class JobWeights:
         self.adapter = adapter
         self.optimizer = optimizer_of(adapter, spec)
         self.best_params: dict[str, torch.Tensor] | None = None
-        """Weights of the best evaluation, by group, for early stopping."""
         self.slot: int | None = None
         self.average = None if spec.ema_decay is None else WeightAverage(adapter, spec.ema_decay)
-        """Average of the weights after every step, if requested."""
         self._spec = spec
 
     def move_to(self, device: torch.device) -> None:
@@ -88,7 +85,6 @@ class JobWeights:
         self._take_copies(tensors)
 
     def after_step(self, updated: Updated) -> None:
-        """Adds a taken step to the average."""
         if self.average is not None and not updated.skipped:
             self.average.follow(self.adapter)
 
@@ -176,7 +172,6 @@ class FileWriter:
         """`is_beside`: on its own threads, without blocking the caller."""
         self._threads = ThreadPoolExecutor(AT_ONCE, "weft-write") if is_beside else None
         self._last: dict[str, Future[None]] = {}
-        """Last write by job."""
 
     def submit(self, job: str, write: Callable[[], None]) -> Future[None]:
         """Writes after all earlier writes of the job have ended."""

@@ -24,7 +24,6 @@ from weft.store.row_files import ROWS
 
 T = TypeVar("T")
 BASE = "base"
-"""Name of the bare backbone among adapters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +48,6 @@ class Attached:
     """Template by name, instead of the tokenizer's."""
     notes: tuple[str, ...] = ()
     heads: dict[str, HeadObjective] = field(default_factory=dict)
-    """Objective by name, for adapters with a head."""
 
     def tokenizer(self, name: str) -> Tokenizer:
         return self.backbone.tokenizer_of(self.slots[name])

@@ -17,7 +17,6 @@ from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
 
 BATCH = 64
-"""Sequences decoded at once."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,6 @@ class Decoding:
 
 @dataclass(eq=False)
 class Continuation:
-    """A request in progress: its tokens so far and its cache."""
-
     request: Request
     decoding: Decoding
     tokens: list[int] = field(default_factory=list)
@@ -55,11 +52,9 @@ class Continuation:
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(mix(self.decoding.seed, self.request.seed))
         self.cache: dict[int, Any] = {}
-        """Keys and values by layer."""
         self.new: list[int] = list(self.request.tokens)
         """Tokens that the model has not read: first the whole request, then the last token."""
         self.num_read = 0
-        """Tokens read before those."""
 
     def forget_read(self) -> None:
         """Has the model read everything again, in the next pass: the request and what has been written."""
@@ -164,7 +159,6 @@ def pack_new(going: Sequence[Continuation], leading: Sequence[int], device: torc
 
 
 def last_rows(batch: PackedBatch) -> list[int]:
-    """The last row of each continuation, which predicts its next token."""
     return [segment.end - 1 for segment in batch.segments]
 
 
@@ -180,8 +174,6 @@ def _choose(logits_V: torch.Tensor, decoding: Decoding, generator: torch.Generat
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to one prompt."""
-
     prompt: Prompt
     text: str
 
@@ -208,7 +200,6 @@ def answers(
 
 
 def refuse_long(prompts: Sequence[Prompt], longest: int) -> None:
-    """DataError for a prompt that leaves no position for an answer."""
     for prompt in prompts:
         if len(prompt.tokens) >= longest:
             raise DataError(

@@ -62,7 +62,6 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
 
 
 def _write(model: Any, tokenizer: Any, out: Path) -> None:
-    """Writes the model directory, completely or not at all."""
     with contextlib.ExitStack() as undo:
         make_directories(out.parent, undo)
         with staged_directory(out) as folder:

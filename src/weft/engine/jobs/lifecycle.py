@@ -79,7 +79,6 @@ class JobTransitions:
         self._keeper.write_status(job, self._timeline.now())
 
     def report_running(self, job: LiveJob) -> list[Event]:
-        """The event of a job that has got its seat, for the first time or again."""
         if job.status.has_started:
             return [JobResumed(job.name, job.step)]
         job.status = replace(job.status, has_started=True)
@@ -97,7 +96,6 @@ class JobTransitions:
         job.status = replace(job.status, is_closing=True)
 
     def pause(self, jobs: Sequence[LiveJob], reason: Reason | None, *, save: bool = True) -> list[Event]:
-        """Pauses jobs at their last step boundary and frees their seats."""
         self._sync(jobs)
         for job in jobs:
             self._set(job, JobState.PAUSED, reason)

@@ -73,9 +73,7 @@ class LiveJob:
         self.num_parameters = 0
         self.num_reference_parameters = 0
         self.reference_bytes = sum(part.reference_bytes for part in (data.train, data.eval) if part is not None)
-        """Bytes of cached reference values."""
         self.kernel_bytes = 0
-        """Bytes that kernels hold besides a copy of the parameters."""
         self.lane = ""
         """Lane; jobs share microbatches within one lane only."""
         self.home: int | None = None if spec.gradient_sum == "any_order" else 0
@@ -87,9 +85,7 @@ class LiveJob:
         self.kept_step: int | None = None
         """Step of which stages keep a copy of its state."""
         self.evaluated_tokens = 0
-        """Tokens of its evaluations in this engine."""
         self.notes: tuple[str, ...] = ()
-        """Notes for its owner before it starts."""
         self.longest = max(part.longest_group for part in (data.train, data.eval) if part is not None)
         """Tokens of the longest sample, or of the longest group that shares a microbatch, with evaluation data."""
 
@@ -120,7 +116,6 @@ class LiveJob:
 
     @cached_property
     def step_tokens(self) -> float:
-        """Mean tokens of a global batch."""
         return self.progress.order.num_tokens(self.data.train.group_tokens) / self.num_steps
 
     @property

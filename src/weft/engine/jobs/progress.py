@@ -41,8 +41,6 @@ class StepResult:
 
 
 class JobProgress:
-    """Steps, samples and tokens that a job has done, and its best evaluation."""
-
     def __init__(self, spec: JobSpec, data: JobData) -> None:
         self._spec = spec
         self.inputs: dict[str, Any] = {"data": data.train.fingerprint}
@@ -63,7 +61,6 @@ class JobProgress:
         self.owes_eval = False
         """True if it was restored at a step whose evaluation had not ended."""
         self.hold_step = self.num_steps
-        """Step at which it stops for now."""
         self.diverged: Reason | None = None
         self.num_rewinds = 0
         """Number of rewinds; work started before a rewind is not counted after it."""
@@ -92,7 +89,6 @@ class JobProgress:
 
     @property
     def is_finite(self) -> bool:
-        """True if the losses of the current global batch are finite so far."""
         return self._scores.is_finite
 
     def queue(self, priority: int, lane: str = "") -> JobQueue:
@@ -114,7 +110,6 @@ class JobProgress:
         self._scores.add(score)
 
     def rewind(self) -> None:
-        """Returns to the last step boundary."""
         self._begin_batch()
         self.num_rewinds += 1
 

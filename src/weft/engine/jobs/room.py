@@ -179,7 +179,6 @@ class Placement:
         return self.budget(capacity, [job.spec.adapter for job in list(self._jobs.values())])
 
     def budget(self, capacity: int, adapters: Collection[AdapterSpec]) -> Budget:
-        """Memory for jobs with such adapters beside microbatches of this capacity."""
         budget = Budget(self._job_memory, max_jobs=self._max_jobs)
         memory = self._executor.memory() if self._job_memory is None else None
         if memory is not None:
@@ -192,7 +191,6 @@ class Placement:
         return replace(budget, total_bytes=at_most, fixed_bytes=0, margin=0.0, proven_bytes=0)
 
     def _fixed_bytes(self, memory: ReplicaMemory, capacity: int, adapters: Collection[AdapterSpec]) -> int:
-        """Bytes of a GPU that are not for jobs."""
         if self._measured_bytes is not None:
             return self._measured_bytes
         at_rest = memory.allocated_bytes - self._allocated_bytes()

@@ -39,7 +39,6 @@ class AttentionBlocks:
     the first row is not before the end. The padded start is where the sample begins in arrays that give each a multiple
     of BLOCK."""
     spans: tuple[SampleRows, ...]
-    """The samples, for reference implementations."""
 
 
 def attention_blocks(spans: Sequence[SampleRows], num_rows: int, num_spans: int) -> np.ndarray:
@@ -87,8 +86,6 @@ def scores(q_LHC: torch.Tensor, k_MKC: torch.Tensor, scale: float, window: int |
 
 
 class Blocks(NamedTuple):
-    """Launch settings of one kernel for one head size."""
-
     queries: int
     """Queries of a tile: rows times heads packed into it."""
     keys: int

@@ -207,9 +207,7 @@ def gated_grad(
 
 
 LONGEST = 16_384
-"""Inner size of the longest row that a program holds."""
 FORWARD_NUMBERS, BACKWARD_NUMBERS = 32, 16
-"""Columns of a thread."""
 REGISTERS = 64
 """Registers of a thread: with more, fewer threads have work at the same time."""
 

@@ -35,11 +35,9 @@ class RmsNorm(NamedTuple):
 
 class NormGrads(NamedTuple):
     dx_TD: torch.Tensor
-    """Gradient of the residual stream before the norm."""
     dy_TD: torch.Tensor
     """Gradient of what was added to the stream: dx itself unless that was normed."""
     h_TD: torch.Tensor | None
-    """The norm's result again."""
 
 
 Added = tuple[torch.Tensor, RmsNorm]

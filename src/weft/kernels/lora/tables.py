@@ -67,8 +67,6 @@ class Site:
 
 @dataclass(frozen=True)
 class Entry:
-    """One adapter on one module, as kernels see it."""
-
     rank: int
     """R; A and B are padded with zeros to P, the next multiple of 8, so that kernels read them in whole vectors."""
     a_PD: torch.Tensor
@@ -141,14 +139,11 @@ class Needs:
 
     @classmethod
     def of(cls, ranks: Collection[int], *, drops: bool, others: Iterable[tuple[str, str]] = ()) -> Needs:
-        """Needs of adapters with these widest ranks."""
         room = max(16, next_power_of_2(max(ranks, default=0)))
         return cls(room, rank_classes(ranks), drops, tuple(sorted(set(others))))
 
 
 class SlotTable:
-    """The adapters on a backbone's slots, on the host and, as addresses, on the device."""
-
     def __init__(self, sites: Sequence[Site], device: torch.device, row_sites: Mapping[int, str] | None = None) -> None:
         """`row_sites`: modules numbered after those of the sites at which rows of samples are replaced, with their
         roles."""
@@ -156,9 +151,7 @@ class SlotTable:
         self._roles |= row_sites or {}
         self.num_modules = len(self._roles)
         self.entries: dict[int, Mapping[int, Entry]] = {}
-        """Entries by slot of the table, then by module."""
         self.others: dict[int, OtherParts[int]] = {}
-        """Tensors of other methods, by slot."""
         self._sites = sites
         self._fields = np.zeros((SPARE_SLOTS, self.num_modules, NUM_FIELDS), dtype=np.int64)
         self.device_SMF = torch.from_numpy(self._fields.copy()).to(device)
@@ -183,7 +176,6 @@ class SlotTable:
         return tuple(RankLaunch(above, upto) for above, upto in zip((-1, *classes), classes, strict=False))
 
     def entry(self, slot: int, module: int) -> Entry | None:
-        """The adapter of a slot on a module."""
         return self.entries.get(slot, {}).get(module)
 
     def columns(self, slot: int, site: Site) -> list[tuple[int, int, Entry | None]]:
@@ -206,7 +198,6 @@ class SlotTable:
         return [(start, size, change) for start, size, change in columns if change is not None]
 
     def has_change(self, kind: str, role: str) -> bool:
-        """True if some adapter has a change of this kind at the sites of a role."""
         return (kind, role) in self.needs.others
 
     @property
@@ -290,8 +281,6 @@ class SampleRows:
 
 @dataclass(frozen=True)
 class RowTables:
-    """The owners of a microbatch's rows."""
-
     num_rows: int
     spans: tuple[SampleRows, ...]
     """Every sample, in buffer order; rows outside are padding."""
@@ -341,8 +330,6 @@ class Delta:
 
 @dataclass(frozen=True)
 class TableSizes:
-    """Fixed sizes of the tables, so that one captured graph serves many microbatches."""
-
     num_rows: int
     num_spans: int
 
@@ -388,7 +375,6 @@ def table_arrays(spans: Sequence[SampleRows], sizes: TableSizes) -> dict[str, np
 
 
 def row_tables(spans: Sequence[SampleRows], sizes: TableSizes, keys_T: torch.Tensor) -> RowTables:
-    """The tables on the device of `keys_T`."""
     tables = {name: torch.from_numpy(array).to(keys_T.device) for name, array in table_arrays(spans, sizes).items()}
     return RowTables(sizes.num_rows, tuple(spans), **tables, keys_T=keys_T, drops=True)
 

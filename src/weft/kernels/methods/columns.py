@@ -27,7 +27,6 @@ _PROGRAMS = 16
 
 
 def changed_sizes(site: Site, field: int) -> tuple[int, int, int]:
-    """The widths of a site's parts, as kernels take them."""
     return site.three_sizes if field == OUTPUTS else (site.num_in, 0, 0)
 
 

@@ -19,8 +19,6 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Activation:
-    """A function of single numbers and its derivative, both for fp32."""
-
     number: int
     """Number in kernels; 0 is none."""
     apply: Elementwise
@@ -81,16 +79,12 @@ class InnerChange:
 
     bias_W: torch.Tensor
     grad_bias_W: torch.Tensor
-    """Receives Σ of the gradient of f's input."""
     activation: Activation
 
 
 @dataclass(frozen=True)
 class LeadingRows:
-    """The first rows of every sample are replaced."""
-
     rows_VN: torch.Tensor
-    """Rows in the type of the activations."""
     grad_VN: torch.Tensor
 
 
@@ -127,8 +121,6 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class OtherParts(Generic[Key]):
-    """All such tensors of one adapter, by path, or by module of the table."""
-
     outputs: Mapping[Key, ColumnChange] = field(default_factory=dict)
     """Changes of a linear's outputs or, after a bottleneck, of the block's outputs."""
     inputs: Mapping[Key, ColumnChange] = field(default_factory=dict)
@@ -138,7 +130,6 @@ class OtherParts(Generic[Key]):
     sparse: Mapping[Key, SparsePart] = field(default_factory=dict)
 
     def numbered(self, numbers: Mapping[Key, int]) -> OtherParts[int]:
-        """The same with numbers as keys."""
         return OtherParts(
             {numbers[key]: part for key, part in self.outputs.items()},
             {numbers[key]: part for key, part in self.inputs.items()},

@@ -32,8 +32,6 @@ class NormedRows:
 
 
 class RowNorms:
-    """The modules of an adapter; their tensors are not moved."""
-
     def __init__(self, modules: Sequence[NormedRows]) -> None:
         self._modules = modules
         device = modules[0].weight_OD.device
@@ -50,14 +48,12 @@ class RowNorms:
         """True if rows begin at whole vectors, as in all supported models: the kernel is compiled for it."""
 
     def measure(self) -> None:
-        """Computes the lengths for the current A and B."""
         if not runs_triton(self._table_M8):
             self.measure_plainly()
             return
         self.launch()
 
     def measure_plainly(self) -> None:
-        """The reference implementation of the kernel."""
         for module in self._modules:
             updated_OD = module.weight_OD.float() + module.b_OP.float() @ module.a_PD.float()
             module.norms_O.copy_(updated_OD.norm(dim=1))

@@ -158,7 +158,6 @@ def _position(indices, values, at, last):  # type: ignore[no-untyped-def]
 
 @jit
 def _column(turned, index, has, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns of a tile, side by side."""
     rows = tl.arange(0, BM)[:, None]
     return tl.load(turned + index.to(tl.int64)[None, :] * BM + rows, mask=has[None, :], other=0.0).to(tl.float32)
 

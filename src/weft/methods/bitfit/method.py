@@ -105,7 +105,6 @@ class BitFit(Method):
         return BiasChange(params[0], grads[0], site.share.adds_once)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        """The vectors and their gradients; zeros without gradients where another device adds them."""
         copy = KernelCopy(adapter)
         own = cast(dict[str, BiasChange], adapter.modules)
         pairs = {p: (w.change_O, w.grad_O) for p, w in own.items()}

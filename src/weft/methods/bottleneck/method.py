@@ -54,8 +54,6 @@ from weft.spec import AdapterSpec
 
 @dataclass
 class BottleneckWeights(SlotWeights):
-    """The adapter on one block: views into its flat buffers."""
-
     params: ModuleTensors
     """D, b, U and c."""
     grads: ModuleTensors
@@ -110,7 +108,6 @@ class BottleneckWeights(SlotWeights):
 
 
 SHIFTS = "up_bias"
-"""The group of c."""
 
 
 class BottleneckCopy(ComputeCopy):
@@ -194,7 +191,6 @@ class Bottleneck(Method):
         return spec.bottleneck_size
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
-        """ConfigError if the bottleneck is wider than the block."""
         for path, (width, _) in modules.items():
             if spec.bottleneck_size > width:
                 raise ConfigError(

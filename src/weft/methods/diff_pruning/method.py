@@ -43,8 +43,6 @@ from weft.spec import AdapterSpec, JobSpec
 
 
 class SparseCopy(KernelCopy):
-    """An adapter's weights as kernels read them; gradients go straight to the adapter's buffers."""
-
     def __init__(self, adapter: Adapter, modules: Mapping[str, SparseDifference]) -> None:
         super().__init__(adapter)
         sizes = [w.params[0].numel() for w in modules.values()]
@@ -64,7 +62,6 @@ class SparseCopy(KernelCopy):
 
 
 def _sorted_part(w: SparseDifference, in_values_V: torch.Tensor) -> tuple[SparsePart, torch.Tensor]:
-    """A module's difference, and the order of its positions by inputs."""
     num_out, num_in = w.site.out_features, w.site.in_features
     outputs, inputs = w.positions // num_in, w.positions % num_in
     order = torch.argsort(inputs, stable=True)

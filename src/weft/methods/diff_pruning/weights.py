@@ -100,7 +100,6 @@ def drawn_gates(g: torch.Tensor, key: int | None) -> tuple[torch.Tensor, torch.T
 
 
 def gate_penalty_gradient(g: torch.Tensor) -> torch.Tensor:
-    """The gradient of the expected number of open gates."""
     share = torch.sigmoid(g)
     return share * (1.0 - share)
 
@@ -111,28 +110,21 @@ BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class _Block:
-    """Some outputs of a weight and the positions in them."""
-
     outputs: slice
     own: slice
-    """The block's positions, as a slice of all positions."""
     shape: tuple[int, int]
 
     def inner(self, positions: torch.Tensor) -> torch.Tensor:
-        """Indices of its positions in the flattened block."""
         first: int = self.outputs.start * self.shape[1]
         return positions[self.own].long() - first
 
     def dense(self, positions: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Δ of these outputs."""
         delta = torch.zeros(self.shape[0] * self.shape[1], dtype=dtype, device=values.device)
         return delta.index_copy_(0, self.inner(positions), values[self.own].to(dtype)).view(self.shape)
 
 
 @dataclass
 class SparseDifference(SlotWeights):
-    """The difference to one weight: views into the adapter's flat buffers."""
-
     site: Site
     params: ModuleTensors
     """The values, and in a subclass g of their gates."""
@@ -225,7 +217,6 @@ class GatedDifference(SparseDifference):
     has_penalty: ClassVar[bool] = True
 
     gate_cost: float
-    """Penalty of an open gate in the loss."""
     key: int
     """Stable number of the module, part of the random key."""
 

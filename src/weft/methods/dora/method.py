@@ -47,8 +47,6 @@ from weft.spec import AdapterSpec, JobSpec
 
 
 class DoraCopy(ComputeCopy):
-    """An adapter's weights as kernels read them, and the gradients of its magnitudes."""
-
     def __init__(self, adapter: Adapter, dtype: torch.dtype, modules: Mapping[str, DoraWeights]) -> None:
         self._own = modules
         super().__init__(adapter, dtype, {path: w.lora for path, w in modules.items()})
@@ -101,7 +99,6 @@ class DoraCopy(ComputeCopy):
             self._sums_N.zero_()
 
     def _make_whole(self) -> None:
-        """Turns norms of parts of rows into norms of the rows."""
         pairs = zip(self._split(self._norms_N), self._own.values(), strict=True)
         parts = [(norms_O, w.site.share) for norms_O, w in pairs if not w.site.share.has_all_inputs]
         if parts:
@@ -175,7 +172,6 @@ class Dora(Lora):
         return *super().shapes(spec, path, linear), (linear[0],)
 
     def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
-        """LoRA's A and B, and the row norms of the updated weight."""
         a_RD, b_OR = super().initial(spec, path, site, generator)
         weight_OD = site.weight
         assert weight_OD is not None, "it sits on linears"

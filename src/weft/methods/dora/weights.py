@@ -64,8 +64,6 @@ KeptDora = tuple[KeptRows, torch.Tensor]
 
 @dataclass
 class DoraWeights(SlotWeights):
-    """The adapter on one module, without dropout: views into its flat buffers."""
-
     changes_gradient: ClassVar[bool] = True
 
     lora: LoraWeights

@@ -84,7 +84,6 @@ class InputScale(SlotWeights):
     def backward(
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: None
     ) -> None:
-        """Adds to dl, and turns dx, the gradient of the scaled inputs, into that of x."""
         assert dx_TD is not None
         for sample in rows.samples:
             _accumulate(self.grad_l_1D, dx_TD[sample.buffer], x_TD[sample.buffer])

@@ -192,7 +192,6 @@ def _listed(indices: TokenIds | Mapping[str, TokenIds] | None) -> list[int] | di
 
 
 def _whole(value: float) -> float | int:
-    """An int if the number is whole, as PEFT writes it."""
     return int(value) if float(value).is_integer() else value
 
 
@@ -223,7 +222,6 @@ class Lora(Method):
         return ("a",) if spec.freeze_a else ()
 
     def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
-        """PEFT's initial values of A and B, by `init_lora_weights`."""
         shape_a, shape_b = self.shapes(spec, path, (site.out_features, site.in_features))[:2]
         rank, num_in = shape_a
 

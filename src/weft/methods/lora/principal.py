@@ -93,8 +93,6 @@ SMALLEST = 1e-5
 
 
 class PrincipalInputs:
-    """The leading directions of the inputs of one linear."""
-
     def __init__(self, rank: int, generator: torch.Generator) -> None:
         self._rank, self._generator = rank, generator
         self._num_rows = 0

@@ -31,8 +31,6 @@ from weft.spec import AdapterSpec
 
 @dataclass
 class ResidualLoraWeights(LoraWeights):
-    """The adapter on one module and its initial values."""
-
     start_a_RD: torch.Tensor
     start_b_OR: torch.Tensor
 
@@ -51,7 +49,6 @@ class ResidualCopy(ComputeCopy):
     """[A; A₀] and scale · [B, −B₀] of one adapter, with gradients of both halves."""
 
     def __init__(self, adapter: Adapter, dtype: torch.dtype, halves: Mapping[str, ResidualLoraWeights]) -> None:
-        """`halves`: the trained halves, by path."""
         self._halves = halves
         sizes_a = [2 * w.grad_a_RD.numel() for w in halves.values()]
         sizes_b = [2 * w.grad_b_OR.numel() for w in halves.values()]
@@ -93,8 +90,6 @@ class ResidualCopy(ComputeCopy):
 
 
 class ResidualLora(Lora):
-    """LoRA that starts as a part of the weight."""
-
     groups: tuple[str, ...] = (*Lora.groups, "start_a", "start_b")
     has_any_order_kernels = False
 
@@ -149,7 +144,6 @@ class ResidualLora(Lora):
     def exported(
         self, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors]
     ) -> tuple[AdapterSpec, Mapping[str, ModuleTensors]]:
-        """A plain LoRA of twice the rank with the same scales."""
         factor = math.sqrt(2) if spec.use_rslora else 2
         plain = dataclasses.replace(
             spec,

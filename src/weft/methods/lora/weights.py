@@ -39,8 +39,6 @@ KeptRows = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass
 class LoraWeights(SlotWeights):
-    """The adapter on one module: views into its flat buffers."""
-
     a_RD: torch.Tensor
     b_OR: torch.Tensor
     grad_a_RD: torch.Tensor
@@ -117,7 +115,6 @@ class ComputeCopy(KernelCopy):
         modules: Mapping[str, LoraWeights],
         groups: tuple[str, str] = ("a", "b"),
     ) -> None:
-        """`modules`: the LoRA weights by path; `groups`: the groups of A and B."""
         super().__init__(adapter)
         self._modules, self._groups = modules, groups
         self._words = {

@@ -71,8 +71,6 @@ def _uniform(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor
 
 @dataclass
 class VeraWeights(LoraWeights):
-    """The adapter on one module: its vectors and their gradients, with corners of the shared matrices."""
-
     d_R: torch.Tensor
     b_O: torch.Tensor
     grad_d_R: torch.Tensor
@@ -91,8 +89,6 @@ class VeraWeights(LoraWeights):
 
 
 class VeraCopy(KernelCopy):
-    """An adapter's weights as kernels read them, and the buffers for their gradients."""
-
     def __init__(self, adapter: Adapter, dtype: torch.dtype, modules: Mapping[str, VeraWeights]) -> None:
         super().__init__(adapter)
         nothing = torch.empty(0, device=adapter.device)

@@ -40,15 +40,12 @@ from weft.spec import AdapterSpec
 
 @dataclass
 class VirtualRows(SlotWeights):
-    """Trained rows in front of samples: views into the adapter's flat buffers."""
-
     rows_VD: torch.Tensor
     grad_VD: torch.Tensor
     columns: torch.Tensor | None
     """Columns on this device if the others are on other devices; None: all."""
 
     def here(self, x_VD: torch.Tensor) -> torch.Tensor:
-        """This device's columns of the rows."""
         return x_VD if self.columns is None else x_VD.index_select(1, self.columns)
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> None:
@@ -59,7 +56,6 @@ class VirtualRows(SlotWeights):
     def backward(
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: None
     ) -> None:
-        """Adds to the gradient; none is passed on to the replaced rows."""
         for begin in rows.begins:
             own = slice(begin, begin + len(self.rows_VD))
             self.grad_VD.add_(dy_TO[own].float())
@@ -120,7 +116,6 @@ class VirtualTokenFiles(PeftFormat):
         return f"{spec.num_virtual_tokens} virtual tokens"
 
     def _only(self, tensors: Mapping[str, torch.Tensor], where: str) -> torch.Tensor:
-        """The only tensor of the file, of two dimensions."""
         for name in tensors:
             if name != TENSOR:
                 raise AdapterFileError(f"holds {name!r}, {self.what_it_is(name)}.", where=where)

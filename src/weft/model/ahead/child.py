@@ -146,7 +146,6 @@ class _Maker:
         )
 
     def _product(self, role: str, module: int, linears: list[tuple[int, int]]) -> Product:
-        """A site of linears with these outputs and inputs, or one device's part of it."""
         weights = [self._weight(role, *shape) for shape in linears]
         site = Site(module, tuple(weight.shape[0] for weight in weights), weights[0].shape[1], role)
         return Product(site, weights[0] if len(weights) == 1 else join(weights), None)
@@ -162,7 +161,6 @@ class _Maker:
 
 
 def rehearse(request: KernelRequest) -> tuple[list[RecordedLaunch], list[RecordedLaunch]]:
-    """Launches of all jobs together, and further launches of some jobs without the others."""
     whole = Needs.of(request.ranks, drops=request.drops, others=request.others)
     first = recorded_launches(request.gpu, lambda: _run(request, [whole]))
     later = recorded_launches(request.gpu, lambda: _run(request, all_needs(request.ranks, drops=request.drops)))
@@ -171,7 +169,6 @@ def rehearse(request: KernelRequest) -> tuple[list[RecordedLaunch], list[Recorde
 
 
 def all_needs(ranks: Sequence[int], *, drops: bool) -> list[Needs]:
-    """Needs of any set of the adapters, as jobs come and go."""
     # The widest rank of a class represents the class.
     kinds = sorted({rank_classes([rank])[-1] for rank in ranks})
     groups = chain.from_iterable(combinations(kinds, number) for number in range(1, len(kinds) + 1))
@@ -216,7 +213,6 @@ def _step(model: FusedModel, shape: InputShape, needs: Needs, memory: Memory) ->
 
 
 def _numbers_of_jobs(most: int) -> list[int]:
-    """One number of jobs for each size of the optimizer's tables."""
     return [1, *(2**power for power in range(6, most.bit_length() + 1) if 2 ** (power - 1) < most)]
 
 

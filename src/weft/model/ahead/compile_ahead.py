@@ -38,20 +38,15 @@ from weft.plan.families import why_unsupported
 from weft.spec import AdapterSpec
 
 READY = b"ready\n"
-"""Message of the compiling process when all kernels of the first steps are ready."""
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """A backbone, the adapters on it, and the GPU."""
-
     config: Mapping[str, Any]
     dtype: str
-    """Type of the weights, by torch's name."""
     quantize: str
     recompute: str
     tensor: int
-    """Number of devices that share every layer."""
     ranks: tuple[int, ...]
     """Largest rank of each adapter, without repetitions."""
     drops: bool
@@ -88,14 +83,11 @@ SOURCES = (
     *("kernels", "model/fused", "model/ahead", "model/loss.py", "adapters/frozen.py"),
     *("methods", "plan/decoder.py", "plan/families.py"),
 )
-"""Sources that determine the kernels."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 """Environment of one thread: a process that forks must not have threads."""
 
 
 class CompileAhead:
-    """Kernels that another process compiles."""
-
     def __init__(self, request: KernelRequest, marker: Path) -> None:
         """`marker`: file that exists once all of them are compiled."""
         self._process = subprocess.Popen(
@@ -121,7 +113,6 @@ class CompileAhead:
         return self._is_ready or self._read_ready(0.0)
 
     def wait(self, longest_s: float = LONGEST_WAIT_S) -> bool:
-        """Waits until it is ready, up to a time; returns whether it is."""
         end = time.monotonic() + longest_s
         while not self.is_ready and (left := end - time.monotonic()) > 0:
             self._read_ready(left)

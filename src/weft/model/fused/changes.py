@@ -34,8 +34,6 @@ class SavedBlockEnd:
 
 @dataclass(frozen=True)
 class OtherChanges:
-    """The changes of one microbatch by methods other than LoRA."""
-
     rows: RowTables
     table: SlotTable
     is_adapted: bool
@@ -93,12 +91,10 @@ class OtherChanges:
         return True
 
     def inputs_grad(self, site: Site, dx_TD: torch.Tensor, x_TD: torch.Tensor) -> None:
-        """Adds to the gradients, given that of x and x before the change."""
         if self._has("inputs", site.role):
             column_sums(dx_TD, x_TD, site, self.rows, self.table, INPUTS, divides=True)
 
     def end(self, site: Site, y_TD: torch.Tensor) -> SavedBlockEnd | None:
-        """Adds the bottlenecks after a block to the block's output."""
         if not self._has("inner", site.role):
             return None
         a_TW = y_TD.new_empty(y_TD.shape[0], self.table.rank_class)
@@ -111,7 +107,6 @@ class OtherChanges:
         return SavedBlockEnd(before_TD, a_TW, inner_TW)
 
     def end_grad(self, site: Site, dy_TD: torch.Tensor, kept: SavedBlockEnd | None) -> torch.Tensor:
-        """The gradient of the block's own output."""
         if kept is None:
             return dy_TD
         column_sums(dy_TD, dy_TD, site, self.rows, self.table, OUTPUTS)
@@ -124,12 +119,10 @@ class OtherChanges:
         return dx_TD
 
     def sparse(self, site: Site, x_TD: torch.Tensor, y_TO: torch.Tensor) -> None:
-        """Adds the products of sparse differences with a site's inputs to its outputs."""
         if self._has("sparse", site.role):
             sparse(x_TD, y_TO, site, self.rows, self.table)
 
     def sparse_input(self, site: Site, dy_TO: torch.Tensor, dx_TD: torch.Tensor) -> None:
-        """Adds to the gradient of a site's inputs."""
         if self._has("sparse", site.role):
             turned_KNM = sparse_input(dy_TO, dx_TD, site, self.rows, self.table)
             if turned_KNM is not None:
@@ -141,7 +134,6 @@ class OtherChanges:
             sparse_grad(x_TD, dy_TO, site, self.rows, self.table, turned_KNM)
 
     def has_rows(self, role: str) -> bool:
-        """Whether rows are replaced at the sites of a role."""
         return self._has("rows", role)
 
     def put_rows(self, role: str, module: int, x_TN: torch.Tensor) -> None:
@@ -149,6 +141,5 @@ class OtherChanges:
             put_rows(x_TN, module, self.rows, self.table)
 
     def rows_grad(self, role: str, module: int, *parts: torch.Tensor) -> None:
-        """Adds to the gradients of those rows; none is passed further back."""
         if self.has_rows(role):
             rows_grad(list(parts), module, self.rows, self.table, clears=True)

@@ -51,7 +51,6 @@ class Captured:
     entering_TD: torch.Tensor | None
     left_TD: torch.Tensor
     grad_TD: torch.Tensor
-    """Input of `backward`."""
     back_TD: torch.Tensor | None
     """Output of `backward`, if an earlier part needs it."""
     forward: Graph
@@ -103,14 +102,10 @@ OVERHEAD = 32
 
 @dataclass(frozen=True)
 class GraphKey:
-    """The properties of a captured graph."""
-
     shape: InputShape
     row_tile: int | None
     needs: Needs | None
-    """Needs of the adapters that take part; None if there are none."""
     version: int
-    """Version of the slots' table."""
 
     def serves(self, wanted: GraphKey) -> bool:
         """Whether its graph computes the same for a microbatch with another key."""
@@ -194,7 +189,6 @@ class InFlightBuffers:
         self._graphs = CapturedGraphs(self._capture_for, lambda: synchronise(model.device))
         self._pool: Any = None
         self._held: Passed | Captured | None = None
-        """State of the current microbatch."""
         self._num_rows = 0
         self.captured_s = 0.0
         """Seconds spent on capturing graphs, so far."""
@@ -219,7 +213,6 @@ class InFlightBuffers:
         return passed.left_TD
 
     def zero_gradient(self) -> torch.Tensor:
-        """Zeros for the gradient of the output, to be filled in and given to `backward`."""
         held = self._held
         assert held is not None, "nothing goes back"
         return held.grad_TD.zero_() if isinstance(held, Captured) else torch.zeros_like(held.left_TD)
@@ -246,7 +239,6 @@ class InFlightBuffers:
         self._held = None
 
     def forget(self) -> None:
-        """Releases captured graphs and their memory."""
         self._graphs.forget()
         self._pool = None
 

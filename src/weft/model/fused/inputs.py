@@ -51,7 +51,6 @@ class InputShape:
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Offset and shape of each part of the buffer."""
         shapes: dict[str, tuple[int, ...]] = {
             "ids": (self.num_rows,),
             "positions": (self.num_rows,),
@@ -70,7 +69,6 @@ class InputShape:
 
 
 def input_shape(batch: PackedBatch, *, with_longest: bool) -> InputShape:
-    """The smallest shape that fits a microbatch."""
     longest = max(segment.end - segment.start for segment in batch.segments)
     return InputShape(
         batch.num_rows,
@@ -103,7 +101,6 @@ def input_array(batch: PackedBatch, shape: InputShape) -> np.ndarray:
 
 
 def spans_of(batch: PackedBatch) -> tuple[SampleRows, ...]:
-    """The samples with their slots in the table."""
     pairs = zip(batch.segments, batch.segment_slots, strict=True)
     return tuple(SampleRows(rows.start, rows.end, BARE if slot is None else slot) for rows, slot in pairs)
 
@@ -131,8 +128,6 @@ QkvParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Attended:
-    """An attention's result and its backward."""
-
     output_THC: torch.Tensor
     gradients: Callable[[torch.Tensor], QkvParts]
     """From the gradient of the output to those of q, k and v; equal inputs give equal bits."""

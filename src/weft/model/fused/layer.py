@@ -84,8 +84,6 @@ class SavedForBackward:
 
 @dataclass(frozen=True)
 class Context:
-    """The shared state of all layers in a microbatch."""
-
     model: FusedModel
     inputs: Inputs
     table: SlotTable
@@ -102,7 +100,6 @@ class Context:
     def linear(
         self, product: Product, x_TD: torch.Tensor, x8: Rows8 | None = None
     ) -> tuple[torch.Tensor, Delta | None]:
-        """A site's outputs including the adapters' part, and S."""
         s = self._shrunk(product, x_TD, shrink)
         return self.output(product, x_TD, s, x8), s
 
@@ -129,13 +126,11 @@ class Context:
     def _frozen(
         self, product: Product, x_TD: torch.Tensor, onto_TO: torch.Tensor | None = None, x8: Rows8 | None = None
     ) -> torch.Tensor:
-        """The frozen product alone, or added to an existing tensor."""
         return _biased(product.weight.product(x_TD, self.row_tile, onto_TO, x8), product)
 
     def input_gradient(
         self, product: Product, dy_TO: torch.Tensor, ds: Delta | None, dy8: Rows8 | None = None
     ) -> torch.Tensor:
-        """The gradient of a site's input including the adapters' part."""
         dx_TD = self._input_gradient(product, dy_TO, ds, dy8)
         self.changes.sparse_input(product.site, dy_TO, dx_TD)
         return dx_TD
@@ -157,7 +152,6 @@ class Context:
         return weight.input_gradient(dy_TO, self.row_tile, dx_TD)
 
     def shrunk_grad(self, product: Product, dy_TO: torch.Tensor) -> Delta | None:
-        """The adapters' dS at a site."""
         return self._shrunk(product, dy_TO, shrink_grad)
 
     def _shrunk(self, product: Product, x: torch.Tensor, run: Callable[..., None]) -> Delta | None:

@@ -51,7 +51,6 @@ class LayerSites(NamedTuple):
     """Output of attention, added to the residual stream; it has no weight."""
     mlp_end: Site
     keys_and_values: int
-    """Module number of replaced keys and values."""
 
     @classmethod
     def of(cls, layer: int, num_layers: int, num_linears: int, hidden: int) -> LayerSites:
@@ -75,7 +74,6 @@ class FusedLayer:
     window: int | None
     """Number of keys that a query sees; None: all before it."""
     rotary: int
-    """Index of its heads' rotary table in the model."""
 
 
 class RotaryTable(NamedTuple):
@@ -107,7 +105,6 @@ class FusedModel:
     attention_scale: float
     activation: Activation
     moved: tuple[str, ...]
-    """Kept tensors of a layer that `offload` moves."""
     ring: LayerRing | None = None
     """The ring through which the layers' weights come and go, if they are spread over several devices."""
     devices: Devices | None = None
@@ -123,7 +120,6 @@ class FusedModel:
 
     @property
     def sites(self) -> list[Site]:
-        """Every site, in the order of the modules: first those of linears, then those of blocks."""
         linears = [p.site for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return linears + [site for layer in self.layers for site in layer.sites[:2]]
 

@@ -56,7 +56,6 @@ class FusedPath:
         self._lane = lane
         self._buffers: list[InFlightBuffers] = []
         self._only = self.new_buffers()
-        """Buffers for microbatches of an undivided model."""
         block = LOSS_ROWS if is_gpu(self._device) else BLOCK
         self._loss = BlockedLoss(head, block, cross_entropy_rows)
 
@@ -118,7 +117,6 @@ class FusedPath:
         return self.score(self._hidden(batch, row_tile), batch, begun)
 
     def score(self, hidden_TD: torch.Tensor, batch: PackedBatch, begun: DeviceEvent) -> PendingScores:
-        """The scores of the last hidden states of a microbatch that began at this moment, without gradients."""
         rows_N, targets_N, _ = self._supervised(batch)
         found = run_loss(self._loss, hidden_TD[rows_N], targets_N, None, batch.scored_groups)
         return PendingScores(found, batch, begun, *self._other_rows(hidden_TD, batch))
@@ -129,7 +127,6 @@ class FusedPath:
     def _other_rows(
         self, hidden_TD: torch.Tensor, batch: PackedBatch, grad_TD: torch.Tensor | None = None
     ) -> tuple[list[HeadPass], list[DistillationPass]]:
-        """Losses other than cross entropies, whose gradients it adds."""
         headed = run_heads(hidden_TD, batch.heads, self._heads, grad_TD)
         return headed, run_distillation(self._loss.head, hidden_TD, batch.taught, grad_TD)
 
@@ -194,7 +191,6 @@ class FusedPath:
         return self._tiles[key]
 
     def follow(self, batch: PackedBatch) -> None:
-        """Updates the kernels' copies of the weights of the adapters in a batch."""
         for slot in dict.fromkeys(batch.segment_slots):
             if slot is not None:
                 copy = self._adapters[slot].kernel_copy

@@ -32,7 +32,6 @@ class Passed:
     left_TD: torch.Tensor
     """Output after the last norm, or the input of the next part of the model."""
     last_TD: torch.Tensor
-    """Output before the last norm."""
     y_TD: torch.Tensor | None = None
     kept: list[SavedForBackward] = field(default_factory=list)
     """Kept tensors layer by layer; with `offload` they are in `parked` instead."""
@@ -135,12 +134,9 @@ def _last_grad(passed: Passed, grad_TD: torch.Tensor) -> ResidualGrad:
 
 @dataclass(frozen=True)
 class OffloadedLayer:
-    """Kept tensors of a layer, with the large ones in host memory."""
-
     kept: SavedForBackward
     host: dict[str, torch.Tensor]
     device: dict[str, torch.Tensor]
-    """Tensors on their way back."""
 
     def with_large(self, tensors: dict[str, torch.Tensor]) -> SavedForBackward:
         """The kept tensors with the large ones replaced."""
@@ -149,14 +145,11 @@ class OffloadedLayer:
 
 
 class Offload:
-    """Moves the kept tensors of one microbatch's layers to host memory and back."""
-
     def __init__(self, device: torch.device, names: Sequence[str]) -> None:
         self._names = names
         self._stream = Stream(device) if has_streams(device) else None
 
     def store(self, kept: SavedForBackward) -> OffloadedLayer:
-        """Starts to move a layer's tensors out."""
         if self._stream is None:
             return OffloadedLayer(kept, {}, {})
         self._stream.wait_stream(current_stream(self._stream.device))

@@ -153,7 +153,6 @@ def varlen(
 def _remember(
     cache: dict[int, Any], layer: int, key_1KLC: torch.Tensor, value_1KLC: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All keys and values of a sequence so far, including this call's."""
     if layer in cache:
         key_1KLC = torch.cat([cache[layer][0], key_1KLC], dim=2)
         value_1KLC = torch.cat([cache[layer][1], value_1KLC], dim=2)
@@ -189,7 +188,6 @@ def attend(
 def _for_every_query_head(
     query_1HLC: torch.Tensor, key_1KMC: torch.Tensor, value_1KMC: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values repeated for every query head."""
     num_groups = query_1HLC.shape[1] // key_1KMC.shape[1]
     if num_groups == 1:
         return key_1KMC, value_1KMC
@@ -204,12 +202,10 @@ def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: to
 
 
 def attention_to_load(family: str) -> str:
-    """The attention with which a model of a family is loaded."""
     return "eager" if family in OWN_ATTENTION else NAME
 
 
 def prepare_attention(model: Any) -> None:
-    """Makes the attention modules of a model attend within segments, for families with their own attention code."""
     if model.config.model_type not in OWN_ATTENTION:
         return
     kind, attribute, attend = OWN_ATTENTION[model.config.model_type]

@@ -29,7 +29,6 @@ BLOCK = 32
 
 
 def choose(model: Any, implementation: str) -> None:
-    """Selects the implementation of a model's experts, if it has any."""
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(NAME, packed_experts)

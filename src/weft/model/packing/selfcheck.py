@@ -46,7 +46,6 @@ def check_packing(backbone: Backbone) -> None:
 
 
 def packing_error(backbone: Backbone) -> float:
-    """Largest difference of packed logits from the model's own, relative to the largest logit."""
     samples = _random_samples(backbone, LENGTHS)
     packed = backbone.logits(pack_samples([SlotSample(s) for s in samples], None, backbone.device))
     backbone.routing.segments = ()

@@ -56,7 +56,6 @@ class ClusterConnection:
 
     @property
     def is_here(self) -> bool:
-        """True if the whole cluster is on this machine."""
         own = {"127.0.0.1", need_ray().util.get_node_ip_address()}
         return all(node.address in own for node in self.nodes)
 

@@ -31,7 +31,6 @@ class ReportBatch:
 
     reports: tuple[Report, ...]
     ending: str | None = None
-    """How the rank ended, if these are its last reports."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ class RankActor:
                 self._num_applied += 1
 
     def next_reports(self) -> ReportBatch:
-        """Reports since the last call; waits a little for one."""
         self._polled_s = time.monotonic()
         # Read first: all its reports are queued by then.
         ending = self._ending

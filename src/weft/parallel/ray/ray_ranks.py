@@ -43,8 +43,6 @@ LOST = "the cluster does not answer any more"
 
 
 class ActorLine:
-    """Sends commands to an actor, which applies them in this order."""
-
     def __init__(self, actor: Any, connection: ClusterConnection) -> None:
         self._actor, self._connection = actor, connection
         self._numbers = itertools.count()
@@ -68,8 +66,6 @@ class RayRank(RankHandle):
 
 
 class RayRanks:
-    """All ranks of one controller on a cluster."""
-
     def __init__(
         self,
         order: RankOrder,
@@ -178,7 +174,6 @@ class RayRanks:
 
 
 def end_process(pid: int) -> None:
-    """Ends a process of this machine, and waits until it is gone."""
     with suppress(ProcessLookupError):
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             os.kill(pid, signal.SIGKILL)

@@ -52,7 +52,6 @@ class RankHandle:
     index: int
     connection: CommandLine | None = None
     last_seen_s: float = field(default_factory=time.monotonic)
-    """Time of its last sign of life."""
     num_sent: int = 0
     is_taken: bool = False
     """True once a process has joined as this rank."""
@@ -71,8 +70,6 @@ Inbox = queue.SimpleQueue[tuple[RankHandle, Report]]
 
 
 class Ranks(Protocol):
-    """Starts ranks, receives their reports, and ends them."""
-
     @property
     def inbox(self) -> Inbox: ...
 
@@ -86,8 +83,6 @@ class Ranks(Protocol):
 
 
 class RankConnection(Protocol):
-    """A rank's connection to its controller: a pipe, or queues of its own process."""
-
     def send(self, report: Report, /) -> None: ...
 
     def recv(self) -> Any: ...
@@ -96,8 +91,6 @@ class RankConnection(Protocol):
 
 
 class ControllerLink:
-    """The connection to the controller; several threads may send."""
-
     def __init__(self, connection: RankConnection) -> None:
         self.connection = connection
         self.lock = threading.Lock()
@@ -130,7 +123,6 @@ DEAD_S = 30
 
 
 def address_of(text: str, where: str) -> Address:
-    """A socket file's path, or a host and a port."""
     host, colon, port = text.rpartition(":")
     if not colon or "/" in text:
         return text

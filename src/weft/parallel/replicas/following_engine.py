@@ -40,8 +40,6 @@ from weft.store.wall_clock import Activity
 
 
 class FollowingEngine(ReplicatedEngine):
-    """Trains jobs on replicas that change when jobs come and go."""
-
     def __init__(self, ranks: RankGroup, *given: Any, layouts: LayoutKeeper, **named: Any) -> None:
         """Like `ReplicatedEngine`; `layouts` decides when the run moves."""
         begun_s = time.monotonic()
@@ -53,7 +51,6 @@ class FollowingEngine(ReplicatedEngine):
 
     @property
     def cost(self) -> MoveCost:
-        """Cost of a move now: the last load time of ranks, and saving and making all jobs."""
         return MoveCost(self._job_s * len(self.jobs), self._load_s)
 
     def submit(self, spec: JobSpec, data: JobData, *, base_dir: Path | str = ".") -> None:
@@ -93,7 +90,6 @@ class FollowingEngine(ReplicatedEngine):
         return LayoutDecided(str(planned.layout), before, found.reason, seconds)
 
     def _release_all(self) -> None:
-        """Saves and releases all jobs on all ranks, and waits until their files are written."""
         begun_s = time.monotonic()
         released = [job for job in self.jobs.values() if job.rank is not None and not job.state.is_final]
         for job in released:
@@ -155,12 +151,10 @@ class LayoutKeeper:
     ) -> None:
         """`planned_for`: jobs that the first layout was chosen for; `workers`: run the forecasts."""
         self.now = first
-        """Planned layout of the run."""
         self.open_ranks = open_ranks
         self._forecast = forecast
         self._workers = workers or ThreadPoolExecutor(1, "weft-layout")
         self._names: frozenset[str] | None = None
-        """Jobs of the last forecast."""
         self._pending: Future[LayoutForecast] | None = None
         self._planned_for = frozenset(planned_for)
         self._is_first = False
@@ -185,7 +179,6 @@ class LayoutKeeper:
 
     @property
     def is_ready(self) -> bool:
-        """True if a forecast is done."""
         return self._pending is not None and self._pending.done()
 
     @property

@@ -55,7 +55,6 @@ class ReplicaHosts:
     manner: str = "each in a process of its own"
     """How they run, for the user."""
     invitation: str = ""
-    """How the user has to start them."""
 
     def start(self, order: RankOrder) -> RankGroup:
         return RankGroup(self.open_ranks(order), self.number)
@@ -147,16 +146,12 @@ class RankProcess(RankHandle):
 
 
 class RankPool:
-    """All rank processes of one controller."""
-
     def __init__(self, order: RankOrder, variables: Sequence[Mapping[str, str]]) -> None:
-        """`variables`: each rank's environment, such as the GPU it sees."""
         self._variables = variables
         self._scratch = ScratchFolder("ranks")
         self._folder = self._scratch.path
         self._key = secrets.token_hex(16)
         self.ranks: dict[int, RankProcess] = {}
-        """Running and starting ranks by index."""
         self._lock = threading.Lock()
         self._listener = RankListener(str(self._folder / "socket"), self._key, order, self._find)
 
@@ -174,7 +169,6 @@ class RankPool:
         return rank
 
     def launch(self, address: str, variables: Mapping[str, str], log: Path) -> ChildProcess | subprocess.Popen[bytes]:
-        """Starts the process of a rank, which connects to that address."""
         return ChildProcess(PROGRAM, ("rank", "--connect", address), variables=variables, name=log.stem, log=log)
 
     def kill(self, rank: RankHandle) -> None:

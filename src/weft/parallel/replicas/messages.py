@@ -36,8 +36,6 @@ SEND_S = 0.05
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Set-up of ranks."""
-
     backbone: BackboneSpec
     capacity: Capacity
     longest: int
@@ -47,7 +45,6 @@ class RankOrder:
     """Adapters of the jobs to come."""
     have_any_order: bool = False
     max_jobs: int | None = None
-    """Most jobs that train here at a time."""
     memory_limit: float | str | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     layouts: Sequence[StageLayout | None] = ()
@@ -71,8 +68,6 @@ class SetUp(Command):
 
 @dataclass(frozen=True)
 class RefuseRank(Command):
-    """Sent instead of `SetUp` to a process that cannot be a rank of this run."""
-
     error: ConfigError
 
 
@@ -172,8 +167,6 @@ class Report:
 
 @dataclass(frozen=True)
 class RankJoined(Report):
-    """A process that can be a rank; its first report."""
-
     host: str
     pid: int
     versions: Mapping[str, str]
@@ -194,8 +187,6 @@ class RankReady(Report):
 
 @dataclass(frozen=True)
 class DirectoryOpened(Report):
-    """The rank uses the run directory, or the reason why it cannot."""
-
     error: StorageError | None = None
 
 
@@ -268,8 +259,6 @@ class RankEvent:
 
 @dataclass(frozen=True)
 class EventBatch(Report):
-    """Events in order."""
-
     events: tuple[RankEvent, ...]
 
 
@@ -293,16 +282,12 @@ class ScoreQuery(Question):
 
 @dataclass(frozen=True)
 class AnswerQuery(Question):
-    """Answers to prompts."""
-
     prompts: Sequence[Prompt]
     decoding: Decoding
 
 
 @dataclass(frozen=True)
 class AdapterQuery(Question):
-    """Its adapter, written to a directory that all processes see."""
-
     directory: Path
 
 

@@ -109,14 +109,12 @@ class Rank:
             tenant_weights=order.tenant_weights,
         )
         self._releasing: set[str] = set()
-        """Jobs that are dropped as soon as they are paused."""
         self._unsent: list[RankEvent] = []
         self._sent_s = time.perf_counter()
         self._is_steered = order.is_controlled
         self._awaited_eval: tuple[str, int] | None = None
         """Job and step of an evaluation that the controller has not confirmed."""
         self._queries: list[JobQuery] = []
-        """Queries that cannot be answered yet."""
         self._is_over = False
         self._num_applied = 0
         budget = self.engine.budget(order.adapters)
@@ -125,7 +123,6 @@ class Rank:
         link.send(RankReady(facts, capacity, budget, weights, speed, notes))
 
     def serve(self) -> None:
-        """Trains and applies commands until the end."""
         while not self._is_over:
             self._apply(self._link.connection.recv())
             while not self._is_over and self._link.connection.poll():

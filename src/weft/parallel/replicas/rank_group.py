@@ -32,8 +32,6 @@ class ReplicasLostError(JobError, ReplicaFaultError):
 
 
 class RankGroup:
-    """Ranks with replicas of the same backbone; yields their reports in order."""
-
     def __init__(self, ranks: Ranks, number: int, *, silent_s: float = SILENT_S) -> None:
         """Starts the ranks; `await_all` waits until they are loaded. A rank silent for `silent_s` is ended."""
         self.last_end = ""
@@ -71,7 +69,6 @@ class RankGroup:
 
     @property
     def first_bands(self) -> dict[int, int]:
-        """Number of each rank's first band in a timeline of all ranks."""
         sizes = [(index, len(own.stage_names)) for index, own in sorted(self._layouts.items())]
         ends = itertools.accumulate(size for _, size in sizes)
         return {index: end - size for (index, size), end in zip(sizes, ends, strict=True)}
@@ -82,7 +79,6 @@ class RankGroup:
 
     @property
     def is_drained(self) -> bool:
-        """True if no report is waiting."""
         return self._pool.inbox.empty()
 
     def close(self) -> None:

@@ -40,7 +40,6 @@ class JobRecord:
     longest: int
     num_parameters: int = 0
     num_bytes: int = 0
-    """Bytes with a seat, as counted by a rank."""
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """`JobProgress.inputs`."""
@@ -54,15 +53,11 @@ class JobRecord:
     hold_step: int | None = None
     rank: int | None = None
     is_leaving: bool = False
-    """True while its rank is to release it."""
     wait_reported: bool = False
     is_parked: bool = False
-    """True if its owner has paused it without a seat."""
     is_cancelled: bool = False
-    """True once its owner has cancelled it."""
     shown_step: int = 0
     may_end: bool = False
-    """True if work due after that step may end it."""
     has_best: bool = False
 
     @classmethod
@@ -92,7 +87,6 @@ class JobRecord:
 
     @property
     def tokens_left(self) -> float:
-        """Approximate number of tokens left."""
         mean = self.data.train.summary.num_tokens / max(1, self.data.train.num_groups)
         return (self.num_steps - self.step) * self.spec.batch_size * mean
 
@@ -138,7 +132,6 @@ FIRST_PACE = 10_000.0
 class RankRecord:
     process: RankHandle
     ready: RankReady | None = None
-    """Report of its loaded replica; None while it starts."""
     permit: Path | None = None
     """It may write into the run directory while this file exists."""
     num_restarts: int = 0
@@ -147,9 +140,7 @@ class RankRecord:
     seconds: float = 0.0
     is_idle: bool = True
     is_ending: bool = False
-    """True once its controller has ended it."""
     failure: str | None = None
-    """Its own or its controller's reason for its end."""
 
     @property
     def index(self) -> int:

@@ -93,16 +93,13 @@ class ReplicatedEngine:
         self._directory: RunDirectory | None = None
         self._events: deque[RankEvent] = deque()
         self._is_stale = True
-        """True if jobs have to be assigned to ranks again."""
         self._is_stopping = False
         self._num_jobs = 0
         self._tokenizer = tokenizer
         self._past_spans: list[Any] = []
-        """Spans of closed ranks for the timeline."""
         self._use(ranks)
 
     def _use(self, ranks: RankGroup) -> None:
-        """Trains on these ranks from now on, once they are loaded."""
         ranks.await_all()
         self._ranks = ranks
         self._close = weakref.finalize(self, ranks.close)
@@ -199,7 +196,6 @@ class ReplicatedEngine:
         return self.timeline.wall.of_run()
 
     def _release_event(self, rank_event: RankEvent) -> Iterator[Event]:
-        """Yields an event, unless its job has been forgotten."""
         event = rank_event.event
         job = self.jobs.get(event.job) if isinstance(event, JobEvent) else None
         if job is not None and rank_event.view is not None:

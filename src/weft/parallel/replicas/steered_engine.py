@@ -48,7 +48,6 @@ class CheckingInfo(ReplicaInfo):
 
     find_problem: Callable[[AdapterSpec], Exception | None]
     _flaws: dict[str, Exception | None] = field(default_factory=dict)
-    """Results of earlier checks."""
 
     def check_adapter(self, adapter: AdapterSpec) -> None:
         if repr(adapter) not in self._flaws:
@@ -77,7 +76,6 @@ class SweepReplicas(ReplicatedEngine):
             self._send_to(job, HoldJob(name, step))
 
     def hold_steps(self, name: str) -> None:
-        """Stops a job where it is and updates its progress."""
         job = self.jobs[name]
         if not job.has_started or job.state.is_final:
             return

@@ -40,7 +40,6 @@ class JobShare:
     summed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """For order-independent sums: numbers of each tensor that is summed by itself, by trained group."""
     num_compared: int = 0
-    """Numbers of the adapter that the job compares with."""
     compared: Mapping[str, torch.Size] | None = None
     """Shapes of that adapter's frozen tensors that all modules read; None if it has no module here."""
     tied: tuple[str, ...] = ()
@@ -65,7 +64,6 @@ class GradientNorm:
 
     @property
     def message(self) -> torch.Tensor:
-        """Both numbers in one tensor, for other stages."""
         return torch.stack([self.norm, self.is_finite])
 
 
@@ -110,7 +108,6 @@ def combine_gradient_norm(
 
 
 def by_group(flat: torch.Tensor, share: JobShare) -> dict[str, torch.Tensor]:
-    """A tensor over all trained numbers of a share, as views by group."""
     return dict(zip(share.trained, flat.split([share.sizes[group] for group in share.trained]), strict=True))
 
 
@@ -130,9 +127,7 @@ class SpreadPart:
     """One device's part of the gradient of a job on several replicas."""
 
     is_finite: bool
-    """True if the losses known to the device are finite."""
     sums: Mapping[str, SumWords]
-    """Sums by group."""
     penalties: Mapping[str, torch.Tensor] | None
     """Terms added to the sums of all, by group, if any; every replica would add the same."""
 

@@ -38,8 +38,6 @@ from weft.plan.types import Microbatch
 
 @dataclass
 class _Begun:
-    """A program that the stage has received."""
-
     number: int
     work: StagedWork
     left: int
@@ -56,14 +54,11 @@ class _Begun:
 
 
 class StageProgram:
-    """Runs a stage's instructions of one program or of several consecutive ones."""
-
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._exchange = StepExchange(stage)
         self._todo: deque[Instruction] = deque()
         self._begun: list[_Begun] = []
-        """Unfinished programs, oldest first."""
         self._owners: dict[StepOf, _Begun] = {}
         self.ended: list[tuple[int, StageOutcome]] = []
         """Finished programs by number, for the caller to take."""
@@ -77,15 +72,10 @@ class StageProgram:
         self._is_finite: dict[StepOf, torch.Tensor] = {}
         """On the last stage: above 0 as long as all losses are finite."""
         self._stepping: dict[str, tuple[StepOf, Callable[[], Updated]]] = {}
-        """Last step by job, while no result was read."""
         self._origin = DeviceEvent(stage.backbone.device)
         self._origin.wait()
 
     def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction], due: Due) -> None:
-        """Adds instructions: the rest of the program before, and this one or its beginning.
-
-        `due`: messages about steps that arrive meanwhile.
-        """
         own = work.program.stages[self._stage.device]
         begun = _Begun(number, work, len(own), self._stage.references.pop_released_rows())
         self._begun.append(begun)
@@ -95,7 +85,6 @@ class StageProgram:
         self.go_on(instructions, due)
 
     def go_on(self, instructions: Sequence[Instruction], due: Due) -> None:
-        """Adds instructions of known programs."""
         self._exchange.expect(due)
         self._todo += instructions
 
@@ -131,7 +120,6 @@ class StageProgram:
         self._end_programs()
 
     def _next(self) -> list[Instruction]:
-        """The next instruction, or both passes of a pair."""
         first = self._todo[0]
         if not isinstance(first, Forward | Backward) or self._stage.side_by_side is None:
             return [first]
@@ -296,7 +284,6 @@ class StageProgram:
         yield from self._exchange.measure(step, is_finite)
 
     def _step(self, step: StepOf) -> Generator[None, None, None]:
-        """Steps a job's share once the norm has arrived."""
         begun, stage = self._owners[step], self._stage
         if not self._exchange.is_measured(step):
             yield from self._measure(step)
@@ -313,7 +300,6 @@ class StageProgram:
                 stage.keep(job, step[1] + 1, begun.work.kept[step])
 
     def _end_step(self, job: str) -> None:
-        """Reads the result of a job's last step here, if any."""
         if job in self._stepping:
             step, wait = self._stepping.pop(job)
             self._owners[step].outcome.steps[step] = wait()

@@ -111,7 +111,6 @@ def why_no_pairs(model: ResolvedModel, planner: str, layout: StageLayout) -> str
 
 
 def layout_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tuple[str, ...]:
-    """Notes on a layout for the user, apart from pairs."""
     untried = () if model.is_cpu else (UNTRIED,)
     if layout.tensor > 1:
         found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"

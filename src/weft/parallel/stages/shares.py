@@ -54,7 +54,6 @@ def join_state(parts: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
 
 
 def cut_state(tensors: Mapping[str, torch.Tensor], shares: Sequence[JobShare]) -> list[Tensors]:
-    """Each stage's part of the tensors of a whole job."""
     parts: list[Tensors] = [{} for _ in shares]
     for name, tensor in tensors.items():
         group, module = _owner(name)
@@ -204,10 +203,7 @@ class StagePassResult:
 
 
 class StageStart:
-    """One job's start from data on one stage."""
-
     def __init__(self, backbone: Backbone, job: NewJob, adapter: Adapter | None) -> None:
-        """`adapter`: its share of the stage, if it has one."""
         eva = job.spec.adapter.eva
         assert eva is not None and backbone.part is not None
         ranks = {} if adapter is None else {path: job.spec.adapter.rank_for(path) for path in adapter.modules}
@@ -225,6 +221,5 @@ class StageStart:
         return StagePassResult(None if self._is_last else left_TD.to(CPU), self._inputs.are_enough)
 
     def give(self) -> None:
-        """Sets the share to its start."""
         if self._adapter is not None:
             set_initial_directions(self._adapter, self._inputs.directions())

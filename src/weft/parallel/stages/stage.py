@@ -72,7 +72,6 @@ class Stage:
         self.side_by_side: SideBySide | None = None
         """Runs the passes of a pair where devices share every layer; None: one after another."""
         self._num_unpaired = UNPAIRED
-        """Programs since the last one with pairs."""
         # On one GPU, autograd runs backward through one graph at a time.
         if backbone.devices is not None and (is_cpu(backbone.device) or backbone.path.name == "fused"):
             self.side_by_side = SideBySide(backbone.devices, backbone.routing, backbone.device)
@@ -85,11 +84,8 @@ class Stage:
         self._given: dict[str, NewJob] = {}
         self.references = StageReferences(backbone)
         self.shares: dict[str, Mapping[int, Sequence[JobShare]]] = {}
-        """Shares of a job on all stages, by replica."""
         self._kept: dict[str, dict[int, Callable[[], dict[str, torch.Tensor]]]] = {}
-        """Copies of jobs' tensors by step."""
         self._starts: dict[str, StageStart] = {}
-        """Jobs whose start is being computed from their data."""
 
     def at_work(self) -> AbstractContextManager[object]:
         """Context in which launches go to the stage's own stream; all its work on a GPU is launched there."""
@@ -121,7 +117,6 @@ class Stage:
         return replica_facts(self.backbone)
 
     def weights_of(self, job: str) -> JobWeights | None:
-        """Tensors of a job's share, if it has one."""
         return self.local.jobs[job].weights if job in self.local.jobs else None
 
     def optimizer_kind(self, job: str) -> type[Optimizer]:
@@ -175,7 +170,6 @@ class Stage:
         self.shares[job] = shares
 
     def replica_shares(self, job: str) -> Sequence[JobShare]:
-        """Shares of a job on the stages of this replica, in order."""
         return self.shares[job][self.replica]
 
     def remove(self, job: str) -> None:
@@ -260,7 +254,6 @@ class Stage:
         return without_tied(self._copy(job, weights, step, moments=True), self.replica_shares(job)[self.index])
 
     def modules(self, job: str, best: bool, step: int | None = None) -> dict[str, ModuleTensors]:
-        """Adapter tensors of a job's share by module path, as in files."""
         weights = self.weights_of(job)
         return {} if weights is None else weights.modules(self._copy(job, weights, step, moments=False), best=best)
 
@@ -272,7 +265,6 @@ class Stage:
         return weights.snapshot(moments=moments)()
 
     def named(self, job: str) -> tuple[AdapterSpec, Mapping[str, str]]:
-        """A job's adapter with the model's module names, and the paths of modules that it may have rows of."""
         embeddings = self.backbone.embeddings
         return embeddings.named(self._given[job].spec.adapter), embeddings.paths
 
@@ -290,7 +282,6 @@ class Stage:
         return pack_samples(samples, row_tile, self.backbone.device)
 
     def border(self, num_rows: int) -> tuple[int, int]:
-        """Shape of the tensor that crosses a border."""
         return num_rows, int(self.backbone.model.config.get_text_config().hidden_size)
 
     def receive_activation(self, batch: PackedBatch) -> Generator[None, None, torch.Tensor]:

@@ -58,7 +58,6 @@ class MicrobatchReferences:
         return sum(batch.num_rows for _, batch in self._passes)
 
     def receive(self) -> Generator[None, None, None]:
-        """Waits for the previous stage's hidden states of all passes."""
         for _, batch in self._passes:
             self._entering.append((yield from self._stage.receive_activation(batch)))
 
@@ -188,12 +187,9 @@ class _Group:
         self._stage = stage
         self._ends, self._longest = end_tokens(stage.backbone), stage.backbone.max_positions
         self._chosen: list[int] = []
-        """On the last stage: tokens of the last pass."""
         self.going = list(rows)
-        """Unfinished answers."""
 
     def run(self) -> Generator[None, None, None]:
-        """Reads the new tokens of each on this stage."""
         stage, items = self._stage, [item for item, _ in self.going]
         batch = pack_new(items, [num_leading for _, num_leading in self.going], stage.backbone.device)
         entering_TD = None if stage.is_first else (yield from stage.receive_activation(batch))
@@ -208,7 +204,6 @@ class _Group:
             stage.transport.send(torch.tensor(self._chosen, device=stage.backbone.device), other, Channel.CHOICE)
 
     def take_choice(self) -> Generator[None, None, None]:
-        """Adds the tokens that the last stage chose."""
         stage, chosen = self._stage, self._chosen
         if not stage.is_last:
             shape, last = (len(self.going),), stage.device - stage.index + stage.num_stages - 1

@@ -58,8 +58,6 @@ class StageLostError(JobError, ReplicaFaultError):
 
 
 class StageProcesses:
-    """All stages of one or more replicas, each in its own process."""
-
     def __init__(
         self,
         backbone: BackboneSpec,
@@ -95,7 +93,6 @@ class StageProcesses:
         self._lost: StageLostError | None = None
         self._num_calls = 0
         self._answers: dict[tuple[int, int], StageAnswer] = {}
-        """Answers that are not yet taken, by stage and number of the call."""
         self.processes: list[ChildProcess] = []
         self._connections: list[Connection] = []
         self._last_seen_s = [0.0] * len(self._orders)

@@ -43,7 +43,6 @@ from weft.plan.program import Instruction
 from weft.spec import BackboneSpec
 
 JOIN = "join"
-"""First call of a process: to meet all stages through a file."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class StageOrder:
     part: ModelPart
     num_devices: int
     tensor: int
-    """Index among the processes that share the stage's layers."""
     num_tensor: int
     """Number of those processes; 1: it has its layers alone."""
     rings: tuple[tuple[int, ...], ...] = ()
@@ -67,7 +65,6 @@ class StageOrder:
 
     @property
     def process(self) -> int:
-        """Index among all processes."""
         return self.position.device * self.num_tensor + self.tensor
 
 
@@ -104,7 +101,6 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 def send_message(connection: Connection, what: Any) -> None:
-    """Sends plain values and tensors."""
     buffer = io.BytesIO()
     _Copies(buffer).dump(what)
     connection.send_bytes(buffer.getvalue())
@@ -157,7 +153,6 @@ class RunningStage:
         self._running: Generator[None, None, None] | None = None
 
     def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction], due: Due) -> None:
-        """Adds a program: the rest of the one before, and its own beginning."""
         if self.program.is_over:
             self.stage.transport.open(all_routes(work.program))
         self.program.append(number, work, instructions, due)
@@ -195,7 +190,6 @@ LONGEST_WAIT = datetime.timedelta(hours=12)
 
 
 def main(connection: Connection) -> None:
-    """Serves the coordinator at the other end of a pipe."""
     # `kill -USR1` writes to the stage's log what it waits for.
     faulthandler.register(signal.SIGUSR1)
     lock = threading.Lock()
@@ -282,8 +276,6 @@ def sendable(error: Exception, stage: int, what: str = "") -> Exception:
 
 
 class StageMember:
-    """A stage process with loaded layers, before and after it joins the others."""
-
     def __init__(self, order: StageOrder) -> None:
         self._order = order
         model = resolve(order.backbone)
@@ -305,7 +297,6 @@ class StageMember:
 
     @property
     def stage(self) -> Stage:
-        """The stage, once it has joined the others."""
         assert self._stage is not None, "a stage joins the others first"
         return self._stage
 
@@ -334,7 +325,6 @@ class StageMember:
         return TorchTransport(order.position.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
 
     def leave(self) -> None:
-        """Closes all connections to other stages, if any."""
         if not dist.is_initialized():
             return
         if self._stage is not None:

@@ -79,7 +79,6 @@ class StagedExecutor:
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
         self._orders = StepOrders()
-        """Order of messages in consecutive programs."""
 
     def check_adapter(self, adapter: AdapterSpec) -> None:
         self.stages.call_all("check_adapter", adapter)
@@ -114,7 +113,6 @@ class StagedExecutor:
 
     @property
     def is_compiling(self) -> bool:
-        """True if kernels for the first program are still being compiled."""
         return self._ahead is not None and not self._ahead.is_ready
 
     def compiling_s(self) -> float:

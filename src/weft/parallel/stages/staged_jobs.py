@@ -35,10 +35,7 @@ class StagedJob:
 
 
 class StagedJobs:
-    """All jobs of an executor, on the stages of its replicas."""
-
     def __init__(self, stages: StageGroup, replicas: Sequence[range], owners: Sequence[Sequence[int]]) -> None:
-        """`replicas`: stages of each; `owners`: replicas that share one copy of the frozen weights."""
         self._stages, self._replicas, self._owners = stages, replicas, owners
         self._jobs: dict[str, StagedJob] = {}
 
@@ -121,7 +118,6 @@ class StagedJobs:
         self._stages.call_each("restore", given)
 
     def _emptiest(self) -> int:
-        """The replica with the fewest trained numbers per stage."""
         counts = [0.0] * len(self._replicas)
         for job in self._jobs.values():
             for replica, shares in job.shares.items():

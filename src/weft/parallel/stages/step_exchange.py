@@ -35,7 +35,6 @@ from weft.parallel.stages.work import Due, StepOf
 from weft.plan.program import Measure, Program, Step
 
 Part = torch.Tensor | SpreadPart
-"""Part of a gradient, of a job on one replica or on several."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class StepExchange:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._measuring: dict[Measure, tuple[int, ...]] = {}
-        """Stages that measure the remaining steps."""
         self._replicas: Sequence[range] = ()
         self._due: defaultdict[Route, deque[StepOf]] = defaultdict(deque)
         self._parts: dict[tuple[int, StepOf], Part] = {}
@@ -61,13 +59,11 @@ class StepExchange:
         """True once a replica is gone."""
 
     def know(self, program: Program) -> None:
-        """Starts a program."""
         self._replicas = program.replicas
         own = {(i.job, i.step) for i in program.stages[self._stage.device] if isinstance(i, Measure | Step)}
         self._measuring |= {of: stages for of, stages in program.measuring.items() if (of.job, of.step) in own}
 
     def expect(self, due: Due) -> None:
-        """Adds messages that will arrive, after all known ones."""
         for route, steps in due.items():
             self._due[route] += steps
 
@@ -119,7 +115,6 @@ class StepExchange:
         return [gradient_part(weights, is_finite)]
 
     def _combine(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
-        """Measures a gradient that one replica has."""
         stage, shares = self._stage, self._stage.replica_shares(step[0])
         parts = self._messages(step, is_finite)
         others = range(stage.device + 1, stage.device + len(shares))
@@ -183,7 +178,6 @@ class StepExchange:
         return GradientNorm(*torch.zeros(2, device=self._stage.backbone.device).unbind())
 
     def _part(self, device: int, step: StepOf) -> Generator[None, None, Part]:
-        """Another stage's part for a step; parts that it sent earlier are kept."""
         due = self._due[Route(Channel.PART, device, self._stage.device)]
         while (device, step) not in self._parts:
             coming = due.popleft()
@@ -215,7 +209,6 @@ class StepExchange:
     def _received(
         self, device: int, channel: Channel, shape: Sequence[int], dtype: torch.dtype
     ) -> Generator[None, None, torch.Tensor]:
-        """Waits for the next tensor from a stage."""
         while (tensor := self._stage.transport.receive(shape, dtype, device, channel)) is None:
             yield
         return tensor

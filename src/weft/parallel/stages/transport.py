@@ -36,9 +36,7 @@ from weft.processes import VISIBLE, check_cpu_processes, choose_gpus, visible_gp
 
 class Channel(IntEnum):
     ACTIVATION = 0
-    """Hidden states to the next stage."""
     GRADIENT = 1
-    """Gradients to the stage before."""
     PART = 2
     """Part of a job's gradient to its root stage: the first one that has a part."""
     NORM = 3
@@ -87,9 +85,7 @@ class Transport(Protocol):
         """The next tensor; None if it has not been sent and waiting would not help."""
         ...
 
-    def finish(self) -> None:
-        """Waits until everything has been sent."""
-        ...
+    def finish(self) -> None: ...
 
 
 class TorchTransport:
@@ -166,8 +162,6 @@ class TorchTransport:
 
 
 class HostTransport(TorchTransport):
-    """Through pinned memory."""
-
     def __init__(
         self, stage: int, device: torch.device, longest_wait: datetime.timedelta, tensor: int = 0, num_tensor: int = 1
     ) -> None:
@@ -266,7 +260,6 @@ class TorchDevices(Devices):
         self.count = count
         self.can_be_recorded = can_be_recorded
         self.groups: Sequence[dist.ProcessGroup] = ()
-        """One group for each of two passes that may run side by side; set once all have met."""
 
     def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
         """Starts to exchange a tensor with all; returns a function that waits."""

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from weft.kernels.adamw import Updated
 
 StepOf = tuple[str, int]
-"""A job and its step."""
 
 
 Due = dict[Route, deque[StepOf]]
-"""Steps of the messages to come by route, in order."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class StagedWork(Work[StagedOutcome]):
     lists: Lists | None = None
     """For consecutive programs: instructions of every stage now, with the rest of the program before."""
     first: int = 0
-    """Number of its first microbatch in the lists."""
     kept: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """Jobs and steps after which the job's state is copied for a checkpoint, with the first step whose copy may still
     be needed."""
@@ -70,15 +67,12 @@ class MoveWork(Work[None]):
 
 @dataclass(frozen=True)
 class FinishWork(Work[None]):
-    """The rest of the last consecutive program."""
-
     lists: Lists
 
 
 @dataclass
 class StageOutcome:
     microbatches: dict[int, MicrobatchOutcome] = field(default_factory=dict)
-    """On the last stage of the replica that ran them."""
     steps: dict[StepOf, Updated] = field(default_factory=dict)
     """Results, without those of jobs that have no share of the stage."""
     spans: list[Span] = field(default_factory=list)
@@ -100,8 +94,6 @@ def program_outcome(work: StagedWork, stages: list[StageOutcome]) -> StagedOutco
 
 
 class StageGroup(Protocol):
-    """All stages of one or more replicas."""
-
     replica_sizes: list[int]
 
     def call_all(self, what: str, *given: Any) -> list[Any]:

@@ -87,7 +87,6 @@ class StageWalk:
         self.own = program.replicas[self.replica]
         self.left = {batch: count[self.replica] for batch, count in batches.num_backwards.items()}
         self.measures = {batch for batch, count in batches.num_backwards.items() if self.replica in count}
-        """Global batches that have samples on the replica."""
         self.newest: dict[str, int] = {}
         """The last microbatch of each job that has gone backward."""
         self.index = 0

@@ -91,12 +91,9 @@ def mixed(program: Program, queues: Sequence[JobQueue]) -> Iterator[str]:
 
 
 CheckedBatch = tuple[str, int]
-"""Job and step."""
 
 
 class CheckedBatches:
-    """The global batches of a program, which are the same on all stages."""
-
     def __init__(self, program: Program, queues: Sequence[JobQueue] | None) -> None:
         self.of: list[dict[CheckedBatch, int]] = [
             Counter((s.job, s.step) for s in m.segments) for m in program.microbatches
@@ -109,7 +106,6 @@ class CheckedBatches:
         for (batch, replica), count in counts.items():
             self.num_backwards[batch][replica] = count
         self.ended = set(self.num_backwards)
-        """Global batches that step."""
         homes = None if queues is None else {q.job: q.home for q in queues}
         if queues is not None:
             done = Counter[CheckedBatch]()
@@ -123,13 +119,11 @@ class CheckedBatches:
             self.ended = {batch for batch, count in done.items() if whole[batch] == count} | due
         pairs = itertools.pairwise(sorted(self.num_backwards))
         self.previous = {batch: before for before, batch in pairs if before[0] == batch[0]}
-        """The previous global batch of the same job, if it is in the program."""
         everywhere = frozenset(range(len(program.replicas)))
         used: dict[str, set[int]] = defaultdict(set)
         for (job, _), replicas in self.num_backwards.items():
             used[job].update(replicas)
         self.steps_on: dict[str, frozenset[int]] = {}
-        """The replicas on which each job steps."""
         for job, known in used.items():
             if homes is None:
                 self.steps_on[job] = everywhere if len(known) > 1 else frozenset(known)
@@ -140,7 +134,6 @@ class CheckedBatches:
 
 
 def _replicas_of(program: Program) -> list[int]:
-    """The replica of each microbatch: the first with a forward of it."""
     found: dict[int, int] = {}
     for replica, stages in enumerate(program.replicas):
         for stage in stages:

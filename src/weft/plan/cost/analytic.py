@@ -28,7 +28,6 @@ ATTENTION_BACKWARD = 2.5
 RANK_SHARE = 0.5
 """The same for products with a rank as one side."""
 KERNELS_PER_LAYER = 14
-"""Kernel launches of one layer and pass."""
 OPTIMIZER_BYTES = 42
 """Bytes per parameter and step: gradient twice, master and moments read and written, the 16-bit copy, zeroing."""
 OPTIMIZER_S = 5e-5
@@ -83,7 +82,6 @@ class LayerSeconds:
     passes: float
     adapters: float
     reduces: float
-    """All-reduces; nothing else is sent within a layer."""
     launches: float
 
     @property

@@ -24,7 +24,6 @@ class Operator:
     seconds: float
     kind: Kind
     needs: tuple[int, ...] = ()
-    """Indices of earlier operators of the graph that must be finished."""
 
 
 Graph = tuple[Operator, ...]
@@ -70,8 +69,6 @@ def _widths(cost: AnalyticCost) -> list[float]:
 
 @dataclass(frozen=True)
 class GatherCost:
-    """The cost of gathering layers on one kind of device, as sharded in the memory model."""
-
     memory: MemoryModel
     hardware: Hardware
 
@@ -91,7 +88,6 @@ class GatherCost:
 
     @property
     def layer_s(self) -> float:
-        """Seconds to gather one layer."""
         return self.layer_bytes / self.hardware.link_rate
 
     @property

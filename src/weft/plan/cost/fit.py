@@ -72,7 +72,6 @@ class MicrobatchLoad:
 @dataclass(frozen=True)
 class FitError:
     mape: float
-    """Mean absolute error."""
     p95: float
     """95th percentile, the margin to plan with."""
     count: int

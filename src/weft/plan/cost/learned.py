@@ -51,8 +51,6 @@ FEWEST = 12
 
 @dataclass(frozen=True)
 class LearnedCost:
-    """A `CostModel` of measured passes without adapters; the rest comes from a table."""
-
     passes: Mapping[tuple[str, int], Fit]
     steps_s: Mapping[int, float]
     row_tile: int
@@ -82,8 +80,6 @@ class LearnedCost:
 
 @dataclass
 class StagePace:
-    """Collects measured passes and steps of stages."""
-
     row_tile: int = 1
     _passes: dict[tuple[str, int], deque[tuple[MicrobatchLoad, float]]] = field(default_factory=dict)
     _steps: dict[int, deque[float]] = field(default_factory=dict)
@@ -97,7 +93,6 @@ class StagePace:
 
     @property
     def num_seen(self) -> int:
-        """Passes of the least observed stage."""
         return min((len(own) for own in self._passes.values()), default=0)
 
     def learn(
@@ -143,8 +138,6 @@ class MeasuredPairs:
 
 @dataclass
 class PairPace:
-    """Collects measured all-reduces and pairs."""
-
     _sums: dict[PassOf, deque[tuple[float, float]]] = field(default_factory=dict)
     _pairs: dict[PassOf, deque[tuple[Pair, float]]] = field(default_factory=dict)
 

@@ -95,7 +95,6 @@ class MemoryModel:
         return MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES + self.activation_bytes
 
     def adapter_bytes(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR, stage: int = 0) -> int:
-        """Bytes of one job's adapter with its optimizer on a stage."""
         per_layer = self.shape.adapter_parameters(rank, targets) // self.shape.num_layers
         return self.adapter_bytes_each * per_layer * self.layers(stage)
 
@@ -110,7 +109,6 @@ class MemoryModel:
         return tensor.width * each / (self.tensor_parallel if tensor.is_split else 1)
 
     def kept_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS, stage: int = 0) -> int:
-        """Bytes of one microbatch kept by a stage."""
         return round(num_rows * self.layers(stage) * self.row_bytes(widest_rank))
 
     def offloaded_bytes(self, num_rows: int) -> int:
@@ -135,7 +133,6 @@ class MemoryModel:
         return round(num_rows * (row * self.activation_bytes + again) + dense)
 
     def loss_bytes(self, stage: int = 0) -> int:
-        """Bytes of one block of logits, on the last stage."""
         if stage != self.num_stages - 1:
             return 0
         return LOSS_ROWS * self.shape.vocabulary * self.activation_bytes

@@ -49,7 +49,6 @@ class ModelShape(DecoderSizes):
         return self.num_layers * (self.layer_weights + self.layer_extras) + embeddings + self.hidden
 
     def adapter_parameters(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR) -> int:
-        """Parameters of a LoRA adapter on the named linears of every layer."""
         names = self.chosen(targets)
         return self.num_layers * rank * sum(sum(self.linears[name]) for name in names)
 
@@ -57,7 +56,6 @@ class ModelShape(DecoderSizes):
         return chosen_linears(targets, tuple(self.linears))
 
     def attention_flop(self, lengths: Sequence[int]) -> float:
-        """FLOP of one layer's attention, forward, over causal samples of these lengths."""
         return 4.0 * self.attention_width * causal_pairs(lengths)
 
 
@@ -202,7 +200,6 @@ class Shape:
 
     @property
     def num_product_weights(self) -> int:
-        """Weights multiplied with every token: all linears and the output head."""
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.ffn) + self.hidden * self.vocabulary
 

@@ -31,8 +31,6 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Buckets:
-    """Samples grouped by ranges of length."""
-
     bounds: tuple[int, ...]
     """Padded length of each bucket, rising."""
     counts: tuple[float, ...]
@@ -44,7 +42,6 @@ class Buckets:
     """Samples of each job that has a home replica, by bucket; they are included in `counts`."""
 
     def indices_of(self, lengths: Sequence[int]) -> list[int]:
-        """The bucket of each sample."""
         found: list[int] = np.searchsorted(self.bounds, lengths).tolist()
         return found
 
@@ -74,7 +71,6 @@ def fixed_buckets(lengths: Sequence[int], bounds: Sequence[int]) -> Buckets:
 
 
 def bucket_sums(lengths: Sequence[int], bounds: Sequence[int]) -> FloatArray:
-    """Samples, tokens and squares of lengths, by bucket."""
     known = np.asarray(lengths, dtype=np.float64)
     bucket = np.searchsorted(bounds, known)
     return np.stack([np.bincount(bucket, weights, len(bounds)) for weights in (None, known, known * known)])
@@ -116,9 +112,7 @@ def _check(lengths: Sequence[int], num_buckets: int, grain: int) -> None:
 @dataclass(frozen=True)
 class BucketCosts:
     slope_R: FloatArray
-    """Seconds per sample."""
     base_R: FloatArray
-    """Seconds per chunk."""
     size_R: FloatArray
     """Samples of a full chunk, whole ones unless packed; 0 if the replica cannot hold one."""
 
@@ -135,8 +129,6 @@ class BucketCosts:
 
 
 class ReplicaModel(Protocol):
-    """A kind of replica, as dispatch needs it."""
-
     @property
     def layout(self) -> ReplicaLayout: ...
 

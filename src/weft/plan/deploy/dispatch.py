@@ -36,11 +36,9 @@ from weft.plan.deploy.fleet import Dispatch, Fleet
 @dataclass(frozen=True)
 class Relaxed:
     bound_s: float
-    """Lower bound of any dispatch, in seconds."""
     prices_S: FloatArray
     """Value of a second of one replica, by kind."""
     counts_SR: FloatArray
-    """Fractional samples by kind and bucket."""
 
 
 def relax(fleet: Fleet, below_s: float = math.inf) -> Relaxed:

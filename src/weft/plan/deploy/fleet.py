@@ -27,10 +27,8 @@ from weft.plan.level import PlannedReplicas, choose_homes
 @dataclass(frozen=True)
 class Dispatch:
     counts: tuple[tuple[int, ...], ...]
-    """Samples by replica and bucket."""
     seconds: tuple[float, ...]
     bound_s: float
-    """Lower bound of any dispatch over these replicas."""
     homes: tuple[int, ...] = ()
     """Home replica of each job that has one, by index; its samples are among the counts."""
 
@@ -45,8 +43,6 @@ class Dispatch:
 
 
 class Fleet:
-    """Replicas and the buckets they run, with the price of every bucket on every replica."""
-
     def __init__(self, models: Sequence[ReplicaModel], buckets: Buckets, homes: Sequence[int] | None = None) -> None:
         """Raises PlanError for buckets that no replica holds. `homes`: of each job that has one; None: chosen here."""
         if not models:
@@ -63,7 +59,6 @@ class Fleet:
         kinds = list({id(model): model for model in models}.values())
         number = {id(model): index for index, model in enumerate(kinds)}
         self.kind_K: IntArray = np.array([number[id(model)] for model in models])
-        """Number of each replica's model, from 0 in the order of the replicas."""
         priced = [model.costs(buckets) for model in kinds]
         costs = [priced[kind] for kind in self.kind_K]
         self.slope_KR = np.stack([cost.slope_R for cost in costs])
@@ -77,7 +72,6 @@ class Fleet:
         """Tokens of each bucket's mean sample."""
         self.most_K = np.array([float(model.most_tokens) for model in models])
         self.home_JR = np.array(buckets.at_home, dtype=np.int64).reshape(len(buckets.at_home), len(buckets.bounds))
-        """Samples, by bucket, of each job that has a home."""
 
     @property
     def is_packed(self) -> bool:
@@ -85,18 +79,15 @@ class Fleet:
 
     @property
     def holds_KR(self) -> np.ndarray:
-        """True where a replica can run a bucket."""
         return self.size_KR > 0
 
     @property
     def shared_R(self) -> IntArray:
-        """Samples of jobs without a home, by bucket."""
         shared_R: IntArray = np.asarray(self.buckets.counts).astype(np.int64) - self.home_JR.sum(axis=0)
         return shared_R
 
     @cached_property
     def homes(self) -> tuple[int, ...]:
-        """The home replica of each job that has one, by index."""
         if self._given_homes is not None:
             return tuple(self._given_homes)
         found = choose_homes(dict(enumerate(self.home_s)))
@@ -116,7 +107,6 @@ class Fleet:
 
     @property
     def at_home_KR(self) -> IntArray:
-        """Samples of jobs with a home, by replica and bucket."""
         counts_KR = np.zeros(self.size_KR.shape, dtype=np.int64)
         np.add.at(counts_KR, list(self.homes), self.home_JR)
         return counts_KR

@@ -107,8 +107,6 @@ MIN_TOKENS = 512
 
 @dataclass(frozen=True)
 class GpuPool:
-    """Machines of one type."""
-
     name: str
     hardware: Hardware
     """Its link is the one between GPUs of one machine."""

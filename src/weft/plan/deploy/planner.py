@@ -86,7 +86,6 @@ class _Search:
         self.problem = problem
         self.deadline_s = deadline_s
         self.found: list[tuple[tuple[int, ...], Dispatch]] = []
-        """Tried plans, the best first."""
         self.bound_s = 0.0
         self.tried_s = math.inf
         """Lower bound of any dispatch of the tried plans: the ones found need not be their best."""
@@ -143,7 +142,6 @@ class _Search:
                     break
 
     def _neighbours(self, counts: tuple[int, ...]) -> Iterator[IntArray]:
-        """Plans with some replicas of one kind replaced by as many GPUs of another kind of the pool."""
         kinds = self.problem.kinds
         for source, given in enumerate(kinds):
             for target, taken in enumerate(kinds):

@@ -115,7 +115,6 @@ class Deployment:
 
     @property
     def replicas(self) -> tuple[ReplicaKind, ...]:
-        """Every replica, in the order of the dispatch."""
         kinds = zip(self.problem.kinds, self.counts, strict=True)
         return tuple(kind for kind, count in kinds for _ in range(count))
 
@@ -178,8 +177,6 @@ class LengthSpread:
 
 @dataclass(frozen=True)
 class KnownLengths:
-    """Lengths of real samples, to draw from."""
-
     lengths: tuple[int, ...]
 
     @property
@@ -187,7 +184,6 @@ class KnownLengths:
         return max(self.lengths)
 
     def draw(self, count: int, rng: np.random.Generator) -> list[int]:
-        """Draws lengths with replacement."""
         found: list[int] = rng.choice(self.lengths, count).tolist()
         return found
 

@@ -63,11 +63,8 @@ def even_buckets(weights: Sequence[float], num_buckets: int) -> list[tuple[int, 
 
 @dataclass(frozen=True)
 class GroupedStream:
-    """Microbatches in the order in which they enter a pipeline, each of jobs of one group."""
-
     groups: tuple[tuple[str, ...], ...]
     fills: tuple[int, ...]
-    """Tokens that a microbatch of each group is filled up to."""
     microbatches: tuple[Microbatch, ...]
 
 

@@ -33,7 +33,6 @@ class FuseTask:
 
     job: str
     lengths: tuple[int, ...]
-    """Tokens of each sample, after alignment."""
     adapter_s: float = 0.0
     """Seconds of one pass of its adapters alone on one stage, beyond the cost model."""
     adapter_share: float = 1.0
@@ -65,12 +64,9 @@ class FusedTask:
 
 @dataclass(frozen=True)
 class Pipe:
-    """The pipeline that tasks share."""
-
     cost: CostModel
     num_stages: int = 1
     num_microbatches: int = 8
-    """Microbatches of every task per global batch."""
     free_bytes: tuple[int, ...] | None = None
     """Bytes of each stage for activations, beside backbone and adapters; None: unlimited."""
 
@@ -95,7 +91,6 @@ class Pipe:
         return self.cost.backward_s(fused.lengths, stage) + adapters_s(fused.tasks)
 
     def passes_s(self, fused: FusedTask) -> list[float]:
-        """Seconds of one microbatch forward and backward, by stage."""
         lengths, adapters = fused.lengths, adapters_s(fused.tasks)
         stages = range(self.num_stages)
         return [self.cost.forward_s(lengths, s) + self.cost.backward_s(lengths, s) + 2 * adapters for s in stages]

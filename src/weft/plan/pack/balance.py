@@ -48,7 +48,6 @@ class _Slots:
     multiple: int
     slot: Whole
     tokens: list[list[int]]
-    """Unpadded tokens by slot and job."""
     taken: list[int]
     jobs: list[int]
     sizes: list[int]
@@ -71,7 +70,6 @@ class _Slots:
         )
 
     def taken_with(self, q: int, change: dict[int, int]) -> int:
-        """Tokens of slot q if these jobs' tokens changed by so much."""
         own, multiple, taken = self.tokens[q], self.multiple, self.taken[q]
         for j, n in change.items():
             taken += (-(-(own[j] + n) // multiple) + (-own[j] // multiple)) * multiple

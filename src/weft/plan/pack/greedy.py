@@ -25,8 +25,6 @@ from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
 @dataclass
 class _Cursor:
-    """The packer's position in one job's queue."""
-
     queue: JobQueue
     served_tokens: int
     batch: int = 0

@@ -45,20 +45,17 @@ class PackingWork:
     known: dict[int, float] = field(default_factory=dict)
 
     def of(self, lengths: Sequence[int]) -> float:
-        """Seconds of a microbatch on an average stage."""
         stages = range(self.num_stages)
         total = sum(self.cost.forward_s(lengths, s) + self.cost.backward_s(lengths, s) for s in stages)
         return total / self.num_stages
 
     @property
     def fixed(self) -> float:
-        """Seconds of a microbatch, however small."""
         if 0 not in self.known:
             self.known[0] = max(self.of([self.row_tile]) - self.sample(self.row_tile), 0.0)
         return self.known[0]
 
     def sample(self, length: int) -> float:
-        """Seconds that a sample adds."""
         if length not in self.known:
             tokens = self.room if self.row_tile == 1 else _ROOMS_MEASURED * self.room
             count = max(2, tokens // length)

@@ -97,7 +97,6 @@ class ExactPlanner(Planner):
 
 
 def planner_named(name: str) -> Planner:
-    """The planner of this name."""
     planners: dict[str, Planner] = {
         "greedy": GREEDY,
         "auto": ExactPlanner(AUTO_STATES, AUTO_S),
@@ -216,7 +215,6 @@ def _undominated(reached: dict[State, State], most: int, sums: list[list[int]], 
 
 
 def _rebuilt(program: Program, chains: list[list[Segment]], path: list[State]) -> Program:
-    """The program that follows a path of states, each step as soon as its last sample has run."""
     stepped = {step for turn in program.turns for step in turn.steps}
     turns = [turn for turn in program.turns[:1] if not turn.microbatch.segments]
     for before, after in pairwise(path):

@@ -60,8 +60,6 @@ def pack_rounds(
 
 @dataclass(frozen=True)
 class _RoundsToPack:
-    """All rounds to pack, and their jobs' demand of slots."""
-
     samples: Sequence[tuple[Segment, ...]]
     number: dict[str, int]
     fewest: list[int]
@@ -96,7 +94,6 @@ class _RoundsToPack:
         )
 
     def task(self, r: int, before_J: Whole, after_J: Whole) -> RoundTask:
-        """Round r, with the jobs' edges before and after it."""
         times = round_s(self.demand, r, before_J[None, :], after_J[None, :])[0]
         bounds = dict(zip(self.demand.counts[r], times.tolist(), strict=True))
         windows = {j: (int(before_J[i]), int(after_J[i])) for j, i in self.number.items()}
@@ -148,8 +145,6 @@ _COMMON_ROUNDS = 64
 
 @dataclass(frozen=True)
 class Demand:
-    """Work and tokens of every round's jobs, and the numbers of slots to choose from."""
-
     work_RJ: Real
     tokens_RJ: Real
     spare_R: Real

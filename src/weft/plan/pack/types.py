@@ -18,8 +18,6 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
-    """Limits of microbatches in a pipeline."""
-
     capacity: int
     """Most tokens of one microbatch, padding included."""
     num_stages: int = 1
@@ -44,7 +42,6 @@ class RoundLimits:
 
     @property
     def room(self) -> int:
-        """Most tokens of padded jobs."""
         return self.capacity // self.padding_multiple * self.padding_multiple
 
     @property
@@ -100,8 +97,6 @@ class PackedRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Rounds and the stream of microbatches made from them."""
-
     limits: RoundLimits
     rounds: tuple[PackedRound, ...]
     stream: tuple[Microbatch, ...]

@@ -31,13 +31,10 @@ from weft.plan.program import Backward, Forward, Instruction, Measure, Program, 
 from weft.plan.types import Microbatch
 
 Lists = tuple[tuple[Instruction, ...], ...]
-"""New instructions by stage."""
 
 
 @dataclass(frozen=True)
 class DealtStream:
-    """The microbatches of a program, by replica."""
-
     microbatches: Sequence[Microbatch]
     """Two that run side by side count as one."""
     indices: Sequence[Sequence[int]]
@@ -84,15 +81,11 @@ class ContinuedProgram:
         self._firsts = [0, *itertools.accumulate(sizes[:-1])]
         self._lists = [StageList(stage, size, measures=True) for size in sizes for stage in range(size)]
         self._pending: list[list[Instruction]] = [[] for _ in self._lists]
-        """Instructions of each stage that have not been issued."""
         self._shared = SharedSteps(self._firsts, self._pending)
         self._numbers: list[list[range]] = [[] for _ in pipes]
-        """Numbers of each replica's microbatches among all; two where it runs two side by side."""
         self._programs: dict[StreamBatch, int] = {}
         self._ends: list[dict[StreamBatch, int]] = [{} for _ in pipes]
-        """The last microbatch of each global batch, by replica."""
         self._newest: list[dict[str, StreamBatch]] = [{} for _ in pipes]
-        """The last global batch of each job, by replica."""
         self._free: set[str] = set()
         self._num_pending: list[int] = []
         """Steps of each program, counted on every stage, that have not been issued."""

@@ -135,14 +135,11 @@ def with_transfers(
 
 
 class StageList:
-    """One stage's list, built pass by pass."""
-
     def __init__(self, stage: int, num_stages: int, *, measures: bool) -> None:
         self._stage, self._num_stages = stage, num_stages
         self._measures = measures
         self._batches_of: list[list[StreamBatch]] = []
         self._left: Counter[StreamBatch] = Counter()
-        """Missing backwards of each global batch."""
         self.measured: dict[str, int] = {}
         """Measured step of each job, due before its next forward."""
 

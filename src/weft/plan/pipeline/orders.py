@@ -101,15 +101,11 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A unit that goes through the pipeline, with its costs on every stage."""
-
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     held_bytes: tuple[int, ...]
-    """Bytes kept between forward and backward."""
     transfer_s: float
     step_s: tuple[float, ...]
-    """Seconds of optimizer steps after its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,6 @@ class Pipe:
     """The backward that must end on the same stage before each forward; -1 for none."""
     memory_bytes: Sequence[int] | None = None
     max_lead: Sequence[int] | None = None
-    """Most clocks in flight on each stage."""
     shared: Sequence[Collection[StreamBatch]] = ()
     """Global batches of each clock that have samples on other replicas."""
     needs: Sequence[Collection[StreamBatch]] = ()
@@ -149,7 +144,6 @@ def open_pipe(
 @dataclass
 class _Stage:
     activation_at: list[float]
-    """Arrival of each clock's input."""
     gradient_at: list[float]
     free_at: float = 0.0
     num_forwards: int = 0

@@ -30,13 +30,11 @@ class BatchStream:
 
     microbatches: tuple[Microbatch, ...]
     members: dict[StreamBatch, tuple[int, ...]]
-    """The microbatches that hold samples of a global batch, ascending."""
     waits_for: tuple[int, ...]
     """Per microbatch the last earlier one whose backward and steps its forward needs; -1 for none."""
 
     @property
     def completes(self) -> dict[int, list[StreamBatch]]:
-        """The global batches that end with each microbatch."""
         ends: dict[int, list[StreamBatch]] = {}
         for batch in sorted(self.members):
             ends.setdefault(self.members[batch][-1], []).append(batch)
@@ -177,10 +175,8 @@ class SharedSteps:
         """`firsts`: the first stage of each replica; `pending`: the list of every stage, which is extended here."""
         self._firsts, self._pending = firsts, pending
         self._left: list[dict[str, deque[int]]] = [{} for _ in pending]
-        """By stage and job, the steps that are not scheduled."""
         self._newest: dict[str, int] = {}
         self._parts: Counter[StreamBatch] = Counter()
-        """Missing first-stage backwards of each global batch."""
         self._roots: dict[StreamBatch, int] = {}
         """Replica that measures each global batch whose measure is not scheduled."""
         self._ends: dict[StreamBatch, float] = {}

@@ -79,7 +79,6 @@ class Balance(Levelling):
         self._undo_useless_moves()
 
     def _away(self) -> list[int]:
-        """Jobs that are not on their present replica, if that takes jobs."""
         return [int(job) for job in np.flatnonzero((self.homes >= 0) & (self.homes != self.at))]
 
     def _try(self, change: Mapping[int, int], limit_s: float) -> bool:

@@ -28,10 +28,8 @@ class _Seats:
         self.max_jobs = np.array([or_inf(replica.budget.max_jobs) for replica in replicas])
         self.held_bytes, self.num_jobs = np.zeros(len(replicas)), np.zeros(len(replicas))
         self.at: dict[str, int] = {}
-        """The replica of every admitted job."""
 
     def has_room(self, num_bytes: int) -> npt.NDArray[np.bool_]:
-        """Per replica, whether one more job fits."""
         return (self.held_bytes + num_bytes <= self.usable_bytes) & (self.num_jobs < self.max_jobs)
 
     def add(self, applicant: Applicant, index: int, sign: int = 1) -> None:

@@ -24,8 +24,6 @@ than a second."""
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One copy of the backbone that can hold jobs."""
-
     name: str
     budget: Budget = Budget()
     """Its memory and seats (`max_jobs`), as for admission on one device."""
@@ -72,7 +70,6 @@ class JobPlacement:
     """The decision over all replicas; jobs that move are among those kept."""
     replica_of: Mapping[str, str]
     moves: tuple[Move, ...]
-    """Jobs whose replica changes, by name."""
     makespan_s: float
     """End of the last training job if no other is admitted."""
 

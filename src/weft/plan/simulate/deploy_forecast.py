@@ -81,7 +81,6 @@ class DeployForecast:
     choices: tuple[DeployChoice, ...]
     """The planned replicas first, then the alternatives."""
     shared: Dispatch
-    """Dispatch of the first drawn batch."""
     bounds: tuple[int, ...]
     replicas: PlannedReplicas
 

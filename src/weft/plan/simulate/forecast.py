@@ -71,7 +71,6 @@ class Forecast:
     """True if every job's samples run in its own order, so that its bits do not depend on the plan."""
     trained_rows_bytes: int = 0
     tensor_parallel: int = 1
-    """Devices that share every layer of a stage."""
     pairs: PairChoice | None = None
     """The decision about microbatches side by side; None where they are not possible."""
 
@@ -117,7 +116,6 @@ class Forecast:
 
     @property
     def round_s(self) -> float:
-        """Mean seconds between two optimizer steps of the longest job."""
         return self.planned_s / self.num_rounds
 
     @property

@@ -90,11 +90,8 @@ class _Run:
         self.notes = [describe(m) for m in program.microbatches]
         self.arrivals: dict[Parcel, float] = {}
         self.measured: dict[Measure, list[float]] = {}
-        """When each stage but the root had measured its part."""
         self.norms_at: dict[Measure, float] = {}
-        """When the root stage had all parts."""
         self.ring_of = {stage: ring for ring in program.rings for stage in ring}
-        """The stages in step with each stage that is in a ring."""
         self.rounds: dict[tuple[int, int], dict[int, float]] = {}
         """By the ring's first stage and n: when each of its stages was ready for its n-th pass."""
 

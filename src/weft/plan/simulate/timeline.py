@@ -29,7 +29,6 @@ class Span:
     args: Mapping[str, Any]
     stage: int = 0
     lane: str = ""
-    """The busy part of the stage; empty where only the name identifies it."""
 
     @property
     def end_s(self) -> float:
@@ -38,8 +37,6 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """Bytes that a stage keeps for backwards from this moment on."""
-
     stage: int
     time_s: float
     held_bytes: int
@@ -56,7 +53,6 @@ class Timeline:
         return max((span.end_s for span in self.spans), default=0.0)
 
     def busy_s(self, stage: int, start_s: float = 0.0, end_s: float = float("inf")) -> float:
-        """Seconds that a stage computes between two moments."""
         return sum(
             max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s))
             for span in self.spans

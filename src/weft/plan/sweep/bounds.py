@@ -83,13 +83,10 @@ KEPT_TIMES = 2.76
 """Bytes kept per row over the fused step's: peaks of 21.07 and 18.93 GB at 512 and 256 rows of Llama-3.1-8B, 8.36 MB a
 row against 3.03."""
 ADAPTER_BYTES = 16
-"""Bytes per trainable parameter: fp32 weight, gradient and two moments."""
 
 
 @dataclass(frozen=True)
 class Solo:
-    """Prices configurations trained alone."""
-
     setting: SweepSetting
 
     def gpu_bytes(self, configuration: Configuration, degree: int, num_samples: int) -> float:

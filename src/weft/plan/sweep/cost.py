@@ -104,8 +104,6 @@ class SweepSetting:
 
 
 class PackCost:
-    """Prices packs of configurations; kinds are numbered in order of first appearance."""
-
     def __init__(self, configurations: Sequence[Configuration], setting: SweepSetting) -> None:
         if not configurations:
             raise PlanError("got no configurations; a sweep plans at least one.", where="configurations")

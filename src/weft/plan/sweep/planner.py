@@ -229,8 +229,6 @@ MAX_TRIES = 120
 
 @dataclass
 class DeviceLane:
-    """A group of GPUs, and the kinds it trains from `ready_s` on."""
-
     gpus: tuple[int, ...]
     ready_s: float = 0.0
     kinds: list[int] = field(default_factory=list)

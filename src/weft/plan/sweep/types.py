@@ -45,7 +45,6 @@ class Configuration:
 
     @property
     def most_tokens(self) -> int:
-        """Longest sample, which a microbatch must hold."""
         return max(self.sample_tokens, self.longest_tokens)
 
 
@@ -53,7 +52,6 @@ class Configuration:
 class Pack:
     configurations: tuple[str, ...]
     gpus: tuple[int, ...]
-    """Its tensor-parallel group; as many GPUs as its parallel degree."""
     start_s: float
     end_s: float
     capacity: int
@@ -67,8 +65,6 @@ class Pack:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """All packs, with the predicted makespan and its lower bound."""
-
     model: str
     device: str
     num_gpus: int

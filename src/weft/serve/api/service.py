@@ -67,7 +67,6 @@ class ApiService:
     """The number of samples in files that passed the check, by blob, requested format and fewest lines."""
 
     silent_workers: dict[str, float] = field(default_factory=dict)
-    """When a worker was last found not to answer, by its id."""
 
     def __post_init__(self) -> None:
         self.read_cache = ReadCache(self.database)
@@ -82,8 +81,6 @@ OWNER = "weft"
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """What the name of a model stands for."""
-
     base: str
     blob: str | None
     """The adapter's archive; None is the bare backbone."""
@@ -95,7 +92,6 @@ class ResolvedModel:
 
 
 def resolve_model(tx: Tx, service: ApiService, tenant: str, name: str) -> ResolvedModel:
-    """Finds a backbone, or a fine-tuned model or checkpoint of the tenant, by its name."""
     if name in service.settings.base_models:
         return ResolvedModel(name, None, 0, OWNER)
     if ":ckpt-step-" not in name:

@@ -153,7 +153,6 @@ def end_upload(tx: Tx, tenant: str, id: str, status: str, *, file: str | None = 
 
 
 def add_part(tx: Tx, tenant: str, upload: str, *, bytes: int, blob: str) -> DbRow:
-    """Adds the row of a part whose bytes are already in the file store."""
     row = {"id": new_id("part_"), "tenant": tenant, "upload": upload, "bytes": bytes, "blob": blob}
     tx.execute(sa.insert(UPLOAD_PARTS).values({**row, "created_at": int(now(tx))}))
     return get_parts(tx, tenant, upload, [row["id"]])[0]

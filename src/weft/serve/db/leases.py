@@ -214,7 +214,6 @@ def shares_of(tx: Tx, tenants: set[str], at: float) -> dict[str, Share]:
 
 
 def _take(tx: Tx, job: DbRow, worker: str, lease_until: float) -> DbRow:
-    """Gives a free job, whose row this transaction holds, to the worker."""
     losses = _losses(job)
     changes = {"fence": job["fence"] + 1, "worker": worker, "lease_until": lease_until, "attempts": losses}
     one = sa.and_(JOBS.c.tenant == job["tenant"], JOBS.c.id == job["id"])

@@ -38,8 +38,6 @@ STORE_S = 60.0
 
 
 class Claims:
-    """The claims of one worker. Each begins when a job is taken and ends when the job leaves this worker."""
-
     def __init__(
         self,
         database: Database,
@@ -79,7 +77,6 @@ class Claims:
 
     @property
     def is_all_delivered(self) -> bool:
-        """Whether every notice has been given to its claim, and every checkpoint to the file store."""
         return not self._notices and self.uploads.is_idle
 
     @property

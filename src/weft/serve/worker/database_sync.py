@@ -255,7 +255,6 @@ class SyncRound:
     number: int
     is_last: bool
     at: float
-    """When it was, by the database's clock."""
     wanted: str | None
     """What the operator wants of this worker: drain, remove or nothing."""
     rows: dict[str, DbRow]
@@ -263,9 +262,7 @@ class SyncRound:
     lost: list[Claim] = field(default_factory=list)
     claimed: list[DbRow] = field(default_factory=list)
     moving: list[str] = field(default_factory=list)
-    """The ids of jobs that another worker has room for."""
     making_way: list[str] = field(default_factory=list)
-    """The ids of jobs whose seats go to other tenants."""
 
 
 class RoundWriter:

@@ -31,7 +31,6 @@ class BackboneTrial(tune.Trainable):  # type: ignore[misc]
     """One job on a shared backbone; an iteration is the training up to its next evaluation."""
 
     def setup(self, config: dict[str, Any], server: Any = None) -> None:
-        """Starts the job with the settings of this trial."""
         self._server = server
         self._last: dict[str, Any] = {}
         ray.get(server.submit.remote(self.trial_id, config))
@@ -79,7 +78,6 @@ class TunedTrial:
     num_steps: int
     eval_steps: int
     last: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics of its last step, if they are reported with its end."""
     loss: float | None = None
     news: queue.SimpleQueue[TrialNews] = field(default_factory=queue.SimpleQueue)
 
@@ -102,7 +100,6 @@ class TrialServer:
         self._loaded.result()
 
     def submit(self, name: str, params: Mapping[str, Any]) -> None:
-        """Starts a trial, or raises if its settings are wrong; an existing one continues."""
         self._call(lambda engine: self._begin(engine, name, params))
 
     def go_on(self, name: str) -> None:

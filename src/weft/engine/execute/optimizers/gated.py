@@ -28,8 +28,6 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class SteppedTensor:
-    """A tensor that is stepped by itself: a flat buffer, or a module's view of it."""
-
     params: torch.Tensor
     grad: torch.Tensor
     state: State
@@ -63,8 +61,7 @@ class GatedOptimizer(Optimizer):
         self._states: dict[str, State] = {name: {} for name, _, _, _ in self._named()}
 
     @abstractmethod
-    def fresh(self, params: torch.Tensor) -> State:
-        """State of a tensor before its first step."""
+    def fresh(self, params: torch.Tensor) -> State: ...
 
     @abstractmethod
     def update(self, tensor: SteppedTensor, gate: Gate) -> None:

@@ -52,7 +52,6 @@ class PartOfStep:
     """What the step of a part of a job's adapter needs to equal the step of the whole."""
 
     norm: torch.Tensor
-    """Norm of the whole gradient, as `Optimizer.norm_of` computes it."""
     fills: Mapping[str, int]
     """Zeros to put in front of each group, so that torch's vectors hold the same numbers as in the whole buffer."""
 
@@ -115,7 +114,6 @@ class Optimizer(ABC):
         """Starts the steps of several jobs of this kind on a GPU; the host does not wait."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """States by name, for a checkpoint."""
         return {f"{PREFIX}{name}.{key}": v for name, state in self.states.items() for key, v in state.items()}
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
