@@ -79,6 +79,21 @@ _LONGROPE = {
     "original_max_position_embeddings": 32,
 }
 
+_FACTORS = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 6.0,
+    "residual_multiplier": 0.5,
+}
+_GRANITE4 = {
+    **SETTINGS,
+    **_FACTORS,
+    "layer_types": ["full_attention"] * 2,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 48,
+    "mamba_n_heads": 4,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SETTINGS),
     "llama_bias": ("Llama", {**SETTINGS, "attention_bias": True, "mlp_bias": True}),
@@ -110,9 +125,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", _OPT),
     "opt_projected": ("OPT", {**_OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
     "gpt_neox": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.5}),
-    "granite": (
-        "Granite",
-        {**SETTINGS, "logits_scaling": 6.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "granite": ("Granite", {**SETTINGS, **_FACTORS}),
+    "granitemoehybrid": ("GraniteMoeHybrid", {**_GRANITE4, "position_embedding_type": "rope"}),
+    "granitemoehybrid_nope": ("GraniteMoeHybrid", _GRANITE4),
+    "smollm3": ("SmolLM3", {**SETTINGS, "no_rope_layer_interval": 2}),
+    "olmo3": ("Olmo3", {**SETTINGS, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+    "ministral3": (
+        "Ministral3",
+        {
+            **SETTINGS,
+            "head_dim": 12,
+            "rope_parameters": {**_YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.7},
+        },
     ),
     "cohere": ("Cohere", {**SETTINGS, "logit_scale": 0.3, "use_qk_norm": True}),
     "cohere2": ("Cohere2", {**SETTINGS, "logit_scale": 0.3, "sliding_window": 4, "sliding_window_pattern": 2}),

@@ -236,24 +236,35 @@ def test_jobs_when_trained_together_then_each_equals_peft_alone(name, kernels):
     assert max(max(outcome.accuracies) for outcome in outcomes.values()) > 0.2, "no accuracy to speak of was compared"
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if model_type(name) in REFERENCE_FAMILIES])
-def test_family_of_the_reference_path_when_trained_then_equals_peft_alone(name):
+MANY_STEPS = ["cohere2", "gpt2", "gpt_neo", "gptj", "falcon_grouped", "mixtral", "qwen3_moe"]
+FUSED_FAMILIES = ["smollm3", "olmo3", "ministral3", "granite", "granitemoehybrid"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        *((name, "reference") for name in FAMILIES if model_type(name) in REFERENCE_FAMILIES),
+        *((name, "fused") for name in FUSED_FAMILIES),
+    ],
+)
+def test_family_when_trained_then_equals_peft_alone(name, kernels):
     """With so large an epsilon steps are all but proportional to gradients, so that rounding is never multiplied: what
     is compared here is the family."""
     settings: dict[str, Any] = {"max_steps": 3, "adam_epsilon": 0.1, "learning_rate": 0.1, "max_grad_norm": 0}
     lora = job_spec("lora", adapter={"r": 4}, **settings), random_data(1, num_samples=9)
     ia3 = job_spec("ia3", adapter={"method": "ia3"}, seed=2, **settings), random_data(2)
-    assert_equal_peft(name, "reference", [lora, ia3])
+    assert_equal_peft(name, kernels, [lora, ia3])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["granite", "cohere2", "gpt2", "gpt_neo", "gptj", "falcon_grouped", "mixtral", "qwen3_moe"]
+    ("name", "kernels"),
+    [*((name, "reference") for name in MANY_STEPS), *((name, "fused") for name in FUSED_FAMILIES)],
 )
-def test_family_when_trained_for_many_steps_then_still_equals_peft_alone(name):
+def test_family_when_trained_for_many_steps_then_still_equals_peft_alone(name, kernels):
     """Scaled logits, parallel blocks, transposed weights, local attention, other rotary positions, grouped heads and
     experts: one family of each, at an epsilon where Adam divides by the gradients' own size."""
     settings: dict[str, Any] = {"max_steps": STEPS, "adam_epsilon": 1e-3}
     lora = job_spec("lora", adapter={"r": 4}, **settings), random_data(1, num_samples=9)
     ia3 = job_spec("ia3", adapter={"method": "ia3"}, seed=2, learning_rate=3e-2, **settings), random_data(2)
-    assert_equal_peft(name, "reference", [lora, ia3])
+    assert_equal_peft(name, kernels, [lora, ia3])

@@ -157,20 +157,25 @@ def launch_bare() -> None:
     rms_norm.add_norm_kernel(x, x, norm, None)
     rms_norm.add_norm_kernel(x, None, norm, None)
     rms_norm.add_norm_kernel(x, x, exact, exact)
+    rms_norm.add_norm_kernel(x, x, None, exact)
     rms_norm.norm_grad_kernel(x, norm, x, x, True, None)
     rms_norm.norm_grad_kernel(x, exact, x, x, True, (x, exact))
+    rms_norm.norm_grad_kernel(x, None, x, x, True, (x, exact))
     head_norms = rotary.HeadNorms(head, head, 1e-6), rotary.HeadNorms(head.float(), head.float(), 1e-6, False)
+    at_once = rotary.HeadNorms(zeros(4096), zeros(1024), 1e-6, False, True)
     parts = [part.unflatten(1, (-1, 128)) for part in qkv_TE.split(heads.sizes, dim=1)]
-    for norms in (None, *head_norms):
-        rotary.rotate_kernel(qkv_TE, half, half, heads, norms, None)
-        rotary.rotate_grad_kernel(*parts, half, half, heads, norms, qkv_TE)
-    rotary.rotate_kernel(qkv_TE, half[:, :48], half[:, :48], heads, None, None)
-    rotary.rotate_grad_kernel(*parts, half[:, :48], half[:, :48], heads, None, None)
-    gemma, turns, norms = rotary.Heads(8, 4, 256), zeros(NUM_ROWS, 128, dtype=torch.float32), zeros(256).float()
+    whole, partly = rotary.Turns(half, half), rotary.Turns(half[:, :48], half[:, :48])
+    stretched = rotary.Turns(half, half, zeros(NUM_ROWS, dtype=torch.float32))
+    forms = [(whole, None), *((whole, norms) for norms in (*head_norms, at_once)), (partly, None), (stretched, None)]
+    for turns, norms in forms:
+        rotary.rotate_kernel(qkv_TE, turns, heads, norms, None)
+        rotary.rotate_grad_kernel(*parts, turns, heads, norms, qkv_TE)
+    gemma, angles, norms = rotary.Heads(8, 4, 256), zeros(NUM_ROWS, 128, dtype=torch.float32), zeros(256).float()
+    turns = rotary.Turns(angles, angles)
     exact_heads = rotary.HeadNorms(norms, norms, 1e-6, False)
     wide_TE, wide = zeros(NUM_ROWS, 16 * 256), [zeros(NUM_ROWS, number, 256) for number in (8, 4, 4)]
-    rotary.rotate_kernel(wide_TE, turns, turns, gemma, exact_heads, None)
-    rotary.rotate_grad_kernel(*wide, turns, turns, gemma, exact_heads, wide_TE)
+    rotary.rotate_kernel(wide_TE, turns, gemma, exact_heads, None)
+    rotary.rotate_grad_kernel(*wide, turns, gemma, exact_heads, wide_TE)
     for activation in ("silu", "gelu_tanh"):
         gated.gated_kernel(gu, activation)
         gated.rounded_gated_kernel(gu, activation)

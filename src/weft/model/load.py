@@ -33,7 +33,7 @@ from weft.model.path import Memory
 from weft.model.resolve import ResolvedModel, resolve
 from weft.model.shards import Peers
 from weft.model.source import INDEX, Source, check_weight_files, gguf, load_tokenizer, quiet, readable, reason
-from weft.plan.families import FAMILIES, OBSTACLES, REFERENCE_FAMILIES
+from weft.plan.families import OBSTACLES, REFERENCE_FAMILIES, is_described
 from weft.spec import BackboneSpec
 
 SINGLE = "model.safetensors"
@@ -77,7 +77,7 @@ def load_backbone(
 def _check_untested(backbone: Backbone, source: Source) -> None:
     """Refuses a model of an untested family if packed samples do not give the results of single ones."""
     family = backbone.model.config.model_type
-    if family in (*FAMILIES, *REFERENCE_FAMILIES):
+    if family in REFERENCE_FAMILIES or is_described(backbone.model.config.to_dict()):
         return
     try:
         with readable(source, f"{family} models do not run on packed samples", _cause):

@@ -17,7 +17,7 @@ from torch import nn
 from weft.adapters.routing import Routing
 from weft.adapters.sites import BlockOutput, InputRows, KeyValueRows, linear_modules
 from weft.methods.virtual_tokens.method import layer_path
-from weft.plan.families import FAMILIES, describe
+from weft.plan.families import describe, is_described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class AbsentWeight(nn.Module):
 
 
 def keep_part(model: Any, part: ModelPart) -> None:
-    assert model.config.model_type in FAMILIES, "the layers of other models may be called otherwise"
+    assert is_described(model.config.to_dict()), "the layers of other models may be called otherwise"
     setattr(model, WHOLE, list(linear_modules(model)))
     decoder = model.base_model
     for layer in range(part.num_layers):
@@ -121,7 +121,7 @@ def inputs_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routin
 
 def keys_and_values_of(model: PreTrainedModel, part: ModelPart | None, routing: Routing) -> dict[str, KeyValueRows]:
     config = model.config.to_dict()
-    if config.get("model_type") not in FAMILIES:
+    if not is_described(config):
         return {}
     sizes = describe(config).sizes
     width = 2 * sizes.num_kv_heads * sizes.head_size
@@ -130,10 +130,10 @@ def keys_and_values_of(model: PreTrainedModel, part: ModelPart | None, routing: 
 
 
 def block_paths_of(model: PreTrainedModel) -> list[str]:
-    config = model.config
-    if config.model_type not in FAMILIES:
+    config = model.config.to_dict()
+    if not is_described(config):
         return []
-    sizes, decoder = describe(config.to_dict()).sizes, model.base_model_prefix
+    sizes, decoder = describe(config).sizes, model.base_model_prefix
     return [f"{decoder}.layers.{layer}.{name}" for layer in range(sizes.num_layers) for name in sizes.form.blocks]
 
 

@@ -1,7 +1,8 @@
 """The structure of a decoder's layers, without its sizes.
 
-Every layer on the fast path is: norm, attention with rotary positions, norm, a gated feed-forward block; each block's
-result is added to the residual stream, in some families after another norm.
+Every layer on the fast path is: norm, attention with rotary positions or none, norm, a gated feed-forward block; each
+block's result is added to the residual stream, in some families after another norm or a factor. Some have only that
+other norm.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from weft.errors import ModelError
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations by transformers' names."""
-NormWeight = Literal["factor", "one_plus"]
-"""`factor`: the normed row is rounded, then multiplied by the weight. `one_plus`: it is multiplied by 1 + the weight in
-fp32 and rounded once."""
+NormWeight = Literal["factor", "exact_factor", "one_plus"]
+"""`factor`: the normed row is rounded, then multiplied by the weight. `exact_factor`: it is multiplied in fp32 and
+rounded once. `one_plus`: likewise, by 1 + the weight."""
+HeadNorm = Literal["none", "each", "all"]
+"""Norms of q and k: of each head, or of all heads at once."""
 
 Sites = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 SEPARATE: Sites = (
@@ -36,8 +39,8 @@ JOINED: Sites = (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_p
 class NormModules:
     """The modules that norm a block's input and, in some families, its result before the residual stream."""
 
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
+    before_attention: str | None = "input_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
     after_attention: str | None = None
     after_mlp: str | None = None
 
@@ -58,12 +61,18 @@ class LayerForm:
     activation: Activation | None = "silu"
     """Activation of the gate; None: one without a kernel."""
     has_qkv_bias: bool = False
-    has_head_norms: bool = False
-    """True if q and k are normed head by head; their raw values are then kept for the backward."""
+    head_norm: HeadNorm = "none"
+    """Norms of q and k; their raw values are then kept for the backward."""
+    scales_results: bool = False
+    """True if a block's result is multiplied by a number before it is added to the residual stream."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(path.partition(".")[0] for site in self.sites for path in site))
+
+    @property
+    def has_head_norms(self) -> bool:
+        return self.head_norm != "none"
 
     @property
     def norms_results(self) -> bool:
@@ -125,6 +134,10 @@ class Rotary:
     scaling: str = "default"
     share: float = 1.0
     """Fraction of a head's numbers that are rotated."""
+    is_none: bool = False
+    """True if nothing is rotated."""
+    stretch: tuple[float, int] | None = None
+    """β and n if rotated queries are multiplied by 1 + β · log(1 + ⌊position / n⌋)."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +159,10 @@ class Decoder:
     rotaries: tuple[Rotary, ...] = (Rotary(),)
     embedding_scale: float | None = None
     """Factor of the embeddings, in their own type."""
+    input_scale: float | None = None
+    """Factor of all that enters the first layer, replaced rows included."""
+    residual_scale: float | None = None
+    """Factor of a block's result before it is added to the residual stream."""
 
 
 def read_sizes(config: Config, name: str, form: LayerForm) -> DecoderSizes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from weft.plan.decoder import (
     ACTIVATIONS,
@@ -16,6 +16,7 @@ from weft.plan.decoder import (
     LayerForm,
     LayerKind,
     NormModules,
+    Rotary,
     read_rotary,
     read_sizes,
     read_window,
@@ -48,19 +49,74 @@ def phi3(config: Config, name: str) -> Decoder:
 
 
 def qwen2(config: Config, name: str) -> Decoder:
-    return _qwen(config, name, LayerForm(has_qkv_bias=True))
+    return _by_types(config, name, LayerForm(has_qkv_bias=True))
 
 
 def qwen3(config: Config, name: str) -> Decoder:
     bias = bool(config.get("attention_bias", False))
-    return _qwen(config, name, LayerForm(has_qkv_bias=bias, has_head_norms=True))
+    return _by_types(config, name, LayerForm(has_qkv_bias=bias, head_norm="each"))
 
 
-def _qwen(config: Config, name: str, form: LayerForm) -> Decoder:
+def _by_types(config: Config, name: str, form: LayerForm) -> Decoder:
     plain = llama(config, name, form)
-    kinds = config.get("layer_types") or ["full_attention"] * len(plain.layers)
+    kinds = config.get("layer_types") or [FULL] * len(plain.layers)
     window = config.get("sliding_window")
-    return replace(plain, layers=tuple(LayerKind(window if kind == "sliding_attention" else None) for kind in kinds))
+    return replace(plain, layers=tuple(LayerKind(window if kind == SLIDING else None) for kind in kinds))
+
+
+def smollm3(config: Config, name: str) -> Decoder:
+    """Every fourth layer has no rotary positions."""
+    plain = _by_types(config, name, LayerForm(has_qkv_bias=bool(config.get("attention_bias", False))))
+    interval = config.get("no_rope_layer_interval", 4)
+    rotates = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(len(plain.layers))]
+    layers = tuple(replace(kind, rotary=0 if has else 1) for kind, has in zip(plain.layers, rotates, strict=False))
+    return replace(plain, layers=layers, rotaries=(*plain.rotaries, Rotary(is_none=True)))
+
+
+def olmo3(config: Config, name: str) -> Decoder:
+    """Norms only after blocks, and of all heads of q or k at once."""
+    form = LayerForm(
+        norms=NormModules(None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
+        norm_weight="exact_factor",
+        has_qkv_bias=bool(config.get("attention_bias", False)),
+        head_norm="all",
+    )
+    plain = llama(config, name, form)
+    return replace(plain, **_kinds(config, len(plain.layers), config.get("sliding_window")))
+
+
+def ministral3(config: Config, name: str) -> Decoder:
+    """Queries are stretched at positions beyond those of the first training."""
+    plain = mistral(config, name)
+    rope = config.get("rope_parameters") or {}
+    stretch = float(rope.get("llama_4_scaling_beta") or 0.0), int(rope.get("original_max_position_embeddings") or 1)
+    return replace(plain, rotaries=(replace(plain.rotaries[0], stretch=stretch if stretch[0] else None),))
+
+
+def granite(config: Config, name: str, form: LayerForm | None = None) -> Decoder:
+    """Llama with factors of the first layer's input, of scores and of blocks' results."""
+    form = form or LayerForm(has_qkv_bias=bool(config.get("attention_bias", False)))
+    factors = {key: float(config.get(key) or 1.0) for key in ("embedding_multiplier", "residual_multiplier")}
+    plain = llama(config, name, replace(form, scales_results=factors["residual_multiplier"] != 1.0))
+    return replace(
+        plain,
+        attention_scale=float(config.get("attention_multiplier") or 1.0),
+        input_scale=factors["embedding_multiplier"],
+        residual_scale=factors["residual_multiplier"] if plain.sizes.form.scales_results else None,
+    )
+
+
+_GRANITE_MLP = (("shared_mlp.input_linear",), ("shared_mlp.output_linear",))
+
+
+def granite_hybrid(config: Config, name: str) -> Decoder:
+    """The dense models of Granite 4; those with other layers or experts are described like them, for estimates."""
+    bias = bool(config.get("attention_bias", False))
+    sites = (*SEPARATE[:2], *_GRANITE_MLP)
+    ffn = config.get("shared_intermediate_size") or config.get("intermediate_size")
+    plain = granite({**config, "intermediate_size": ffn}, name, LayerForm(sites=sites, has_qkv_bias=bias))
+    has_rotary = config.get("position_embedding_type") == "rope"
+    return plain if has_rotary else replace(plain, rotaries=(Rotary(is_none=True),))
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -78,19 +134,26 @@ def gemma3(config: Config, name: str) -> Decoder:
         norm_weight="one_plus",
         activation=ACTIVATIONS.get(config.get("hidden_activation", "gelu_pytorch_tanh")),
         has_qkv_bias=bool(config.get("attention_bias", False)),
-        has_head_norms=True,
+        head_norm="each",
     )
-    sizes, window = read_sizes(config, name, form), read_window(config)
-    types = config.get("layer_types") or [FULL] * sizes.num_layers
-    kinds = sorted(set(types))
+    sizes = read_sizes(config, name, form)
     return Decoder(
         family="gemma3_text",
         sizes=sizes,
-        layers=tuple(LayerKind(window if kind == SLIDING else None, kinds.index(kind)) for kind in types),
         attention_scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
-        rotaries=tuple(read_rotary(config, kind) for kind in kinds),
         embedding_scale=sizes.hidden**0.5,
+        **_kinds(config, sizes.num_layers, read_window(config)),
     )
+
+
+def _kinds(config: Config, num_layers: int, window: int | None) -> dict[str, Any]:
+    """The layers and rotary positions of a decoder whose kinds of layer have their own."""
+    types = config.get("layer_types") or [FULL] * num_layers
+    kinds = sorted(set(types))
+    return {
+        "layers": tuple(LayerKind(window if kind == SLIDING else None, kinds.index(kind)) for kind in types),
+        "rotaries": tuple(read_rotary(config, kind) for kind in kinds),
+    }
 
 
 FAMILIES: Mapping[str, Callable[[Config, str], Decoder]] = {
@@ -100,13 +163,17 @@ FAMILIES: Mapping[str, Callable[[Config, str], Decoder]] = {
     "qwen3": qwen3,
     "phi3": phi3,
     "gemma3_text": gemma3,
+    "smollm3": smollm3,
+    "olmo3": olmo3,
+    "ministral3": ministral3,
+    "granite": granite,
+    "granitemoehybrid": granite_hybrid,
 }
 """Functions that describe a decoder, by transformers' model type."""
 REFERENCE_FAMILIES = (
     "gemma2",
     "opt",
     "gpt_neox",
-    "granite",
     "cohere",
     "cohere2",
     "gpt2",
@@ -124,7 +191,7 @@ REFERENCE_FAMILIES = (
 checked against its own attention when it is loaded. Experts stay frozen."""
 ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 """Rotary positions that do not depend on the length of a sample; longrope's do beyond `Backbone.max_positions`."""
-LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *JOINED) for path in site))
+LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *JOINED, *_GRANITE_MLP) for path in site))
 """Names of the linears of a layer in any family."""
 
 
@@ -135,11 +202,19 @@ def describe(config: Config, name: str = "") -> Decoder:
     return FAMILIES.get(str(config.get("model_type", "")), llama)(config, name)
 
 
+def is_described(config: Config) -> bool:
+    """True if `describe` gives the very layers of a model: those of a family here, all dense and with attention."""
+    kinds = set(config.get("layer_types") or ()) - {FULL, SLIDING, "attention"}
+    return config.get("model_type") in FAMILIES and not (kinds or config.get("num_local_experts"))
+
+
 def why_unsupported(config: Config) -> str | None:
     """Reason why the fast path does not take the model of a transformers configuration; None if it does."""
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
         return f"{kind} is not among {', '.join(FAMILIES)}"
+    if not is_described(config):
+        return f"only dense {kind} models with attention in every layer have kernels"
     decoder = describe(config)
     if decoder.sizes.form.activation is None:
         return f"its activation is not {' or '.join(get_args(Activation))}"

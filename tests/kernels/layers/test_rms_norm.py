@@ -27,6 +27,22 @@ every_form = pytest.mark.parametrize("rounds_first", [True, False], ids=["factor
 every_post = pytest.mark.parametrize("posts", [False, True], ids=["as it is", "normed"])
 
 
+def test_add_norm_when_only_what_is_added_is_normed_then_the_sum_is_the_result():
+    """In families that norm only the results of blocks; the gradient goes around."""
+    x_TD, y_TD, dh_TD, dres_TD, post = *(torch.randn(37, 40) for _ in range(4)), random_norm(40, False)
+    for forward, backward in zip(FORWARD, BACKWARD, strict=True):
+        x2_TD, h_TD = forward(x_TD, y_TD, None, post)
+        assert h_TD is x2_TD
+        assert forward(x_TD, None, None, None) == (x_TD, x_TD)
+        torch.testing.assert_close(x2_TD, x_TD + plain_norm(y_TD, post), rtol=1e-5, atol=1e-5)
+        found = backward(x2_TD, None, dh_TD, dres_TD, True, (y_TD, post))
+        assert found.h_TD is x2_TD and found.dx_TD.equal(dh_TD + dres_TD)
+        leaf_TD = y_TD.double().requires_grad_()
+        (expected_TD,) = torch.autograd.grad(plain_norm(leaf_TD, post), leaf_TD, (dh_TD + dres_TD).double())
+        torch.testing.assert_close(found.dy_TD.double(), expected_TD, rtol=1e-5, atol=1e-4)
+        assert backward(x_TD, None, dh_TD, dres_TD, False, None).dy_TD.equal(dh_TD + dres_TD)
+
+
 def random_norm(size: int, rounds_first: bool = True) -> RmsNorm:
     return RmsNorm(torch.randn(size), EPS, rounds_first)
 

@@ -36,6 +36,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "phi3": {},
     "phi3_partial": {},
+    "smollm3": {},
+    "olmo3": {},
+    "ministral3": {},
+    "granite": {},
+    "granitemoehybrid": {},
     "ranks": {"model": LARGE, "ranks": (8, 32, 100)},
     "dropout": {"model": LARGE, "ranks": (8, 32), "dropout": 0.1},
     "fp8": {"model": LARGE, "quantize": "fp8"},
@@ -54,7 +59,18 @@ CASES: dict[str, dict[str, Any]] = {
     "vera on shared layers": {"model": LARGE, "method": "vera", "ranks": (16, 32), "tensor": 2},
 }
 """Families by their names; Llama in other ways."""
-FIRST = ("qwen2_sliding", "gemma3_text", "phi3_partial", "ranks", "dropout", "fp8", "all again", "any order")
+FIRST = (
+    "qwen2_sliding",
+    "gemma3_text",
+    "phi3_partial",
+    "olmo3",
+    "ministral3",
+    "ranks",
+    "dropout",
+    "fp8",
+    "all again",
+    "any order",
+)
 FIRST += ("bottleneck", "dora on shared layers", "vera on shared layers")
 """What `make test` compares: every setting once."""
 every_case = pytest.mark.parametrize("case", chosen(CASES, *(list(CASES).index(name) for name in FIRST)))

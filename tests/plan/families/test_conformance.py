@@ -24,11 +24,12 @@ from weft.model.path import Memory
 from weft.objectives.objective import ACCURACY, LOSS, Score
 from weft.plan.cost.memory import OFFLOAD_LAYERS, MemoryModel, rank_class
 from weft.plan.cost.shape import ModelShape
-from weft.plan.families import FAMILIES
+from weft.plan.families import FAMILIES, describe
 from weft.spec import AdapterSpec
 
 MODELS = ["llama", "llama_bias", "llama_tied", "llama_odd", "llama_llama3", "llama_yarn", "llama_linear"]
 MODELS += ["mistral", "qwen2", "qwen2_sliding", "qwen3", "gemma3_text", "phi3", "phi3_partial", "phi3_longrope"]
+MODELS += ["smollm3", "olmo3", "ministral3", "granite", "granitemoehybrid", "granitemoehybrid_nope"]
 """Tiny models, several of a family where their settings differ."""
 every_family = pytest.mark.parametrize("name", FAMILIES)
 """Each has a tiny model of its own name."""
@@ -39,7 +40,7 @@ SAVING = [Memory("mlp"), Memory("full"), Memory("none", True), Memory("full", Tr
 
 def specs(backbone: Backbone) -> list[AdapterSpec]:
     """Adapters on all linears and on every second one, with ranks of their own, dropout and scales."""
-    names = list(dict.fromkeys(path.rpartition(".")[2] for path in backbone.linears))
+    names = list(describe(backbone.model.config.to_dict()).sizes.linears)
     return [
         AdapterSpec(r=8, lora_alpha=16),
         AdapterSpec(r=5, lora_alpha=7, lora_dropout=0.2, target_modules=tuple(names[::2])),
@@ -176,17 +177,19 @@ def kept_storages(passed: Passed) -> dict[int, int]:
     ("name", "mode", "count"),
     [
         *((name, mode, 1) for name in FAMILIES for mode in ("none", "mlp", "full")),
-        *((name, "none", 2) for name in FAMILIES if name != "phi3"),
+        *((name, "none", 2) for name in FAMILIES if name not in ("phi3", "olmo3", "granitemoehybrid")),
     ],
 )
 def test_kept_when_compared_with_the_memory_model_then_equal_to_the_byte(name, mode, count):
     """All of it, and of that what `offload` would move; on one device and on one of several that share layers."""
-    kinds = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]} if name == "gemma3_text" else {}
+    kinds = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]} if name in ("gemma3_text", "olmo3") else {}
+    kinds |= {"layer_types": ["full_attention"] * 3} if name == "granitemoehybrid" else {}
     backbone = random_backbone(name, num_hidden_layers=3, **kinds)
     if count > 1:
         divide(backbone, EchoDevices(count))
     backbone.use_kernels("fused", Memory(mode))
-    slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=4, rank_pattern={"down_proj": 20}), 0))
+    down = describe(backbone.model.config.to_dict()).sizes.sites[3][0]
+    slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=4, rank_pattern={down: 20}), 0))
     batch = pack_samples([SlotSample(random_sample(np.random.default_rng(0), 100), slot)], 128, backbone.device)
     assert isinstance(backbone.path, FusedPath)
     place = backbone.path.new_buffers()

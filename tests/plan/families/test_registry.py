@@ -10,7 +10,7 @@ import pytest
 
 from weft.plan.cost.shape import SHAPES
 from weft.plan.decoder import SEPARATE, LayerForm, LayerKind, Rotary, kept_tensors, moved_names
-from weft.plan.families import FAMILIES, LINEARS, describe
+from weft.plan.families import FAMILIES, LINEARS, describe, is_described, why_unsupported
 
 CONFIG = {
     "hidden_size": 64,
@@ -68,6 +68,39 @@ def test_gemma_when_described_then_each_kind_of_layer_has_its_own_positions():
     assert (decoder.attention_scale, decoder.embedding_scale) == (0.125, 8.0)
     only = described("gemma3_text", rope_parameters=rope, layer_types=["full_attention"] * 2)
     assert len(only.rotaries) == 1
+
+
+def test_smollm_when_described_then_some_layers_have_no_positions():
+    assert [layer.rotary for layer in described("smollm3", no_rope_layers=[1, 0]).layers] == [0, 1]
+    assert described("smollm3").rotaries == (Rotary(), Rotary(is_none=True))
+
+
+def test_olmo_when_described_then_it_norms_only_what_is_added_and_all_heads_at_once():
+    form = described("olmo3", layer_types=SLIDING, sliding_window=8).sizes.form
+    assert (form.norms.before_attention, form.norms.before_mlp, form.head_norm) == (None, None, "all")
+    assert form.norms.names == ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def test_ministral_when_described_then_queries_are_stretched_by_position():
+    rope = {"rope_type": "yarn", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
+    assert described("ministral3", rope_parameters=rope).rotaries[0].stretch == (0.1, 16)
+
+
+def test_granite_when_described_then_has_its_factors():
+    factors = {"attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.5}
+    for family in ("granite", "granitemoehybrid"):
+        decoder = described(family, **factors)
+        assert (decoder.attention_scale, decoder.input_scale, decoder.residual_scale) == (0.25, 12.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"layer_types": ["full_attention", "linear_attention"]}, {"num_local_experts": 4}, {}]
+)
+def test_granite_4_when_it_has_states_or_experts_then_the_fast_path_refuses(settings):
+    config = {"model_type": "granitemoehybrid", **CONFIG, **settings}
+    reason = "only dense granitemoehybrid models with attention in every layer have kernels"
+    assert why_unsupported(config) == (reason if settings else None)
+    assert is_described(config) == (not settings)
 
 
 def test_phi_when_described_then_one_module_is_a_whole_site():

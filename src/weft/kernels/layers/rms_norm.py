@@ -2,7 +2,7 @@
 
 Forward:
     x2 = x + y                      (T, D); in some families x + post(y), the norm of what a block adds
-    h  = norm(x2)                   norm(x) = x · rstd · w,   rstd = 1 / sqrt(mean x² + eps)
+    h  = norm(x2)                   norm(x) = x · rstd · w,   rstd = 1 / sqrt(mean x² + eps); in some families h = x2
 Backward, with dh the gradient of h:
     dx = dres + rstd · (dh w − x̂ · mean(dh w x̂))        x̂ = x · rstd; dres: the gradient that went around the norm
     dy = dx, or the gradient of post(y) under dx, which is the same formula without dres
@@ -30,7 +30,7 @@ class RmsNorm(NamedTuple):
     eps: float
     rounds_first: bool = True
     """True if x · rstd is rounded before the product with the weight, as Hugging Face does for most families; False for
-    Gemma, whose weight here is 1 + w in fp32."""
+    Gemma, whose weight here is 1 + w in fp32, and for OLMo."""
 
 
 class NormGrads(NamedTuple):
@@ -45,29 +45,30 @@ Added = tuple[torch.Tensor, RmsNorm]
 
 
 def add_norm_reference(
-    x_TD: torch.Tensor, y_TD: torch.Tensor | None, norm: RmsNorm, post: RmsNorm | None
+    x_TD: torch.Tensor, y_TD: torch.Tensor | None, norm: RmsNorm | None, post: RmsNorm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x2_TD = x_TD
     if y_TD is not None:
         added_TD = y_TD if post is None else _normed(y_TD, post)
         x2_TD = (x_TD.float() + added_TD.float()).to(x_TD.dtype)
-    return x2_TD, _normed(x2_TD, norm)
+    return x2_TD, x2_TD if norm is None else _normed(x2_TD, norm)
 
 
 def norm_grad_reference(
     x_TD: torch.Tensor,
-    norm: RmsNorm,
+    norm: RmsNorm | None,
     dh_TD: torch.Tensor,
     dres_TD: torch.Tensor | None,
     want_h: bool,
     added: Added | None,
 ) -> NormGrads:
-    dx_TD = _normed_grad(x_TD, norm, dh_TD)
+    dx_TD = dh_TD.float() if norm is None else _normed_grad(x_TD, norm, dh_TD)
     if dres_TD is not None:
-        dx_TD += dres_TD.float()
+        dx_TD = dx_TD + dres_TD.float()
     dx_TD = dx_TD.to(x_TD.dtype)
     dy_TD = dx_TD if added is None else _normed_grad(*added, dx_TD).to(x_TD.dtype)
-    return NormGrads(dx_TD, dy_TD, _normed(x_TD, norm) if want_h else None)
+    h_TD = x_TD if norm is None else _normed(x_TD, norm)
+    return NormGrads(dx_TD, dy_TD, h_TD if want_h else None)
 
 
 def _normed(x_TD: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
@@ -128,6 +129,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
     num_features,
     eps,
     HAS_Y: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     HAS_POST: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
     BM: tl.constexpr,
@@ -139,7 +141,6 @@ def _add_norm(  # type: ignore[no-untyped-def]
     mask = (rows < num_rows)[:, None] & (columns < num_features)[None, :]
     here = rows[:, None] * num_features + columns[None, :]
     value = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(weight + columns, mask=columns < num_features, other=0.0).to(tl.float32)
     if HAS_Y:
         added = tl.load(y + rows[:, None] * stride_y + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         if HAS_POST:
@@ -148,7 +149,9 @@ def _add_norm(  # type: ignore[no-untyped-def]
         value = (value + added).to(dtype)
         tl.store(x2 + here, value, mask=mask)
         value = value.to(tl.float32)
-    tl.store(h + here, _normed_rows(value, w, num_features, eps, dtype, ROUNDS_FIRST), mask=mask)
+    if HAS_NORM:
+        w = tl.load(weight + columns, mask=columns < num_features, other=0.0).to(tl.float32)
+        tl.store(h + here, _normed_rows(value, w, num_features, eps, dtype, ROUNDS_FIRST), mask=mask)
 
 
 @jit
@@ -170,6 +173,7 @@ def _norm_grad(  # type: ignore[no-untyped-def]
     num_features,
     eps,
     HAS_RES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     HAS_POST: tl.constexpr,
     WANT_H: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
@@ -181,17 +185,18 @@ def _norm_grad(  # type: ignore[no-untyped-def]
     columns = tl.arange(0, BN)
     mask = (rows < num_rows)[:, None] & (columns < num_features)[None, :]
     here = rows[:, None] * num_features + columns[None, :]
-    value = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     g = tl.load(dh + rows[:, None] * stride_h + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(weight + columns, mask=columns < num_features, other=0.0).to(tl.float32)
-    out, xhat = _normed_rows_grad(value, g, w, num_features, eps)
+    out = g
+    if HAS_NORM:
+        value = tl.load(x + rows[:, None] * stride_x + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(weight + columns, mask=columns < num_features, other=0.0).to(tl.float32)
+        out, xhat = _normed_rows_grad(value, g, w, num_features, eps)
+        if WANT_H:
+            kept = xhat.to(dtype).to(tl.float32) if ROUNDS_FIRST else xhat
+            tl.store(h + here, (kept * w[None, :]).to(dtype), mask=mask)
     if HAS_RES:
         out += tl.load(dres + rows[:, None] * stride_res + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(dx + here, out.to(dtype), mask=mask)
-    if WANT_H:
-        if ROUNDS_FIRST:
-            xhat = xhat.to(dtype).to(tl.float32)
-        tl.store(h + here, (xhat * w[None, :]).to(dtype), mask=mask)
     if HAS_POST:
         added = tl.load(y + rows[:, None] * stride_y + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         post_w = tl.load(post_weight + columns, mask=columns < num_features, other=0.0).to(tl.float32)
@@ -200,20 +205,25 @@ def _norm_grad(  # type: ignore[no-untyped-def]
 
 
 def add_norm_kernel(
-    x_TD: torch.Tensor, y_TD: torch.Tensor | None, norm: RmsNorm, post: RmsNorm | None
+    x_TD: torch.Tensor, y_TD: torch.Tensor | None, norm: RmsNorm | None, post: RmsNorm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    some = norm or post
+    if some is None or (norm is None and y_TD is None):
+        x2_TD = x_TD if y_TD is None else x_TD + y_TD
+        return x2_TD, x2_TD
     num_rows, num_features = x_TD.shape
-    h_TD = torch.empty((num_rows, num_features), dtype=x_TD.dtype, device=x_TD.device)
-    x2_TD = x_TD if y_TD is None else torch.empty_like(h_TD)
+    x2_TD = x_TD if y_TD is None else torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    h_TD = x2_TD if norm is None else torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     y = x_TD if y_TD is None else y_TD
-    weights = (norm.weight_D, norm.weight_D if post is None else post.weight_D)
+    weights = ((norm or some).weight_D, (post or some).weight_D)
     blocks = _row_blocks(num_features)
     _add_norm[(cdiv(num_rows, blocks["BM"]),)](
         *(x_TD, y, *weights, x2_TD, h_TD, x_TD.stride(0), y.stride(0)),
-        *(num_rows, num_features, norm.eps),
+        *(num_rows, num_features, some.eps),
         HAS_Y=y_TD is not None,
+        HAS_NORM=norm is not None,
         HAS_POST=post is not None,
-        ROUNDS_FIRST=norm.rounds_first,
+        ROUNDS_FIRST=some.rounds_first,
         **blocks,
     )
     return x2_TD, h_TD
@@ -221,49 +231,57 @@ def add_norm_kernel(
 
 def norm_grad_kernel(
     x_TD: torch.Tensor,
-    norm: RmsNorm,
+    norm: RmsNorm | None,
     dh_TD: torch.Tensor,
     dres_TD: torch.Tensor | None,
     want_h: bool,
     added: Added | None,
 ) -> NormGrads:
+    some = norm or (None if added is None else added[1])
+    if some is None:
+        dx_TD = dh_TD if dres_TD is None else dh_TD + dres_TD
+        return NormGrads(dx_TD, dx_TD, x_TD if want_h else None)
     num_rows, num_features = x_TD.shape
     dx_TD = torch.empty((num_rows, num_features), dtype=x_TD.dtype, device=x_TD.device)
     dy_TD = dx_TD if added is None else torch.empty_like(dx_TD)
-    h_TD = torch.empty_like(dx_TD) if want_h else None
+    h_TD = torch.empty_like(dx_TD) if want_h and norm is not None else None
     dres = x_TD if dres_TD is None else dres_TD
-    y_TD, post = (x_TD, norm) if added is None else added
-    inputs = (x_TD, norm.weight_D, dh_TD, dres, y_TD, post.weight_D)
+    y_TD, post = (x_TD, some) if added is None else added
+    inputs = (x_TD, some.weight_D, dh_TD, dres, y_TD, post.weight_D)
     blocks = _row_blocks(num_features)
     _norm_grad[(cdiv(num_rows, blocks["BM"]),)](
         *(*inputs, dx_TD, dy_TD, dx_TD if h_TD is None else h_TD),
         *(x_TD.stride(0), dh_TD.stride(0), dres.stride(0), y_TD.stride(0)),
-        *(num_rows, num_features, norm.eps),
+        *(num_rows, num_features, some.eps),
         HAS_RES=dres_TD is not None,
+        HAS_NORM=norm is not None,
         HAS_POST=added is not None,
-        WANT_H=want_h,
-        ROUNDS_FIRST=norm.rounds_first,
+        WANT_H=h_TD is not None,
+        ROUNDS_FIRST=some.rounds_first,
         **blocks,
     )
-    return NormGrads(dx_TD, dy_TD, h_TD)
+    return NormGrads(dx_TD, dy_TD, x_TD if want_h and norm is None else h_TD)
 
 
 def add_norm(
-    x_TD: torch.Tensor, y_TD: torch.Tensor | None, norm: RmsNorm, post: RmsNorm | None = None
+    x_TD: torch.Tensor, y_TD: torch.Tensor | None, norm: RmsNorm | None, post: RmsNorm | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x2, h): the sum x + y, which is x itself without y, and its norm; with `post` y is normed before it is added."""
+    """(x2, h): the sum x + y, which is x itself without y, and its norm, which is the sum itself without `norm`.
+
+    With `post` y is normed before it is added.
+    """
     _check_alike(norm, post)
     return (add_norm_kernel if runs_triton(x_TD) else add_norm_reference)(x_TD, y_TD, norm, post)
 
 
 def add(x_TD: torch.Tensor, y_TD: torch.Tensor, post: RmsNorm | None = None) -> torch.Tensor:
     """The sum that `add_norm` returns, bitwise, without its norm."""
-    return x_TD + y_TD if post is None else add_norm(x_TD, y_TD, post, post)[0]
+    return add_norm(x_TD, y_TD, None, post)[0]
 
 
 def norm_grad(
     x_TD: torch.Tensor,
-    norm: RmsNorm,
+    norm: RmsNorm | None,
     dh_TD: torch.Tensor,
     dres_TD: torch.Tensor | None,
     want_h: bool,
@@ -275,5 +293,5 @@ def norm_grad(
     return run(x_TD, norm, dh_TD, dres_TD, want_h, added)
 
 
-def _check_alike(norm: RmsNorm, post: RmsNorm | None) -> None:
-    assert post is None or post[1:] == norm[1:], "one program computes both norms in one way"
+def _check_alike(norm: RmsNorm | None, post: RmsNorm | None) -> None:
+    assert norm is None or post is None or post[1:] == norm[1:], "one program computes both norms in one way"

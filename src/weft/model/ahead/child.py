@@ -43,7 +43,7 @@ from weft.model.loss import BlockedLoss, Head
 from weft.model.path import Memory
 from weft.plan.cost.memory import LOSS_ROWS
 from weft.plan.cost.shape import GPU_ROW_TILE
-from weft.plan.decoder import Decoder, moved_names
+from weft.plan.decoder import Decoder, Rotary, moved_names
 from weft.plan.families import describe
 
 META = torch.device("meta")
@@ -66,11 +66,13 @@ def skeleton(config: Mapping[str, Any], dtype: torch.dtype, quantize: str, tenso
         hidden=sizes.hidden,
         embedding_VD=maker.empty(sizes.vocabulary, sizes.hidden),
         embedding_scale=decoder.embedding_scale,
+        input_scale=decoder.input_scale,
+        residual_scale=decoder.residual_scale,
         layers=layers,
         norm=maker.norm(sizes.hidden),
-        post=maker.norm(sizes.hidden) if sizes.form.norms.after_mlp else None,
+        post=maker.norm_if(sizes.form.norms.after_mlp),
         heads=Heads(sizes.num_heads // tensor, sizes.num_kv_heads // tensor, sizes.head_size),
-        rotaries=tuple(maker.rotary(rotary.share) for rotary in decoder.rotaries),
+        rotaries=tuple(maker.rotary(rotary) for rotary in decoder.rotaries),
         attention_scale=decoder.attention_scale,
         activation=sizes.form.activation,
         moved=moved_names(sizes),
@@ -109,13 +111,17 @@ class _Maker:
 
     def norm(self, size: int) -> RmsNorm:
         """A norm as `fuse` makes it; its epsilon is not part of a kernel."""
-        if self._decoder.sizes.form.norm_weight == "factor":
-            return RmsNorm(self.empty(size), 1e-6)
-        return RmsNorm(self.empty(size).float(), 1e-6, rounds_first=False)
+        kind = self._decoder.sizes.form.norm_weight
+        if kind == "one_plus":
+            return RmsNorm(self.empty(size).float(), 1e-6, rounds_first=False)
+        return RmsNorm(self.empty(size), 1e-6, rounds_first=kind == "factor")
 
-    def rotary(self, share: float) -> RotaryTable:
-        number = int(self._decoder.sizes.head_size * share) // 2
-        return RotaryTable(torch.empty(number, device=META), 1.0)
+    def norm_if(self, name: str | None) -> RmsNorm | None:
+        return None if name is None else self.norm(self._decoder.sizes.hidden)
+
+    def rotary(self, rotary: Rotary) -> RotaryTable:
+        number = int(self._decoder.sizes.head_size * rotary.share) // 2
+        return RotaryTable(torch.empty(number, device=META), 1.0, rotary.stretch)
 
     def layer(self, position: int, index: int, number: int) -> FusedLayer:
         """Layer `position` of the `number` layers that are made."""
@@ -128,17 +134,19 @@ class _Maker:
         qkv, out, gate_up, down = products
         head_norms = None
         if sizes.form.has_head_norms:
-            q_norm, k_norm = self.norm(sizes.head_size), self.norm(sizes.head_size)
-            head_norms = HeadNorms(q_norm.weight_D, *k_norm)
+            is_wide = sizes.form.head_norm == "all"
+            nums = (sizes.num_heads, sizes.num_kv_heads) if is_wide else (1, 1)
+            q_norm, k_norm = (self.norm(num * sizes.head_size) for num in nums)
+            head_norms = HeadNorms(q_norm.weight_D, *k_norm, is_wide=is_wide)
         return FusedLayer(
             qkv=qkv,
             out=out,
             gate_up=gate_up,
             down=down,
-            norm_in=self.norm(sizes.hidden),
-            norm_mid=self.norm(sizes.hidden),
-            post_in=self.norm(sizes.hidden) if names.after_mlp and index else None,
-            post_mid=self.norm(sizes.hidden) if names.after_attention else None,
+            norm_in=self.norm_if(names.before_attention),
+            norm_mid=self.norm_if(names.before_mlp),
+            post_in=self.norm_if(names.after_mlp if index else None),
+            post_mid=self.norm_if(names.after_attention),
             head_norms=head_norms,
             sites=LayerSites.of(position, number, number * len(sizes.linears), sizes.hidden),
             window=kind.window,

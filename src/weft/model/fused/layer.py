@@ -6,7 +6,8 @@ Forward, from the residual stream x and what the layer before still has to add t
     y = o Wᵀ + S₂ Bᵀ;      S₂ = shrink(o);   x' = x + y;   h' = norm(x')
     gu = h' Wᵀ + S₃ Bᵀ;    S₃ = shrink(h');  act = gated(gu)
     y' = act Wᵀ + S₄ Bᵀ;   S₄ = shrink(act); handed to the next layer with x'
-Changes by other methods at these sites are in `changes.py`. In some families y and y' are normed before they are added.
+Changes by other methods at these sites are in `changes.py`. In some families y and y' are normed before they are added,
+or multiplied by a number, and some have no other norms: there h is x.
 Kept is what `families/kept` lists: x, q/k/v, o, x', gu, the S, and y where it is normed; norms and act are made again
 on the way back. With `recompute` "mlp" gu is made again too, from the S that was kept, and with "full" everything but x
 and the y that went into it.
@@ -30,7 +31,7 @@ import torch
 
 from weft.kernels.layers.gated import gated, gated_grad, rounded_gated, rounded_gated_grad
 from weft.kernels.layers.rms_norm import Added, RmsNorm, add_norm, norm_grad
-from weft.kernels.layers.rotary import rotate, rotate_grad
+from weft.kernels.layers.rotary import Turns, rotate, rotate_grad
 from weft.kernels.lora.expand import expand, expand_grad
 from weft.kernels.lora.product import fits, product_grad_kernel, product_kernel
 from weft.kernels.lora.shrink import shrink, shrink_grad
@@ -87,8 +88,8 @@ class Context:
     model: FusedModel
     inputs: Inputs
     table: SlotTable
-    turns: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """cos_TF and sin_TF of every kind of layer."""
+    turns: tuple[Turns, ...]
+    """The angles of every kind of layer."""
     row_tile: int | None
     recompute: Recompute
     needs_grad: bool
@@ -176,6 +177,11 @@ def added(y_TD: torch.Tensor | None, post: RmsNorm | None) -> Added | None:
     return None if y_TD is None or post is None else (y_TD, post)
 
 
+def _scaled(y_TD: torch.Tensor, model: FusedModel) -> torch.Tensor:
+    """A block's output, or its gradient, times the factor with which it is added to the residual stream."""
+    return y_TD if model.residual_scale is None else y_TD * model.residual_scale
+
+
 def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tuple[ResidualStream, SavedForBackward]:
     """The stream after the layer, and the tensors for its backward."""
     model = context.model
@@ -185,7 +191,7 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
     del h_TD
     changes, sites = context.changes, layer.sites
     before_qkv_TE = changes.outputs(layer.qkv.site, raw_TE)
-    qkv_TE = rotate(raw_TE, *context.turns[layer.rotary], model.heads, layer.head_norms)
+    qkv_TE = rotate(raw_TE, context.turns[layer.rotary], model.heads, layer.head_norms)
     changes.put_rows("kv", sites.keys_and_values, qkv_TE[:, model.heads.sizes[0] :])
     attended = attention(
         qkv_TE, model.heads, context.inputs, model.attention_scale, layer.window, needs_grad=context.needs_grad
@@ -194,6 +200,7 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
     before_out_TD = changes.outputs(layer.out.site, y_TD)
     y_TD = model.added_up(y_TD)
     attention_end = changes.end(sites.attention_end, y_TD)
+    y_TD = _scaled(y_TD, model)
     mid_TD, h_TD = add_norm(x_TD, y_TD, layer.norm_mid, layer.post_mid)
     y_mid_TD = y_TD if layer.post_mid is not None else None
     del y_TD
@@ -208,7 +215,7 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
     before_down_TD = changes.outputs(layer.down.site, y_TD)
     y_TD = model.added_up(y_TD)
     mlp_end = changes.end(sites.mlp_end, y_TD)
-    after = ResidualStream(mid_TD, y_TD)
+    after = ResidualStream(mid_TD, _scaled(y_TD, model))
     if not context.needs_grad or context.recompute == "full":
         return after, SavedForBackward(x_TD, y_in_TD)
     return after, SavedForBackward(
@@ -253,7 +260,7 @@ def _backward_mlp(layer: FusedLayer, kept: SavedForBackward, grad: ResidualGrad,
         gu_TJ = context.output(layer.gate_up, again_TD, kept.s_gate_up)
         changes.outputs_again(layer.gate_up.site, gu_TJ)
         del again_TD
-    dy_TD = changes.end_grad(layer.sites.mlp_end, grad.dy_TD, kept.mlp_end)
+    dy_TD = changes.end_grad(layer.sites.mlp_end, _scaled(grad.dy_TD, context.model), kept.mlp_end)
     dy_TD = changes.outputs_grad(layer.down.site, dy_TD, kept.before_down_TD, stays=dy_TD is grad.dy_TD)
     ds_down = context.shrunk_grad(layer.down, dy_TD)
     dact_TI = context.input_gradient(layer.down, dy_TD, ds_down)
@@ -289,7 +296,7 @@ def _backward_attention(
     assert kept.attended is not None
     attended_TD = kept.attended.output_THC.flatten(1)
     changes, sites = context.changes, layer.sites
-    dy_TD = changes.end_grad(sites.attention_end, grad.dy_TD, kept.attention_end)
+    dy_TD = changes.end_grad(sites.attention_end, _scaled(grad.dy_TD, context.model), kept.attention_end)
     dy_TD = changes.outputs_grad(layer.out.site, dy_TD, kept.before_out_TD, stays=dy_TD is grad.dy_TD)
     ds_out = context.shrunk_grad(layer.out, dy_TD)
     do_TD = context.input_gradient(layer.out, dy_TD, ds_out)
@@ -297,8 +304,8 @@ def _backward_attention(
     dq, dk, dv = kept.attended.gradients(do_TD.view_as(kept.attended.output_THC))
     del do_TD, dy_TD
     changes.rows_grad("kv", sites.keys_and_values, dk.flatten(1), dv.flatten(1))
-    turns = (*context.turns[layer.rotary], context.model.heads)
-    dqkv_TE = rotate_grad(dq, dk, dv, *turns, layer.head_norms, kept.raw_qkv_TE)
+    turns, heads = context.turns[layer.rotary], context.model.heads
+    dqkv_TE = rotate_grad(dq, dk, dv, turns, heads, layer.head_norms, kept.raw_qkv_TE)
     del dq, dk, dv
     changes.outputs_grad_in_place(layer.qkv.site, dqkv_TE, kept.before_qkv_TE)
     ds_qkv = context.shrunk_grad(layer.qkv, dqkv_TE)

@@ -23,12 +23,12 @@ from weft.adapters.frozen import FrozenWeight, join
 from weft.adapters.sites import SlotLinear
 from weft.kernels.device import is_gpu
 from weft.kernels.layers.rms_norm import RmsNorm
-from weft.kernels.layers.rotary import HeadNorms, Heads
+from weft.kernels.layers.rotary import HeadNorms, Heads, Turns
 from weft.kernels.lora.tables import Site, SlotTable
 from weft.model.fused.inputs import needs_bounds
 from weft.model.model_part import ModelPart
 from weft.model.shards import LayerRing
-from weft.plan.decoder import Activation, Decoder, LayerForm, moved_names
+from weft.plan.decoder import Activation, Decoder, LayerForm, Rotary, moved_names
 from weft.plan.families import describe, why_unsupported
 
 
@@ -65,8 +65,8 @@ class FusedLayer:
     out: Product
     gate_up: Product
     down: Product
-    norm_in: RmsNorm
-    norm_mid: RmsNorm
+    norm_in: RmsNorm | None
+    norm_mid: RmsNorm | None
     post_in: RmsNorm | None
     post_mid: RmsNorm | None
     head_norms: HeadNorms | None
@@ -78,12 +78,20 @@ class FusedLayer:
 
 class RotaryTable(NamedTuple):
     frequencies_F: torch.Tensor
-    """Half as many frequencies as rotated numbers of a head."""
+    """Half as many frequencies as rotated numbers of a head; zeros where nothing is rotated."""
     scale: float
+    stretch: tuple[float, int] | None = None
+    """As in `Rotary`."""
 
-    def turns(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def turns(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Turns:
+        """The angles of rows at these positions; `dtype`: that of the activations."""
         angles_TF = positions_T.float()[:, None] * self.frequencies_F
-        return angles_TF.cos() * self.scale, angles_TF.sin() * self.scale
+        stretch_T = None
+        if self.stretch is not None:
+            beta, size = self.stretch
+            # Rounded as transformers rounds it.
+            stretch_T = (1 + beta * torch.log(1 + torch.floor(positions_T / size))).to(dtype).float()
+        return Turns(angles_TF.cos() * self.scale, angles_TF.sin() * self.scale, stretch_T)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +103,10 @@ class FusedModel:
     """None if an earlier part of the model has it."""
     embedding_scale: float | None
     """Factor on embeddings, rounded to their type."""
+    input_scale: float | None
+    """Factor on the first layer's input, replaced rows included."""
+    residual_scale: float | None
+    """Factor on a block's output before it is added to the residual stream."""
     layers: tuple[FusedLayer, ...]
     norm: RmsNorm | None
     """None if a later part of the model has it."""
@@ -168,7 +180,7 @@ def fuse(
     part = part or ModelPart(0, sizes.num_layers, sizes.num_layers)
     layers = tuple(_layer(i, part, decoder, modules.layers, linears) for i in range(part.first, part.end))
     # Not the embedding's, which may be elsewhere, nor a linear's, which may be quantised.
-    like = getattr(modules.layers[part.first], sizes.form.norms.before_attention).weight
+    like = getattr(modules.layers[part.first], sizes.form.norms.names[0]).weight
     scale, count = decoder.embedding_scale, 1 if devices is None else devices.count
     return FusedModel(
         device=like.device,
@@ -176,11 +188,13 @@ def fuse(
         hidden=sizes.hidden,
         embedding_VD=model.get_input_embeddings().weight if part.is_first else None,
         embedding_scale=None if scale is None else float(torch.tensor(scale).to(like.dtype)),
+        input_scale=decoder.input_scale,
+        residual_scale=decoder.residual_scale,
         layers=layers,
         norm=_norm(modules.norm, sizes.form) if part.is_last else None,
         post=_norm_of(modules.layers[part.end - 1], sizes.form.norms.after_mlp, sizes.form),
         heads=Heads(sizes.num_heads // count, sizes.num_kv_heads // count, sizes.head_size),
-        rotaries=tuple(_rotary_table(modules.rotary_emb, rotary.kind) for rotary in decoder.rotaries),
+        rotaries=tuple(_rotary_table(modules.rotary_emb, rotary, sizes.head_size, like) for rotary in decoder.rotaries),
         attention_scale=decoder.attention_scale,
         activation=sizes.form.activation,
         moved=moved_names(sizes),
@@ -196,14 +210,14 @@ def _layer(index: int, part: ModelPart, decoder: Decoder, blocks: Any, linears: 
     head_norms = None
     if form.has_head_norms:
         q_norm, k_norm = (_norm(norm, form) for norm in (block.self_attn.q_norm, block.self_attn.k_norm))
-        head_norms = HeadNorms(q_norm.weight_D, *k_norm)
+        head_norms = HeadNorms(q_norm.weight_D, *k_norm, is_wide=form.head_norm == "all")
     return FusedLayer(
         qkv=qkv,
         out=out,
         gate_up=gate_up,
         down=down,
-        norm_in=_norm(getattr(block, form.norms.before_attention), form),
-        norm_mid=_norm(getattr(block, form.norms.before_mlp), form),
+        norm_in=_norm_of(block, form.norms.before_attention, form),
+        norm_mid=_norm_of(block, form.norms.before_mlp, form),
         post_in=_norm_of(blocks[index - 1], form.norms.after_mlp, form) if index > part.first else None,
         post_mid=_norm_of(block, form.norms.after_attention, form),
         head_norms=head_norms,
@@ -219,15 +233,17 @@ def _norm_of(block: Any, name: str | None, form: LayerForm) -> RmsNorm | None:
 
 def _norm(module: Any, form: LayerForm) -> RmsNorm:
     eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
-    if form.norm_weight == "factor":
-        return RmsNorm(module.weight, eps)
-    return RmsNorm(1.0 + module.weight.float(), eps, rounds_first=False)
+    if form.norm_weight == "one_plus":
+        return RmsNorm(1.0 + module.weight.float(), eps, rounds_first=False)
+    return RmsNorm(module.weight, eps, rounds_first=form.norm_weight == "factor")
 
 
-def _rotary_table(module: Any, kind: str) -> RotaryTable:
-    prefix = f"{kind}_" if kind else ""
+def _rotary_table(module: Any, rotary: Rotary, head_size: int, like: torch.Tensor) -> RotaryTable:
+    if rotary.is_none:
+        return RotaryTable(torch.zeros(head_size // 2, device=like.device), 1.0)
+    prefix = f"{rotary.kind}_" if rotary.kind else ""
     frequencies_F = getattr(module, f"{prefix}inv_freq").float()
-    return RotaryTable(frequencies_F, float(getattr(module, f"{prefix}attention_scaling")))
+    return RotaryTable(frequencies_F, float(getattr(module, f"{prefix}attention_scaling")), rotary.stretch)
 
 
 def _product(role: str, names: list[str], linears: Mapping[str, SlotLinear], paths: list[str]) -> Product:

@@ -61,7 +61,7 @@ def run_forward(
 
     `entering_TD`: output of the previous part of the model.
     """
-    turns = tuple(rotary.turns(inputs.part("positions")) for rotary in model.rotaries)
+    turns = tuple(rotary.turns(inputs.part("positions"), model.dtype) for rotary in model.rotaries)
     context = Context(model, inputs, table, turns, row_tile, memory.recompute, needs_grad)
     stream = ResidualStream(_embedded(context) if entering_TD is None else entering_TD)
     offload = Offload(stream.x_TD.device, model.moved) if memory.offload and needs_grad else None
@@ -95,7 +95,7 @@ def _embedded(context: Context) -> torch.Tensor:
     if model.embedding_scale is not None:
         embedded_TD *= model.embedding_scale
     context.changes.put_rows("input", model.input_rows, embedded_TD)
-    return embedded_TD
+    return embedded_TD if model.input_scale is None else embedded_TD.mul_(model.input_scale)
 
 
 @torch.no_grad()
@@ -120,7 +120,8 @@ def run_backward(passed: Passed, grad_TD: torch.Tensor) -> torch.Tensor | None:
         model.ring.end(then_back=False)
     if not model.is_first:
         return grad.dx_TD
-    passed.context.changes.rows_grad("input", model.input_rows, grad.dx_TD)
+    dx_TD = grad.dx_TD if model.input_scale is None else grad.dx_TD * model.input_scale
+    passed.context.changes.rows_grad("input", model.input_rows, dx_TD)
     return None
 
 

@@ -187,8 +187,9 @@ class AnalyticCost:
     def _passes_s(self, lengths: Sequence[int]) -> float:
         shape = self.shape
         wide = 3 * shape.qkv_width + shape.attention_width + 3 * shape.ffn
-        # Norms of results read their input again and write its gradient in the backward.
-        narrow = (10 if shape.form.norms_results else 8) * shape.hidden
+        # Norms of results read their input again and write its gradient in the backward; factors do both as well.
+        form = shape.form
+        narrow = (10 if form.norms_results or form.scales_results else 8) * shape.hidden
         return self._moved_s(self.rows(lengths) * (narrow + wide / self.tensor_parallel))
 
     def _adapters_s(self, lengths: Sequence[int], *, is_forward: bool) -> float:

@@ -123,7 +123,7 @@ class MemoryModel:
         # The gradient (also before the norm of a block's result) and the MLP's two tensors beside gate and up, which
         # their gradients overwrite; the last two norms' inputs and the gradient of the hidden states. With FP8 products
         # in the backward, the gradients of gate and up also exist in 8 bits.
-        grads = 2 if shape.form.norms_results else 1
+        grads = 2 if shape.form.norms_results or shape.form.scales_results else 1
         row = grads * shape.hidden + 2 * shape.ffn / self.tensor_parallel + 3 * shape.hidden
         again = self.row_bytes(widest_rank, "none") - self.row_bytes(widest_rank)
         again += 2 * shape.ffn / self.tensor_parallel if self.quantize == "fp8" and self.fp8_copies == 2 else 0

@@ -36,8 +36,8 @@ class ModelShape(DecoderSizes):
     def layer_extras(self) -> int:
         """A layer's norms and biases, which are never quantised."""
         biases = self.qkv_width if self.form.has_qkv_bias else 0
-        head_norms = 2 * self.head_size if self.form.has_head_norms else 0
-        return len(self.form.norms.names) * self.hidden + biases + head_norms
+        normed = {"none": 0, "each": 2, "all": self.num_heads + self.num_kv_heads}[self.form.head_norm]
+        return len(self.form.norms.names) * self.hidden + biases + normed * self.head_size
 
     @property
     def head_weights(self) -> int:
@@ -216,6 +216,44 @@ PHI4_MINI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary
 """Valid up to samples of 4,096 tokens."""
 
 
+OLMO3_ROPE: Mapping[str, Any] = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2079441541679836,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+}
+MINISTRAL3_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _granite(attention: float, residual: float, logits: float, **more: Any) -> dict[str, Any]:
+    """The four factors of a Granite model."""
+    factors = {"attention_multiplier": attention, "residual_multiplier": residual, "logits_scaling": logits}
+    return {"embedding_multiplier": 12.0, **factors, **more}
+
+
+def _dense(layers: int, ffn: int) -> dict[str, Any]:
+    """What a dense Granite 4 has instead of experts and state layers."""
+    kinds = ["full_attention"] * layers
+    return {
+        "layer_types": kinds,
+        "num_local_experts": 0,
+        "shared_intermediate_size": ffn,
+        "position_embedding_type": "rope",
+    }
+
+
 def _theta(base: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": base}
 
@@ -238,6 +276,39 @@ SHAPES = {
             "phi-4-mini", "Phi3", 3072, 8192, 32, 24, 8, 200064, PHI4_MINI_ROPE, positions=4096, tied=True, extra=PHI
         ),
         Shape("phi-4", "Phi3", 5120, 17920, 40, 40, 10, 100352, _theta(250000.0), positions=16384, extra=PHI),
+        Shape("smollm3-3b", "SmolLM3", 2048, 11008, 36, 16, 4, 128256, _theta(5e6), positions=65536, tied=True),
+        Shape("olmo-3-7b", "Olmo3", 4096, 11008, 32, 32, 32, 100278, OLMO3_ROPE, positions=65536),
+        Shape("ministral-3-8b", "Ministral3", 4096, 14336, 34, 32, 8, 131072, MINISTRAL3_ROPE, positions=262144),
+        Shape(
+            "granite-3.3-2b",
+            "Granite",
+            2048,
+            8192,
+            40,
+            32,
+            8,
+            49159,
+            _theta(1e7),
+            64,
+            131072,
+            True,
+            _granite(0.015625, 0.22, 8.0),
+        ),
+        Shape(
+            "granite-4.0-micro",
+            "GraniteMoeHybrid",
+            2560,
+            8192,
+            40,
+            40,
+            8,
+            100352,
+            _theta(1e7),
+            64,
+            131072,
+            True,
+            _granite(0.015625, 0.22, 10.0, **_dense(40, 8192)),
+        ),
         Shape("tinyllama-1.1b", "Llama", 2048, 5632, 22, 32, 4, 32000, head_size=64, positions=2048),
         Shape("tiny", "Llama", 64, 128, 2, 4, 2, 256, head_size=16, positions=2048),
     )
