@@ -93,6 +93,26 @@ _GRANITE4 = {
     "shared_intermediate_size": 48,
     "mamba_n_heads": 4,
 }
+_ONE_OF_EACH = ["linear_attention", "full_attention"]
+_GATED_DELTA = {
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": _ONE_OF_EACH,
+    "rms_norm_eps": 1e-3,
+}
+"""With so few key numbers a head's output is often nearly zero: its norm would multiply rounding in every library."""
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 40}
+_LFM2 = {**SETTINGS, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 8,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SETTINGS),
@@ -151,6 +171,56 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**SETTINGS, **_EXPERTS, "head_dim": 12}),
     "olmoe": ("Olmoe", {**SETTINGS, "num_experts": 4, "num_experts_per_tok": 2}),
     "granitemoe": ("GraniteMoe", {**SETTINGS, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0}),
+    "qwen3_5_text": ("Qwen3_5Text", {**SETTINGS, **_GATED_DELTA}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", {**SETTINGS, **_GATED_DELTA, **_SHARED_EXPERT}),
+    "qwen3_next": ("Qwen3Next", {**SETTINGS, **_GATED_DELTA, **_SHARED_EXPERT}),
+    "lfm2": ("Lfm2", _LFM2),
+    "lfm2_moe": ("Lfm2Moe", {**_LFM2, **_EXPERTS, "num_dense_layers": 1}),
+    "granitemoehybrid_mamba": (
+        "GraniteMoeHybrid",
+        {
+            **SETTINGS,
+            **_MAMBA2,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **_NEOX,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+            "ssm_state_size": 12,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+        },
+    ),
+    "bamba": ("Bamba", {**SETTINGS, **_MAMBA2, "attn_layer_indices": [1]}),
+    "falcon_h1": (
+        "FalconH1",
+        {**SETTINGS, **_MAMBA2, "mamba_d_ssm": 64, "mamba_rms_norm": True, "lm_head_multiplier": 0.4},
+    ),
+    "mamba2": (
+        "Mamba2",
+        {
+            **_NEOX,
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 12,
+            "n_groups": 2,
+            "chunk_size": 8,
+        },
+    ),
     "gpt_neox_serial": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.25, "use_parallel_residual": False}),
 }
 """Name of a tiny model to the transformers class it is of and its settings."""

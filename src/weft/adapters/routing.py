@@ -101,8 +101,9 @@ class Routing:
         default_factory=dict
     )
     """By layer, a function that replaces leading keys and values, while adapters train those."""
-    caches: list[dict[int, Any]] = field(default_factory=list)
-    """While generating: per segment, attention's cache of earlier tokens, by layer; empty while training."""
+    caches: list[dict[Any, Any]] = field(default_factory=list)
+    """While generating: per segment, attention's cache of earlier tokens by layer, and states of mixers; empty while
+    training."""
 
     def kept(self) -> Callable[[], None]:
         """Returns a function that restores the current table after another microbatch has replaced it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from weft.adapters.method import Attachment
 from weft.errors import ConfigError, closest
@@ -24,15 +24,20 @@ SHARED = {"lm_head": "the output head", "embed_out": "the output head"} | dict.f
 _LAYER_INDEX = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
 
-def choose_modules(spec: AdapterSpec, kind: Attachment, paths: Sequence[str]) -> list[str]:
+def choose_modules(
+    spec: AdapterSpec, kind: Attachment, paths: Sequence[str], spared: Collection[str] = ()
+) -> list[str]:
     """The paths of the sites that an adapter is on, out of `paths`, all sites of a kind, in their order.
 
-    A name in target_modules that matches no module is an error, even if other names match.
+    `spared`: names of linears that the words for all sites leave out. A name in target_modules that matches no module
+    is an error, even if other names match.
     """
     if not paths:
         families = ", ".join(FAMILIES)
         raise ConfigError(f"the backbone has no {kind.value} to adapt; {families} models do.", where="adapter.method")
     chosen = [p for p in paths if _matches(spec.target_modules, p, kind)]
+    if spec.target_modules in ALL[kind]:
+        chosen = [p for p in chosen if p.rpartition(".")[2] not in spared]
     if isinstance(spec.target_modules, tuple):
         leaves = {p.rsplit(".", 1)[-1] for p in paths}
         for name in spec.target_modules:

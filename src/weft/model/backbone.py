@@ -46,7 +46,7 @@ from weft.model.model_part import (
     plain_parameter,
 )
 from weft.model.packed import PackedBatch
-from weft.model.packing import attention, experts
+from weft.model.packing import attention, experts, mixers
 from weft.model.path import Memory, Path, PendingScores
 from weft.model.reference import ReferencePath
 from weft.model.shards import LayerRing
@@ -55,6 +55,7 @@ from weft.objectives.heads import HeadObjective
 from weft.objectives.objective import Score
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
+from weft.plan.families import spared
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -329,7 +330,8 @@ class Backbone:
     def targets(self, spec: AdapterSpec) -> list[str]:
         refuse_experts(spec, self._experts)
         method = method_of(spec)
-        return choose_modules(spec, method.attachment, self.paths_for(method))
+        family = self.model.config.model_type
+        return choose_modules(spec, method.attachment, self.paths_for(method), spared(family))
 
     def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | RowSite]:
         sites = self._sites[method_of(spec).attachment]
@@ -418,11 +420,13 @@ class Backbone:
         return head_of(self.model)
 
     def _install(self, anchor: torch.Tensor) -> None:
-        """Freezes the model and replaces every linear except the head; attention finds the routing on its module."""
+        """Freezes the model and replaces every linear except the head; attention and mixers find the routing on their
+        module."""
         self.model.requires_grad_(False)
         self.model.eval()
         self._experts = experts.expert_weights(self.model)
         attention.prepare_attention(self.model)
+        mixers.prepare_mixers(self.model)
         experts.prepare(self.model, self.routing)
         for path, linear in linear_modules(self.model).items():
             parent, _, leaf = path.rpartition(".")

@@ -186,6 +186,16 @@ REFERENCE_FAMILIES = (
     "qwen3_moe",
     "olmoe",
     "granitemoe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "nemotron_h",
+    "bamba",
+    "falcon_h1",
+    "mamba2",
 )
 """Model types that run on the reference path and are tested against PEFT as those of the fast path are; any other is
 checked against its own attention when it is loaded. Experts stay frozen."""
@@ -193,6 +203,20 @@ ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 """Rotary positions that do not depend on the length of a sample; longrope's do beyond `Backbone.max_positions`."""
 LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *JOINED, *_GRANITE_MLP) for path in site))
 """Names of the linears of a layer in any family."""
+
+
+SPARED = ("shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
+"""Linears that `all-linear` leaves out: gates of width 1, and the decays and strengths of a gated delta net's heads."""
+_NOT_IN_PEFT: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)),
+    "qwen3_next": ("gate_proj", "up_proj", "down_proj"),
+}
+"""Names of linears by model type that PEFT refuses, or takes for the routed experts'."""
+
+
+def spared(family: str) -> tuple[str, ...]:
+    """Names of the linears that `all-linear` leaves out. An adapter that names them has them."""
+    return (*SPARED, *_NOT_IN_PEFT.get(family, ()))
 
 
 def describe(config: Config, name: str = "") -> Decoder:
@@ -228,21 +252,11 @@ _STATE = "keeps a state that runs on from one sample into the next, so samples c
 _ALIBI = "adds scores for positions inside its attention (alibi), which Weft does not support yet"
 _WITH_STATE = (
     "bailing_hybrid",
-    "bamba",
-    "falcon_h1",
     "falcon_mamba",
-    "granitemoehybrid",
     "jamba",
     "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
     "mamba",
-    "mamba2",
     "minimax",
-    "nemotron_h",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
     "recurrent_gemma",
     "rwkv",
     "xlstm",
@@ -263,6 +277,7 @@ _MULTIPLIED = {
     "cohere2": "logit_scale",
     "cohere2_moe": "logit_scale",
     "cohere_compass": "logit_scale",
+    "falcon_h1": "lm_head_multiplier",
     "hyperclovax": "logits_scaling",
 }
 

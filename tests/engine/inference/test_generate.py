@@ -48,7 +48,11 @@ def with_transformers(model: Any, prompt: list[int], number: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt_neox"])
+NAMES = ["llama_bias", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt_neox"]
+WITH_STATES = ["qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid_mamba", "nemotron_h", "falcon_h1", "mamba2"]
+
+
+@pytest.mark.parametrize("name", NAMES + WITH_STATES)
 def test_generate_when_adapters_share_a_batch_then_each_writes_what_transformers_writes_with_it_merged(name):
     backbone, adapters, slots = adapted(name)
     requests = [Request(prompt, slot) for prompt, slot in zip(PROMPTS, slots, strict=True)]

@@ -51,7 +51,8 @@ class Continuation:
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(mix(self.decoding.seed, self.request.seed))
-        self.cache: dict[int, Any] = {}
+        self.cache: dict[Any, Any] = {}
+        """Keys and values by layer, and states of mixers."""
         self.new: list[int] = list(self.request.tokens)
         """Tokens that the model has not read: first the whole request, then the last token."""
         self.num_read = 0

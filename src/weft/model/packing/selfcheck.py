@@ -17,7 +17,7 @@ from weft.errors import ModelError
 from weft.kernels.device import is_cpu
 from weft.model.backbone import Backbone
 from weft.model.packed import SlotSample, pack_samples
-from weft.model.packing import attention, experts
+from weft.model.packing import attention, experts, mixers
 from weft.plan.cost.shape import CPU_ROW_TILE
 from weft.spec import AdapterSpec
 
@@ -112,9 +112,10 @@ def _leak(backbone: Backbone) -> str | None:
 
 @contextlib.contextmanager
 def _running_plainly(backbone: Backbone) -> Iterator[None]:
-    """Makes a model use transformers' own plain attention and experts in this context."""
+    """Makes a model use transformers' own plain attention, mixers and experts in this context."""
     model = backbone.model
     attention.restore_attention(model)
+    mixers.restore_mixers(model)
     model.set_attn_implementation("eager")
     experts.choose(model, "eager")
     try:
@@ -122,6 +123,7 @@ def _running_plainly(backbone: Backbone) -> Iterator[None]:
     finally:
         model.set_attn_implementation(attention.NAME)
         attention.prepare_attention(model)
+        mixers.prepare_mixers(model)
         experts.choose(model, experts.NAME)
 
 
