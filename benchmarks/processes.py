@@ -83,6 +83,9 @@ def prepare_processes() -> None:
         os.environ.update(before)
 
 
+FORK_SERVER = "multiprocessing.forkserver"
+
+
 def child_processes(parent: int, words: Sequence[str]) -> list[int]:
     """Process ids of what a process has started, itself or by its fork server, that one of the words names."""
     parents, ages = dict[int, int](), dict[int, int]()
@@ -98,6 +101,8 @@ def is_named(pid: int, words: Sequence[str]) -> bool:
     """Whether one of the words is in the name or the command of a process that lives."""
     with suppress(OSError):
         texts = [(Path("/proc") / str(pid) / file).read_text(errors="replace") for file in ("comm", "cmdline")]
+        # The fork server's command names what it imports for its forks, which keep that command under their own names.
+        searched = texts[:1] if FORK_SERVER in texts[1] else texts
         # One that has ended and that nobody has asked for yet has a name, but no command.
-        return bool(texts[1]) and any(word in text for word in words for text in texts)
+        return bool(texts[1]) and any(word in text for word in words for text in searched)
     return False

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.pipeline import killed_layouts
 from benchmarks.pipeline.killed_layouts import STAGE, LayoutKills, _Runs
-from benchmarks.processes import TrainCommand
+from benchmarks.processes import FORK_SERVER, TrainCommand, is_named
 from benchmarks.replicas.trained import ADAPTER
 
 RUN = """
@@ -79,3 +79,13 @@ def test_kill_when_the_run_has_ended_before_then_it_counts_for_nothing_but_its_t
     for is_coordinator in (False, True):
         assert not runs.kill("killed", 0.5, is_coordinator=is_coordinator)
     assert found == LayoutKills() and runs.whole_s < 60.0
+
+
+def test_living_when_only_the_fork_server_is_left_then_that_is_no_stage():
+    """Its command names what it imports for the stages."""
+    words = [sys.executable, "-c", "import time; time.sleep(60)", f"{FORK_SERVER} {STAGE[1]}"]
+    with subprocess.Popen(words) as server:
+        try:
+            assert not is_named(server.pid, STAGE)
+        finally:
+            server.kill()

@@ -29,6 +29,8 @@ class Served:
 
     def __init__(self, data_dir: Path, *options: str) -> None:
         self.log = data_dir.parent / "log.txt"
+        # The key is shown once, after everything else.
+        last = "data" if data_dir.exists() else "key"
         command = [sys.executable, "-m", "weft", "serve", "--port", "0", "--data-dir", str(data_dir), *options]
         self._stderr = self.log.open("ab")
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._stderr, text=True)
@@ -37,14 +39,8 @@ class Served:
         for line in self.process.stdout:
             name, _, rest = line.partition(" ")
             self.said.setdefault(name, rest.strip())
-            if name == "data":
+            if name == last:
                 break
-        # The key comes right after, in one write.
-        os.set_blocking(self.process.stdout.fileno(), False)
-        time.sleep(0.1)
-        for line in self.process.stdout:
-            name, _, rest = line.partition(" ")
-            self.said.setdefault(name, rest.strip())
 
     def sdk(self, key: str | None = None, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.said["serving"], api_key=key or self.said.get("key", "none"), **options)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from replicated_runs import files_of, opened, run_spec, train, write_data
 from weft.engine.events import Event, JobEnded, JobPreempted, JobStarted, JobWaiting, JobWarning, StepDone
 from weft.engine.execute.memory import load_within
 from weft.engine.execute.protocol import ReplicaFaultError
+from weft.engine.jobs.lifecycle import JobTransitions
+from weft.engine.jobs.live_job import LiveJob
 from weft.engine.train import execute_run
 from weft.errors import ConfigError, JobError, StorageError
 from weft.job_state import Reason, ReasonCode
@@ -27,7 +31,6 @@ from weft.parallel.replicas.records import JobRecord, RankRecord
 from weft.plan.admit import Admission, HeldJob
 from weft.plan.place import JobPlacement, Move
 from weft.spec import AdapterSpec, JobSpec
-from weft.store import faults
 from weft.store.owner import Owner
 from weft.store.rank_dir import RankDirectory
 from weft.store.run_dir import RunDirectory
@@ -51,12 +54,6 @@ def expected(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     states, _ = train(run_spec(), data, out, 0)
     assert states == FINAL
     return {name: files_of(out, name) for name in NAMES}
-
-
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    faults.disarm()
 
 
 def assert_same(out: Path, expected: dict[str, Any], events: Sequence[Event]) -> None:
@@ -176,22 +173,38 @@ def test_run_when_stopped_again_and_again_and_resumed_over_other_ranks_then_chan
     assert_same(out, expected, everything)
 
 
+def fill_disk_once(monkeypatch: pytest.MonkeyPatch, is_due: Callable[[Path], bool]) -> None:
+    """The disk is full for the first file or directory that is to appear at such a path, whoever writes meanwhile."""
+    failed: list[Path] = []
+
+    def failing(operation: Callable[..., None]) -> Callable[..., None]:
+        def rename(source: Any, target: Any, **options: Any) -> None:
+            if not failed and is_due(Path(target)):
+                failed.append(Path(target))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            operation(source, target, **options)
+
+        return rename
+
+    monkeypatch.setattr(os, "replace", failing(os.replace))
+    monkeypatch.setattr(os, "rename", failing(os.rename))
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize("point", ["checkpoint.write", "file.rename"])
-def test_run_when_the_disk_is_full_for_one_job_then_the_others_go_on_in_its_place(data, expected, tmp_path, point):
+@pytest.mark.parametrize("file", ["checkpoint", "status"])
+def test_run_when_the_disk_is_full_for_one_job_then_the_others_go_on_in_its_place(
+    data, expected, tmp_path, monkeypatch, file
+):
     """There is one place on each rank, so whoever is paused must leave it."""
     out = tmp_path / "out"
-    armed: list[str] = []
+    saved = out / "dropout" / "checkpoints" / "step-00000003"
 
-    def fill(engine: Any, event: Event) -> None:
-        if isinstance(event, StepDone) and not armed:
-            armed.append(event.job)
-            faults.arm(faults.FaultPlan("enospc", 2, point))
+    def is_due(path: Path) -> bool:
+        return path == saved if file == "checkpoint" else path == out / "dropout" / "status.json" and saved.exists()
 
-    states, events = train(run_spec(max_jobs=1), data, out, 2, fill)
-    paused = [name for name, state in states.items() if state == "paused"]
-    assert len(paused) == 1 and all(state.is_final for name, state in states.items() if name not in paused)
-    faults.disarm()
+    fill_disk_once(monkeypatch, is_due)
+    states, events = train(run_spec(max_jobs=1), data, out, 2)
+    assert states == {**FINAL, "dropout": "paused"}
     states, more = train(run_spec(max_jobs=1), data, out, 2)
     assert_same(out, expected, [*events, *more])
 
@@ -201,11 +214,19 @@ def test_run_when_a_job_that_is_to_move_cannot_be_saved_then_it_is_paused_and_no
     data, expected, tmp_path, monkeypatch
 ):
     """It keeps what it has in memory where it is; the others are placed as before."""
+    moving: list[str] = []
+    pause = JobTransitions.pause
+
+    def note_move(self: JobTransitions, jobs: Sequence[LiveJob], reason: Reason | None, **options: Any) -> list[Event]:
+        if reason is None and not moving and jobs[0].name != DIVERGES and jobs[0].status.has_started:
+            moving.append(jobs[0].name)
+        return pause(self, jobs, reason, **options)
+
     monkeypatch.setattr(replicated_engine, "decide", dealing(random.Random(3)))
-    faults.arm(faults.FaultPlan("enospc", 4, "checkpoint.write"))
+    monkeypatch.setattr(JobTransitions, "pause", note_move)
+    fill_disk_once(monkeypatch, lambda path: path.parent.name == "checkpoints" and path.parent.parent.name in moving)
     states, events = train(run_spec(), data, tmp_path / "out", 2, ask_anew)
-    assert [state for name, state in states.items() if name != DIVERGES].count("paused") == 1
-    faults.disarm()
+    assert states == {**FINAL, moving[0]: "paused"}
     _, more = train(run_spec(), data, tmp_path / "out", 3, ask_anew)
     assert_same(tmp_path / "out", expected, [*events, *more])
 

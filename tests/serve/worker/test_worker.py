@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from worker_bench import PATIENCE_S, Bench
+from worker_bench import PATIENCE_S, Bench, wait_until
 
 from weft.plan.cost.shape import choose_capacity
 from weft.serve.db.files import delete_file, get_file, list_checkpoints
@@ -282,9 +282,13 @@ def test_worker_when_alive_then_its_row_says_what_it_does(bench):
     id = bench.submit(max_steps=3000, save_steps=3000)
     with bench.worker() as worker:
         bench.wait_for_step(id, 5)
-        time.sleep(1.2)
-        with bench.database.read() as tx:
-            (row,) = live_workers(tx, "tiny")
+
+        def row_of_it():
+            with bench.database.read() as tx:
+                return live_workers(tx, "tiny")[0]
+
+        wait_until(lambda: row_of_it()["info"]["tokens_per_s"] > 0)
+        row = row_of_it()
         assert row["address"] == worker.address
         assert row["info"]["device"] == "cpu"
         assert row["info"]["tokens_per_s"] > 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from weft.engine.events import Event, StepDone
 from weft.engine.train import execute_run, prepare_run
 from weft.job_state import FINAL_STATES
 from weft.serve.blobs import Blobs
@@ -33,6 +34,8 @@ from weft.store.run_dir import RunDirectory
 CAPACITY = 96
 PATIENCE_S = 600.0
 """How long a test waits for what must happen; it matters only if it does not."""
+STEP_S = 0.03
+"""The least time of a step: a job of twenty does not end, on any machine, between two looks at the database."""
 WORDS = ("warp", "Weft", "loom", "Yarn", "shed", "Reed", "heddle", "Shuttle", "selvage", "Twill")
 SETTINGS: dict[str, Any] = {
     "max_length": 48,
@@ -181,6 +184,15 @@ class Bench:
         """A worker in a thread; stopped, and checked to have ended well, when the block ends."""
         worker = Worker(self.options(**changes), self.database, self.blobs)
         failed: list[BaseException] = []
+        events = worker.engine.events
+
+        def unhurried() -> Iterator[Event]:
+            for event in events():
+                if isinstance(event, StepDone):
+                    time.sleep(STEP_S)
+                yield event
+
+        worker.engine.events = unhurried  # type: ignore[method-assign]
 
         def run() -> None:
             try:
