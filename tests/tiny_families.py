@@ -85,6 +85,21 @@ _FACTORS = {
     "logits_scaling": 6.0,
     "residual_multiplier": 0.5,
 }
+MINISTRAL = {
+    **SETTINGS,
+    "head_dim": 12,
+    "rope_parameters": {**_YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.7},
+}
+GEMMA4 = {
+    **SETTINGS,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+}
 _GRANITE4 = {
     **SETTINGS,
     **_FACTORS,
@@ -150,14 +165,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid_nope": ("GraniteMoeHybrid", _GRANITE4),
     "smollm3": ("SmolLM3", {**SETTINGS, "no_rope_layer_interval": 2}),
     "olmo3": ("Olmo3", {**SETTINGS, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
-    "ministral3": (
-        "Ministral3",
-        {
-            **SETTINGS,
-            "head_dim": 12,
-            "rope_parameters": {**_YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.7},
-        },
-    ),
+    "ministral3": ("Ministral3", MINISTRAL),
     "cohere": ("Cohere", {**SETTINGS, "logit_scale": 0.3, "use_qk_norm": True}),
     "cohere2": ("Cohere2", {**SETTINGS, "logit_scale": 0.3, "sliding_window": 4, "sliding_window_pattern": 2}),
     "gpt2": ("GPT2", _GPT2),

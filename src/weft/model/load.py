@@ -33,6 +33,7 @@ from weft.model.path import Memory
 from weft.model.resolve import ResolvedModel, resolve
 from weft.model.shards import Peers
 from weft.model.source import INDEX, Source, check_weight_files, gguf, load_tokenizer, quiet, readable, reason
+from weft.model.text_part import KEY_MAPPING, names_in_files
 from weft.plan.families import OBSTACLES, REFERENCE_FAMILIES, is_described
 from weft.spec import BackboneSpec
 
@@ -191,6 +192,9 @@ def _read_model(
         # Straight from the files, several at once, with no second copy on the way.
         options["device_map"] = {"": device}
     kind: Any = AutoModelForCausalLM
+    if resolved.is_text_part:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        options.update(config=config, key_mapping=KEY_MAPPING)
     if part is not None:
         kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], lambda model: keep_part(model, part))
     if is_spread:
@@ -288,7 +292,7 @@ class OriginalWeights:
 
     def _found(self, path: str) -> Iterator[torch.Tensor]:
         """Candidates for the weight: files may omit the decoder's prefix, and store the weight transposed."""
-        for name in dict.fromkeys((f"{path}.weight", f"{path.removeprefix(self._prefix)}.weight")):
+        for name in dict.fromkeys(names_in_files(path, self._prefix)):
             if name in self._files:
                 with safe_open(self._files[name], framework="pt") as opened:
                     weight: torch.Tensor = opened.get_tensor(name)

@@ -16,6 +16,7 @@ import torch
 from weft.errors import ConfigError, ModelError
 from weft.kernels.device import device_name, has_gpu, is_cpu
 from weft.model.source import Source, find_source, gguf, quiet, readable
+from weft.model.text_part import text_config_of
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.cost.hardware import Hardware, find_hardware
 from weft.plan.cost.shape import ModelShape
@@ -34,13 +35,25 @@ class ResolvedModel:
 
     @functools.cached_property
     def transformers_config(self) -> Any:
-        """Its transformers configuration, which takes seconds to import: read at first use."""
+        """Its transformers configuration, which takes seconds to import: read at first use.
+
+        Of a model that also takes images it is that of the text model.
+        """
+        config = text_config_of(self._whole_config) or self._whole_config
+        _check_family(config, self.where)
+        return config
+
+    @functools.cached_property
+    def _whole_config(self) -> Any:
         from transformers import AutoConfig
 
         with quiet(), readable(self.source, "config.json cannot be loaded"):
-            config = AutoConfig.from_pretrained(self.source.path, **gguf(self.source))
-        _check_family(config, self.where)
-        return config
+            return AutoConfig.from_pretrained(self.source.path, **gguf(self.source))
+
+    @property
+    def is_text_part(self) -> bool:
+        """True if its files have a whole vision-language model, of which only the text model is loaded."""
+        return self.transformers_config is not self._whole_config
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:

@@ -56,7 +56,13 @@ def load_tokenizer(base_model: str | Source) -> Any:
 
     source = find_source(base_model) if isinstance(base_model, str) else base_model
     with quiet(), readable(source, "the tokenizer cannot be loaded"):
-        return AutoTokenizer.from_pretrained(source.path, **gguf(source))
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **gguf(source))
+    file = Path(source.path) / PROCESSOR_TEMPLATE
+    if not getattr(tokenizer, "chat_template", None) and file.is_file():
+        found = _read_json(file, f"base_model {source.name}")
+        if isinstance(found, dict) and isinstance(found.get("chat_template"), str):
+            tokenizer.chat_template = found["chat_template"]
+    return tokenizer
 
 
 def _find_smollm2() -> Source:
@@ -117,6 +123,8 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__} {text}" if isinstance(error, KeyError) else text
 
 
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""The chat template of a vision-language model, where only its processor has one."""
 INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 """Beginning of the pointer that Git leaves in place of a large file."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -45,6 +45,7 @@ from weft.store.row_files import (
     rows_in_file,
     write_tokenizer,
 )
+from weft.store.served_names import long_name, renamed_config, renamed_tensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -77,6 +78,8 @@ class AdapterFiles:
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+    was_long: bool = False
+    """True if the file has names of a whole vision-language model; here they are those of its text model."""
 
 
 def write_adapter(
@@ -125,6 +128,19 @@ def write_adapter(
             write_unsynced(staged / TEMPLATE_FILE, chat_template)
 
 
+def write_renamed(directory: Path, staged: Path, modules: Iterable[str]) -> None:
+    """Writes the config and tensors of an adapter with the names of the whole vision-language model that has its base.
+
+    `modules`: the paths of its modules in the text model.
+    """
+    read = _read_files(directory)
+    paths = [long_name(path) for path in modules if path not in PARTS]
+    config = renamed_config(read.config, paths, is_long=True)
+    write_unsynced(staged / CONFIG_FILE, json_text.dump(config))
+    tensors = renamed_tensors(read.tensors, is_long=True)
+    write_unsynced(staged / TENSORS_FILE, *file_pieces(tensors, {"format": "pt"}))
+
+
 def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors], dict[str, Any]]:
     """The adapter's spec, its tensors by module path, and its config; an AdapterFileError names the problem."""
     read = _read_files(directory)
@@ -135,7 +151,8 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
     rows = rows_in_file([name for name in read.tensors if name.startswith(_PREFIX)])
     own = {name: tensor for name, tensor in read.tensors.items() if name not in {*heads, *shared, *rows}}
     modules = files.part(own, read.config, where) if isinstance(files, JoinedFormat) else _modules(own, files, where)
-    spec = spec_of(read.config, modules, where=str(directory / CONFIG_FILE), has_head=bool(heads))
+    config = renamed_config(read.config, modules, is_long=False) if read.was_long else read.config
+    spec = spec_of(config, modules, where=str(directory / CONFIG_FILE), has_head=bool(heads))
     for path, tensors in modules.items():
         if not is_target(spec, method_of(spec).attachment, path):
             raise AdapterFileError(f"holds weights of {path}, which {CONFIG_FILE} does not target.", where=where)
@@ -287,7 +304,9 @@ def _read_files(directory: Path) -> AdapterFiles:
         raise AdapterFileError("does not hold a JSON object.", where=where)
     if not (directory / TENSORS_FILE).exists() and (directory / PICKLE_FILE).exists():
         raise AdapterFileError("is a pickle file; save it as safetensors.", where=str(directory / PICKLE_FILE))
-    return AdapterFiles(config, _load_tensors(_read(directory, TENSORS_FILE), where=str(directory / TENSORS_FILE)))
+    tensors = _load_tensors(_read(directory, TENSORS_FILE), where=str(directory / TENSORS_FILE))
+    short = renamed_tensors(tensors, is_long=False)
+    return AdapterFiles(config, short, short.keys() != tensors.keys())
 
 
 def _read(directory: Path, name: str) -> bytes:

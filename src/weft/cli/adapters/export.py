@@ -39,14 +39,18 @@ def export(
     refusals = [str(remark) for remark in remarks if remark.refused]
     if refusals:
         raise AdapterFileError(" ".join(refusals), where=str(stored.path))
+    whole = _whole_class(stored, server)
+    if whole is not None and out is None:
+        found = f"its base model is loaded as {whole}, whose decoder is under language_model, so no name would match"
+        raise AdapterFileError(f"{found}; add --out DIR for a copy with those names.", where=str(stored.path))
     if out is not None:
-        _copy(stored.path, out)
+        _copy(stored, out, is_renamed=whole is not None)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     done = f"{stored.name} is ready for {server}"
     console.print(f"{done}: {out}" if out is not None else f"{done}: {stored.path}")
     for remark in remarks:
         console.print(f"note: {remark}")
-    console.print(_directions(stored, (out or stored.path).resolve(), server))
+    console.print(_directions(stored, (out or stored.path).resolve(), server, whole))
 
 
 def merge(
@@ -94,21 +98,46 @@ def _refuse_existing(out: Path | None) -> None:
         raise StorageError("already exists; name a new directory.", where=f"--out {out}")
 
 
-def _copy(directory: Path, out: Path) -> None:
+def _whole_class(stored: StoredAdapter, server: str) -> str | None:
+    """The class as which a server loads the base, if Weft trained only the text model of it; else None."""
+    from weft.store.served_names import is_whole_model, read_config
+
+    base = _base(stored)
+    config = read_config(base)
+    if config is None or not is_whole_model(config):
+        return None
+    if server == "peft":
+        from transformers import AutoConfig
+
+        from weft.model.text_part import is_auto_class
+
+        if is_auto_class(AutoConfig.from_pretrained(base)):
+            return None
+    return str((config.get("architectures") or ["a vision-language model"])[0])
+
+
+def _copy(stored: StoredAdapter, out: Path, *, is_renamed: bool) -> None:
+    """`is_renamed`: with the names of a whole vision-language model."""
     from weft.store.atomic import make_directories, staged_directory, write_unsynced
-    from weft.store.peft_files import CARD_FILE, CONFIG_FILE, LABELS_FILE, TEMPLATE_FILE, TENSORS_FILE
+    from weft.store.peft_files import CARD_FILE, CONFIG_FILE, LABELS_FILE, TEMPLATE_FILE, TENSORS_FILE, write_renamed
     from weft.store.row_files import TOKENIZER_FILES
 
+    directory = stored.path
     with contextlib.ExitStack() as undo:
         make_directories(out.parent, undo)
         with staged_directory(out) as staged:
-            for name in (CONFIG_FILE, TENSORS_FILE, CARD_FILE, TEMPLATE_FILE, LABELS_FILE, *TOKENIZER_FILES):
+            copied = (CARD_FILE, TEMPLATE_FILE, LABELS_FILE, *TOKENIZER_FILES)
+            if is_renamed:
+                write_renamed(directory, staged, stored.tensors)
+            else:
+                copied = (CONFIG_FILE, TENSORS_FILE, *copied)
+            for name in copied:
                 if (directory / name).is_file():
                     write_unsynced(staged / name, (directory / name).read_bytes())
         undo.pop_all()
 
 
-def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
+def _directions(stored: StoredAdapter, directory: Path, server: str, whole: str | None) -> str:
     from weft.methods.registry import cost_ranks
     from weft.store.peft_config import VLLM_DEFAULT_RANK, VLLM_RANKS
     from weft.store.peft_files import TASKS, TEMPLATE_FILE
@@ -118,7 +147,7 @@ def _directions(stored: StoredAdapter, directory: Path, server: str) -> str:
     # A server has one template for all it serves.
     chats = f" --chat-template {shlex.quote(str(directory / TEMPLATE_FILE))}" if stored.chat_template else ""
     if server == "peft":
-        kind, labels = "AutoModelForCausalLM", ""
+        kind, labels = "AutoModelForCausalLM" if whole is None else "AutoModelForImageTextToText", ""
         if stored.head is not None:
             kind, labels = TASKS[stored.head.task_type][1], f", num_labels={stored.head.num_labels}"
         tokens = "".join(f"  {line}\n" for line in resizing("model", repr(str(directory))))
