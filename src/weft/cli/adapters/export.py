@@ -126,12 +126,10 @@ def _copy(stored: StoredAdapter, out: Path, *, is_renamed: bool) -> None:
     with contextlib.ExitStack() as undo:
         make_directories(out.parent, undo)
         with staged_directory(out) as staged:
-            copied = (CARD_FILE, TEMPLATE_FILE, LABELS_FILE, *TOKENIZER_FILES)
             if is_renamed:
                 write_renamed(directory, staged, stored.tensors)
-            else:
-                copied = (CONFIG_FILE, TENSORS_FILE, *copied)
-            for name in copied:
+            own = () if is_renamed else (CONFIG_FILE, TENSORS_FILE)
+            for name in (*own, CARD_FILE, TEMPLATE_FILE, LABELS_FILE, *TOKENIZER_FILES):
                 if (directory / name).is_file():
                     write_unsynced(staged / name, (directory / name).read_bytes())
         undo.pop_all()
