@@ -48,11 +48,9 @@ _LOCK = threading.Lock()
 
 
 class ChildProcess:
-    """A process that runs the `main` of a module, used like a `subprocess.Popen`.
-
-    It starts in the background, so that the caller does not wait for the fork server's imports. Its end is seen on its
-    pidfd, because multiprocessing takes all children for ended when the server is lost.
-    """
+    """A process that runs the `main` of a module, used like a `subprocess.Popen`. It starts in the background, so that
+    the caller does not wait for the fork server's imports. Its end is seen on its pidfd, because multiprocessing takes
+    all children for ended when the server is lost."""
 
     def __init__(
         self,
@@ -65,10 +63,8 @@ class ChildProcess:
         log: Path,
     ) -> None:
         """`arguments`: its `sys.argv`; `connections`: arguments of its `main`, closed here once they are sent.
-
         `variables`: its whole environment, though libraries read the fork server's at their import. `name`: its name in
-        process lists, of which Linux keeps 15 letters; `log`: its output file.
-        """
+        process lists, of which Linux keeps 15 letters; `log`: its output file."""
         self.returncode: int | None = None
         self._pid = 0
         self._end = -1
@@ -160,11 +156,8 @@ class ChildProcess:
 
 
 class ChildProgram:
-    """A new Python that runs the `main` of a module with a connection to this process.
-
-    It has none of this process's imports or arguments. Ctrl-C does not reach it; it should end when the connection
-    closes.
-    """
+    """A new Python that runs the `main` of a module with a connection to this process. It has none of this process's
+    imports or arguments. Ctrl-C does not reach it; it should end when the connection closes."""
 
     def __init__(self, module: str, variables: Mapping[str, str] | None = None) -> None:
         """`variables`: additions to this process's environment."""

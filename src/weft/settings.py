@@ -156,10 +156,8 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
 
 
 def validate(spec: Any) -> None:
-    """Converts and checks every field of a spec in place; called by each spec as it is made.
-
-    So `AdapterSpec(r="8")` in Python and `r: "8"` in a file go the same way.
-    """
+    """Converts and checks every field of a spec in place; called by each spec as it is made. So `AdapterSpec(r="8")` in
+    Python and `r: "8"` in a file go the same way."""
     hints = typing.get_type_hints(type(spec))
     for field in dataclasses.fields(spec):
         value = convert(getattr(spec, field.name), hints[field.name], field.name)

@@ -39,11 +39,8 @@ class Adapter:
         *,
         has_any_order_sums: bool = False,
     ) -> None:
-        """`sites`: by path, in the backbone's order. Each part is one more group of parameters.
-
-        `has_any_order_sums`: the order of samples does not change a bit of the gradients once `complete_gradients` is
-        done.
-        """
+        """`sites`: by path, in the backbone's order. Each part is one more group of parameters. `has_any_order_sums`:
+        the order of samples does not change a bit of the gradients once `complete_gradients` is done."""
         self.spec = spec
         self.method = method
         shapes = {path: (site.out_features, site.in_features) for path, site in sites.items()}
@@ -110,9 +107,7 @@ class Adapter:
 
     def add_up_gradients(self, devices: Devices) -> None:
         """Adds up the gradients of a complete global batch over devices that divide the layers; all get the sum.
-
-        Gradients that all devices compute alike are taken from the first device.
-        """
+        Gradients that all devices compute alike are taken from the first device."""
         if devices.index > 0:
             for path, own in self._split_grads().items():
                 if path in self._parts or self._sites[path].share.devices is None:
@@ -122,10 +117,8 @@ class Adapter:
             group.grad.copy_(devices.add_up(group.grad))
 
     def complete_gradients(self) -> None:
-        """Adds penalties and gradients that kernels left elsewhere to the gradients of a complete global batch.
-
-        A second call adds nothing.
-        """
+        """Adds penalties and gradients that kernels left elsewhere to the gradients of a complete global batch. A
+        second call adds nothing."""
         if self.kernel_copy is not None:
             self.kernel_copy.collect()
         if self._penalised_at == self.version:
@@ -219,10 +212,8 @@ class Adapter:
         self.changed()
 
     def take(self, flat: Mapping[str, torch.Tensor]) -> None:
-        """Makes these buffers the weights, on any device, and clears the gradients; no slot may hold the adapter.
-
-        If memory for new gradients is missing, nothing changes.
-        """
+        """Makes these buffers the weights, on any device, and clears the gradients; no slot may hold the adapter. If
+        memory for new gradients is missing, nothing changes."""
         self._take(flat)
         self.changed()
 
@@ -275,10 +266,8 @@ class Adapter:
         return self._any_order_sums[-1]
 
     def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:
-        """Views of flat buffers by module path, from buffers of some groups by name in the method's order.
-
-        A part counts as a module.
-        """
+        """Views of flat buffers by module path, from buffers of some groups by name in the method's order. A part
+        counts as a module."""
         found: dict[str, list[torch.Tensor]] = {path: [] for path in self._shapes}
         for name, buffer in buffers.items():
             if name in self._parts:

@@ -48,10 +48,7 @@ class Devices(ABC):
     @abstractmethod
     def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
         """Starts an exchange of tensors of one shape. Returns a function that waits for the tensors of all devices, in
-        order.
-
-        All devices start together. Exchanges of the passes 0 and 1, which run side by side, are independent.
-        """
+        order. All devices start together. Exchanges of the passes 0 and 1, which run side by side, are independent."""
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all devices, in order; the other pass, if there is one, computes meanwhile."""

@@ -328,9 +328,7 @@ KINDS: dict[str, Callable[[torch.Tensor, int], FrozenWeight]] = {
 @torch.no_grad()
 def quantise(weight_OD: torch.Tensor, kind: str, *, copies: int = 2) -> FrozenWeight:
     """The weight stored as `kind`, on its device; a weight whose shape FP8 products do not support stays dense.
-
-    `copies` is for FP8: 2 makes backward products FP8 too, 1 needs half the memory.
-    """
+    `copies` is for FP8: 2 makes backward products FP8 too, 1 needs half the memory."""
     if kind not in KINDS:
         raise ConfigError(f"got {kind!r}; accepted are {', '.join(KINDS)}.", where="quantize")
     return KINDS[kind](weight_OD, copies)

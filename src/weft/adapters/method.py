@@ -292,10 +292,8 @@ class Method(ABC):
     def weights(
         self, spec: AdapterSpec, path: str, site: Site, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
-        """The weights of a slot at one site; views of the flat buffers, cut to the site's share.
-
-        After `params` come the shared tensors, whole. The gradient of a frozen group is an empty tensor.
-        """
+        """The weights of a slot at one site; views of the flat buffers, cut to the site's share. After `params` come
+        the shared tensors, whole. The gradient of a frozen group is an empty tensor."""
 
     def cost_ranks(self, spec: AdapterSpec) -> CostRanks:
         """Ranks of a LoRA that costs at least as much as this adapter; by default rank 1."""
@@ -323,10 +321,8 @@ class Method(ABC):
         return 0
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Merges an adapter into one linear.
-
-        After the module's `tensors` come the shared ones. An adapter of a method without this cannot be merged.
-        """
+        """Merges an adapter into one linear. After the module's `tensors` come the shared ones. An adapter of a method
+        without this cannot be merged."""
         raise AdapterFileError(f"a {self.files.title} adapter cannot be merged into its base model; keep it apart.")
 
     def exported(
@@ -354,7 +350,4 @@ class Method(ABC):
         self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor
     ) -> None:
         """Launches the kernels that a copy of rank `rank` needs on linears of these shapes, besides torch's own
-        operations.
-
-        `like`: a tensor of the activations' type and device.
-        """
+        operations. `like`: a tensor of the activations' type and device."""

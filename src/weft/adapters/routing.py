@@ -126,11 +126,9 @@ def joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class AnyOrderSums:
-    """The gradients of one site in an adapter with order-independent sums.
-
-    Methods add to the fp32 buffers as always. After each sample its gradients are taken from the buffers, and when the
-    global batch is complete the sum of all samples is written back.
-    """
+    """The gradients of one site in an adapter with order-independent sums. Methods add to the fp32 buffers as always.
+    After each sample its gradients are taken from the buffers, and when the global batch is complete the sum of all
+    samples is written back."""
 
     def __init__(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> None:
         """`grads`: views of the adapter's buffers of these groups; those of frozen groups are empty."""

@@ -34,11 +34,8 @@ _TRANSPOSED = ("Conv1D",)
 
 
 def linear_modules(model: Any) -> dict[str, nn.Linear]:
-    """Every linear of a transformers model except its output head, by path.
-
-    A linear whose weight is stored transposed is returned as an `nn.Linear` whose weight is a view of it: writing to
-    the view writes to the model.
-    """
+    """Every linear of a transformers model except its output head, by path. A linear whose weight is stored transposed
+    is returned as an `nn.Linear` whose weight is a view of it: writing to the view writes to the model."""
     head = model.get_output_embeddings()
     found = {path: _as_linear(module) for path, module in model.named_modules() if module is not head}
     return {path: linear for path, linear in found.items() if linear is not None}

@@ -79,10 +79,8 @@ def _refuse_idle_patterns(spec: AdapterSpec, chosen: Sequence[str]) -> None:
 
 def is_target(spec: AdapterSpec, kind: Attachment, path: str) -> bool:
     """Whether PEFT, given a config with this spec, puts an adapter on a module path (`all-linear` counts as all).
-
     Unlike `choose_modules`, it finds layers by their number anywhere in the path, and a module that is named by its
-    whole path is a target in any layer.
-    """
+    whole path is a target in any layer."""
     if spec.exclude_modules is not None and _answers(spec.exclude_modules, path):
         return False
     names = spec.target_modules

@@ -72,11 +72,9 @@ class LayoutOptions:
         return parse_layout(self.layout, where=WHERE, or_auto=self.may_be_auto)
 
     def hosts(self, model: ResolvedModel | None, jobs: Iterable[JobSpec]) -> ReplicaHosts | None:
-        """Hosts of the replicas, each with jobs of its own; None if one engine trains on all replicas.
-
-        One engine trains on a single replica, on replicas that share a job with gradient_sum any_order, and on
-        `planned` replicas, each of which may have only some of the jobs.
-        """
+        """Hosts of the replicas, each with jobs of its own; None if one engine trains on all replicas. One engine
+        trains on a single replica, on replicas that share a job with gradient_sum any_order, and on `planned` replicas,
+        each of which may have only some of the jobs."""
         return None if model is None or len(self._ranks(jobs)) == 1 else self.in_ranks(model, jobs)
 
     def in_ranks(self, model: ResolvedModel, jobs: Iterable[JobSpec]) -> ReplicaHosts:
@@ -130,10 +128,8 @@ class LayoutOptions:
         return LayoutOptions() if found.layout.is_one_device else replace(self, layout=str(found.layout)), found
 
     def check(self, spec: RunSpec, replica_flags: Sequence[str], model: ResolvedModel | None = None) -> None:
-        """ConfigError or ModelError for an impossible layout, before any weight is read.
-
-        `replica_flags`: flags of ReplicaOptions that were given, too; `model`: None if it is not resolved yet.
-        """
+        """ConfigError or ModelError for an impossible layout, before any weight is read. `replica_flags`: flags of
+        ReplicaOptions that were given, too; `model`: None if it is not resolved yet."""
         self.check_alone(replica_flags)
         sizes, schedule = self._sizes, self._read_schedule()
         if self.schedule is not None and self.layout is None:

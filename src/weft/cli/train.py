@@ -147,11 +147,9 @@ def train(
 def _forecaster(
     spec: RunSpec, options: LayoutOptions, model: ResolvedModel, machine: Machine
 ) -> DeviceForecaster | None:
-    """Chooses the layout again when jobs come and go; None if it stays.
-
-    Only on CPUs: it is untested whether closed replicas leave a GPU's memory free for others. A given schedule needs
-    stages, which another layout might not have.
-    """
+    """Chooses the layout again when jobs come and go; None if it stays. Only on CPUs: it is untested whether closed
+    replicas leave a GPU's memory free for others. A given schedule needs stages, which another layout might not
+    have."""
     from weft.parallel.auto_layout import device_forecaster
 
     if not machine.is_cpu or options.schedule is not None:

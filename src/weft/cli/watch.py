@@ -79,9 +79,7 @@ def follow(
     run: PreparedRun, directory: RunDirectory, console: Console, location: object = None
 ) -> tuple[dict[str, JobState], bool]:
     """Trains a prepared run while showing it; returns the final state of each job and whether the user stopped it.
-
-    `location`: the run's directory or URL as the user knows it, if it is not `directory`.
-    """
+    `location`: the run's directory or URL as the user knows it, if it is not `directory`."""
     from weft.engine.events import JobSucceeded
     from weft.engine.train import execute_run
 
@@ -116,11 +114,9 @@ def conclude(
     location: object = None,
     time: Callable[[], TimeSplit] | None = None,
 ) -> None:
-    """Prints the results of a run and writes report.html.
-
-    `live`: jobs of this process, whose state counts where their files could not be written. `location`: the run's
-    directory or URL as the user knows it, if it is not `directory`.
-    """
+    """Prints the results of a run and writes report.html. `live`: jobs of this process, whose state counts where their
+    files could not be written. `location`: the run's directory or URL as the user knows it, if it is not
+    `directory`."""
     location = location or directory
     jobs = [_as_known(job, live.get(job.name)) for job in read_run(directory).jobs]
     console.print(summary_table(jobs))

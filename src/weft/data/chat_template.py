@@ -84,10 +84,8 @@ class ChatTemplate:
         return str(self.tokenizer.special_tokens_map.get("eos_token") or "")
 
     def apply(self, turns: Sequence[ChatTurn], form: Conversation, where: str, *, generation: bool = False) -> str:
-        """The turns as text, with the tools of their conversation; `generation` adds the prompt of the next answer.
-
-        A conversation that the template refuses is a DataError at `where`.
-        """
+        """The turns as text, with the tools of their conversation; `generation` adds the prompt of the next answer. A
+        conversation that the template refuses is a DataError at `where`."""
         with self._refusals(where):
             messages = [self._message(turn) for turn in turns]
             is_plain = bool(turns) and not form.tools and not any(turn.extra for turn in turns)
@@ -129,10 +127,8 @@ class ChatTemplate:
         return "" if question.content in opening else opening
 
     def apply_marked(self, form: Conversation, where: str) -> tuple[str, list[tuple[int, int]]] | None:
-        """The conversation as text, with the characters that the template's `{% generation %}` blocks wrote.
-
-        None for a template without such blocks.
-        """
+        """The conversation as text, with the characters that the template's `{% generation %}` blocks wrote. None for a
+        template without such blocks."""
         if not self._marks_answers:
             return None
         from transformers.utils.chat_template_utils import render_jinja_template

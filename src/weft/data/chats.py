@@ -128,18 +128,14 @@ def read_sharegpt(row: Row, need_answer: bool) -> Conversation:
 
 
 def message_turns(items: list[Any], name: str, where: str, *, opening: bool = True) -> tuple[ChatTurn, ...]:
-    """The turns of a list of OpenAI messages; `name` is the name of the list in errors.
-
-    `opening`: the first of them opens the conversation.
-    """
+    """The turns of a list of OpenAI messages; `name` is the name of the list in errors. `opening`: the first of them
+    opens the conversation."""
     return tuple(_message_turn(item, f"{name}[{i}]", where, opening and i == 0) for i, item in enumerate(items))
 
 
 def read_tools(row: Row) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a row: a list of objects, or the same as JSON text; without any, an empty tuple.
-
-    `functions`, their former name, are tools of one kind.
-    """
+    """The tools of a row: a list of objects, or the same as JSON text; without any, an empty tuple. `functions`, their
+    former name, are tools of one kind."""
     for name in ("tools", "functions"):
         if has(row, name) and row.values[name] != "":
             result = [expect_object(item, f"{name}[{i}]", row.where) for i, item in enumerate(list_column(row, name))]

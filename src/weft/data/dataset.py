@@ -129,10 +129,8 @@ class Dataset:
         return each * num_runs * int(self.samples.num_supervised.sum())
 
     def reference_tokens(self, num_run: Callable[[npt.NDArray[np.int64]], int]) -> int:
-        """Tokens that a job's reference runs on, where the job runs `num_run` tokens of groups.
-
-        It runs once on each, or each time where its outputs are too large to be cached.
-        """
+        """Tokens that a job's reference runs on, where the job runs `num_run` tokens of groups. It runs once on each,
+        or each time where its outputs are too large to be cached."""
         if not self.reads_reference or self.has_teacher:
             return 0
         each = self._run_tokens
@@ -228,10 +226,8 @@ class JobData:
         return JobData(led[0], led[1])
 
     def forward_tokens(self, schedule: BatchSchedule, eval_steps: int | None) -> int:
-        """Tokens that a whole job runs forward only: those of its evaluations, and those of its reference.
-
-        Jobs that share a reference run it once together, which is not counted here.
-        """
+        """Tokens that a whole job runs forward only: those of its evaluations, and those of its reference. Jobs that
+        share a reference run it once together, which is not counted here."""
         num_tokens = self.train.reference_tokens(schedule.num_tokens)
         if self.eval is None:
             return num_tokens

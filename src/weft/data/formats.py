@@ -60,11 +60,9 @@ PREFERENCE_PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_
 def convert_rows(
     rows: Sequence[Row], data_format: str, *, need_answer: bool = True, first_format: str | None = None
 ) -> tuple[str, list[Form]]:
-    """The format of the rows of one source, and each row in its normal form.
-
-    With `auto` the first row decides, or `first_format` if rows came before these, and a later row in another format is
-    a DataError. Without `need_answer` a row may be only a prompt: no completion, or no assistant turn.
-    """
+    """The format of the rows of one source, and each row in its normal form. With `auto` the first row decides, or
+    `first_format` if rows came before these, and a later row in another format is a DataError. Without `need_answer` a
+    row may be only a prompt: no completion, or no assistant turn."""
     if data_format in LABELLED_READERS:
         return data_format, [LABELLED_READERS[data_format](row) for row in rows]
     if data_format not in FORMATS:

@@ -34,9 +34,7 @@ def load_dataset(
     sources: Sequence[str | SourceSpec], tokenizer: Tokenizer, *, base_dir: Path, **settings: Any
 ) -> Dataset:
     """The samples of files (relative to `base_dir`) or Hub data sets; any problem is a DataError naming the row.
-
-    `settings` are those of `DataSettings`.
-    """
+    `settings` are those of `DataSettings`."""
     named = [SourceSpec.of(source) for source in sources]
     return prepared_data(named, tokenizer, DataSettings(**settings), base_dir)
 
@@ -50,11 +48,9 @@ def find_sources(job: JobSpec, base_dir: Path) -> list[Source]:
 def load_job_data(
     job: JobSpec, tokenizer: Tokenizer, base_dir: Path, *, clock: datetime.datetime | None = None
 ) -> JobData:
-    """The training and evaluation data of a job; a fraction or count is split off by the job's seed.
-
-    The tokenizer is the backbone's; the job's new tokens are added here. `clock` is the time for chat templates that
-    read it, the beginning of the job's run; None for the current time.
-    """
+    """The training and evaluation data of a job; a fraction or count is split off by the job's seed. The tokenizer is
+    the backbone's; the job's new tokens are added here. `clock` is the time for chat templates that read it, the
+    beginning of the job's run; None for the current time."""
     at = clock or datetime.datetime.now()
     tokenizer = with_new_tokens(tokenizer, job.adapter.new_tokens)
     job = _with_labels(job, base_dir)
@@ -238,10 +234,8 @@ def prompt_of(text: str, tokenizer: Tokenizer, *, chat_template: str | None = No
 def prompt_of_chat(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, chat_template: str | None = None
 ) -> Prompt:
-    """The prompt for the next turn of a chat of OpenAI messages; without a template, the turns joined.
-
-    A tool's call and its result must appear in the prompt; a template that omits them is refused.
-    """
+    """The prompt for the next turn of a chat of OpenAI messages; without a template, the turns joined. A tool's call
+    and its result must appear in the prompt; a template that omits them is refused."""
     where = "the chat"
     # Nothing is trained here, so an assistant turn may also be empty.
     untrained = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in messages]

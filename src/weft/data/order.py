@@ -17,22 +17,17 @@ Integers = npt.NDArray[np.int64]
 
 
 def permutation(num_items: int, entropy: tuple[int, ...]) -> Integers:
-    """The numbers 0 to num_items - 1 in an order drawn from `entropy`.
-
-    Sorts raw random bits: numpy keeps those the same from version to version, but not `Generator.permutation`.
-    """
+    """The numbers 0 to num_items - 1 in an order drawn from `entropy`. Sorts raw random bits: numpy keeps those the
+    same from version to version, but not `Generator.permutation`."""
     keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_items)
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources whose samples are concatenated, and the share of each in an epoch.
-
-    An epoch is as long as all sources together. A source with a smaller share continues in the next epoch where it
-    stopped, and one with a larger share starts again: over a whole job, the uses of two samples of a source differ by
-    at most one.
-    """
+    """Sources whose samples are concatenated, and the share of each in an epoch. An epoch is as long as all sources
+    together. A source with a smaller share continues in the next epoch where it stopped, and one with a larger share
+    starts again: over a whole job, the uses of two samples of a source differ by at most one."""
 
     sizes: tuple[int, ...]
     weights: tuple[float, ...]
@@ -92,10 +87,8 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool, mixtu
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The samples in the global batch of each optimizer step of a job.
-
-    A batch never crosses epochs; the last one of an epoch may be smaller.
-    """
+    """The samples in the global batch of each optimizer step of a job. A batch never crosses epochs; the last one of an
+    epoch may be smaller."""
 
     num_samples: int
     batch_size: int

@@ -189,9 +189,7 @@ def _with_thought(rest: str, content: str, opening: str) -> str:
 
 def _after_question(before: str, through: str, question: str, content: str) -> str | None:
     """The part after the question and the generation prompt in the text through an answer, or None if it lacks them.
-
-    For templates that change the text before a question once it is answered, such as its system prompt.
-    """
+    For templates that change the text before a question once it is answered, such as its system prompt."""
     prompt = before[before.rfind(question) :]
     at = through.rfind(prompt, 0, through.rfind(content)) if question and content else -1
     return None if at < 0 else through[at + len(prompt) :]
@@ -214,11 +212,9 @@ def _gather(full: str, answers: Sequence[Answer], form: Conversation, ends_text:
 
 
 def _shown_until(text: str, answer: Answer, content: str, ends_text: str) -> int | None:
-    """End of the answer in a longer text, or None if the answer appears there changed.
-
-    What a template writes once, after the last turn, may be missing: a token that ends the text, if the turn has an
-    end-of-turn marker before it, and all that follows such a token.
-    """
+    """End of the answer in a longer text, or None if the answer appears there changed. What a template writes once,
+    after the last turn, may be missing: a token that ends the text, if the turn has an end-of-turn marker before it,
+    and all that follows such a token."""
     if text.startswith(answer.text):
         return answer.end
     at = answer.text.rfind(ends_text, answer.start) if ends_text else -1
@@ -239,11 +235,9 @@ def _spans_by_landmarks(
     where: str,
     find: Callable[[int], Answer],
 ) -> dict[int, tuple[int, int]] | None:
-    """The spans of a long chat that is one sample, most of them by comparison with turns that look alike.
-
-    Turns with the same text before and after their content are rendered once at the first and once at the last of them.
-    None where the chat has to be rendered turn by turn.
-    """
+    """The spans of a long chat that is one sample, most of them by comparison with turns that look alike. Turns with
+    the same text before and after their content are rendered once at the first and once at the last of them. None where
+    the chat has to be rendered turn by turn."""
     landmarks = Landmarks.of(form, template.apply(Landmarks.marked(form), form, where), full)
     if landmarks is None:
         return None
@@ -307,10 +301,8 @@ class Landmarks:
         return cls(text, tuple(contents), tuple(turn.role for turn in form.turns))
 
     def surroundings(self, turn: int) -> Hashable:
-        """The text before and after a turn's content, up to the contents of its neighbours.
-
-        A turn with unknown surroundings equals no other turn.
-        """
+        """The text before and after a turn's content, up to the contents of its neighbours. A turn with unknown
+        surroundings equals no other turn."""
         own, before = self.contents[turn], self.contents[turn - 1]
         is_last = turn + 1 == len(self.contents)
         after = None if is_last else self.contents[turn + 1]

@@ -165,10 +165,8 @@ SAVED_STATE, SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 def find_source(name: str, base_dir: Path, *, has_header: bool = True, max_rows: int | None = None) -> Source:
-    """The files, or the Hub data set, of a name; a DataError if there is nothing to read.
-
-    A relative path is relative to `base_dir`; errors name the source as the user wrote it.
-    """
+    """The files, or the Hub data set, of a name; a DataError if there is nothing to read. A relative path is relative
+    to `base_dir`; errors name the source as the user wrote it."""
     path = base_dir / os.path.expanduser(name)
     if os.path.isdir(path):
         names = [os.path.join(name, each) for each in _names_of_folder(path, name)]

@@ -234,10 +234,8 @@ def sample_of_tokens(tokens: Tokens, tokenizer: Tokenizer, train_on_inputs: bool
 
 
 def leading_bos(tokenizer: Tokenizer) -> list[int]:
-    """The BOS token as a list; empty for a tokenizer that adds none in front of a text.
-
-    Having a BOS token is not enough: several tokenizers name one that their models never saw at the start of a text.
-    """
+    """The BOS token as a list; empty for a tokenizer that adds none in front of a text. Having a BOS token is not
+    enough: several tokenizers name one that their models never saw at the start of a text."""
     if tokenizer.bos_token_id is None:
         return []
     bos = [tokenizer.bos_token_id]
@@ -293,11 +291,9 @@ def _encode_with_offsets(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> lis
 
 
 def _weights(chars: Callable[[int], tuple[int, int]], num_tokens: int, item: Rendered) -> Weights | None:
-    """Weight of each token in the loss, or None if one reaches from outside into a span.
-
-    `chars` maps tokens to characters. Tokens are in the order of their characters, so the borders of a span are located
-    by bisection: listing the characters of all tokens takes longer than tokenising.
-    """
+    """Weight of each token in the loss, or None if one reaches from outside into a span. `chars` maps tokens to
+    characters. Tokens are in the order of their characters, so the borders of a span are located by bisection: listing
+    the characters of all tokens takes longer than tokenising."""
 
     def start_of(token: int) -> int:
         # Some tokenizers leave the space out of a token's characters; the token stands for it all the same.

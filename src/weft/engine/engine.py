@@ -133,11 +133,9 @@ class Engine:
         return self._room.row_tile
 
     def submit(self, spec: JobSpec, data: JobData | None = None, *, base_dir: Path | str = ".") -> None:
-        """Adds a job. Bad data or an adapter that does not fit raises here and changes nothing for other jobs.
-
-        Paths are relative to `base_dir`. A job of the run directory continues from its last checkpoint, with the
-        changes that `weft train --resume` accepts.
-        """
+        """Adds a job. Bad data or an adapter that does not fit raises here and changes nothing for other jobs. Paths
+        are relative to `base_dir`. A job of the run directory continues from its last checkpoint, with the changes that
+        `weft train --resume` accepts."""
         if not isinstance(spec, JobSpec):
             raise ConfigError(f"expected a Job, got {describe(spec)}.")
         if spec.name in self.jobs:
@@ -188,10 +186,8 @@ class Engine:
         self._command("resume", name)
 
     def hold(self, name: str, step: int) -> None:
-        """Stops a job at this step for now; it keeps its seat.
-
-        `events` ends once no job can continue; hold the job at a later step, and the next call trains it further.
-        """
+        """Stops a job at this step for now; it keeps its seat. `events` ends once no job can continue; hold the job at
+        a later step, and the next call trains it further."""
         job, progress = self._job(name), self._job(name).progress
         if job.begun_step is not None and step < job.begun_step:
             self._sync_progress()

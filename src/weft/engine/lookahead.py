@@ -103,10 +103,8 @@ class LookaheadPlanner:
         *,
         patience_s: float | None = None,
     ) -> Program:
-        """The program for these queues; without delay if they were foreseen, and never late.
-
-        `previous`: the program's predecessors when it is appended to them; `patience_s`: how long these still run.
-        """
+        """The program for these queues; without delay if they were foreseen, and never late. `previous`: the program's
+        predecessors when it is appended to them; `patience_s`: how long these still run."""
         request = _Request(queues, limits, previous)
         with self._timeline.span("plan"):
             if self._ahead is None or self._ahead[0] != request:

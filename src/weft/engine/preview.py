@@ -57,10 +57,8 @@ class Preview:
 
 
 def preview(engine: Engine) -> Preview:
-    """Plans the whole run of the submitted jobs and tries its fullest microbatch; changes no job.
-
-    Microbatches that do not fit the memory become smaller, as in training.
-    """
+    """Plans the whole run of the submitted jobs and tries its fullest microbatch; changes no job. Microbatches that do
+    not fit the memory become smaller, as in training."""
     jobs = list(engine.jobs.values())
     shares = tuple(
         JobPreview(
@@ -114,11 +112,9 @@ def _plan_that_fits(engine: Engine) -> tuple[list[Microbatch], Microbatch, Memor
 
 
 def plan_beginning(engine: Engine) -> list[Microbatch]:
-    """The first microbatches of all jobs, up to `PLANNED_SAMPLES` samples of each.
-
-    Programs are made as in training (`lookahead.py`): by the engine's planner, or without search time right after a job
-    has arrived. Jobs wait for a seat by priority and arrival.
-    """
+    """The first microbatches of all jobs, up to `PLANNED_SAMPLES` samples of each. Programs are made as in training
+    (`lookahead.py`): by the engine's planner, or without search time right after a job has arrived. Jobs wait for a
+    seat by priority and arrival."""
     waiting = deque(sorted((_PreviewedJob.of(job) for job in engine.jobs.values()), key=lambda c: -c.job.spec.priority))
     arrivals = list(engine.jobs)
     running: list[_PreviewedJob] = []

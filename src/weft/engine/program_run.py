@@ -129,10 +129,8 @@ class StartedMicrobatch:
         return max(0.0, min(outcome.seconds, outcome.ended_s - self.started_s))
 
     def count(self) -> MicrobatchOutcome:
-        """Waits for it and adds every segment's score to its job.
-
-        A job that was rewound meanwhile runs its samples again, and counts them then.
-        """
+        """Waits for it and adds every segment's score to its job. A job that was rewound meanwhile runs its samples
+        again, and counts them then."""
         outcome, segments = self._executor.wait(self.ticket), self.microbatch.segments
         for job, before, segment, score in zip(self._owners, self._rewinds, segments, outcome.scores, strict=True):
             if job.progress.num_rewinds == before:

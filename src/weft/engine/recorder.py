@@ -112,10 +112,8 @@ class RunRecorder:
         return self._elapsed.get(job.spec.name, 0.0)
 
     def start_checkpoint(self, job: LiveJob, elapsed_s: float) -> None:
-        """Starts to write a checkpoint of a job at its step boundary, with an export of its adapter if wanted.
-
-        Waits until the job's last one is written, so that a slow disk slows down only the jobs that write to it.
-        """
+        """Starts to write a checkpoint of a job at its step boundary, with an export of its adapter if wanted. Waits
+        until the job's last one is written, so that a slow disk slows down only the jobs that write to it."""
         if self.run_dir is None:
             return
         self.files.wait_for_slot(job)

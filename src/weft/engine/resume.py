@@ -56,10 +56,8 @@ def job_settings(job: JobSpec) -> dict[str, Any]:
 
 
 def plan_resume(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str) -> ResumePlan:
-    """Finished jobs of a run and its accepted changes; ConfigError for a change that is not possible.
-
-    A job that failed before it could start, such as one set aside for its data, gets another try.
-    """
+    """Finished jobs of a run and its accepted changes; ConfigError for a change that is not possible. A job that failed
+    before it could start, such as one set aside for its data, gets another try."""
     _check_run(spec, directory, locate)
     done, changes = set(), []
     for index, job in enumerate(spec.jobs):
@@ -106,11 +104,9 @@ def check_recorded(job: JobSpec, directory: RunDirectory) -> None:
 def open_run_directory(
     path: Path, now: RunRecord, jobs: Sequence[LiveJob], replica: ReplicaSide, *, any_capacity: bool
 ) -> RunDirectory:
-    """Opens a directory for a new run of an engine, or for the run it holds, and records the engine's jobs.
-
-    Raises if its run has another backbone or capacity, or other settings or inputs of a job; `any_capacity` accepts any
-    capacity.
-    """
+    """Opens a directory for a new run of an engine, or for the run it holds, and records the engine's jobs. Raises if
+    its run has another backbone or capacity, or other settings or inputs of a job; `any_capacity` accepts any
+    capacity."""
     holds_run = RunDirectory.holds_run(path)
     directory = RunDirectory.open(path, resume=holds_run)
     try:

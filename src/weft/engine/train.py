@@ -50,11 +50,9 @@ class PreparedRun:
 def load_engine(
     spec: RunT, jobs: Sequence[JobSpec], wall: WallClock | None = None
 ) -> tuple[RunT, Engine, tuple[str, ...]]:
-    """An engine on the backbone of a run, with the run's settings and without jobs, and notes for the user.
-
-    `jobs`: those to come, or some of each kind. In the returned run a capacity of `auto` is the engine's number, so
-    that all that follows agrees on it. All time that `wall` has seen so far counts as loading.
-    """
+    """An engine on the backbone of a run, with the run's settings and without jobs, and notes for the user. `jobs`:
+    those to come, or some of each kind. In the returned run a capacity of `auto` is the engine's number, so that all
+    that follows agrees on it. All time that `wall` has seen so far counts as loading."""
     wall = wall or WallClock()
     expected = ExpectedJobs.of(jobs, spec.max_jobs)
     backbone, notes = load_within(spec.backbone, spec.memory_limit, expected)

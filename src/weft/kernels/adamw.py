@@ -182,10 +182,8 @@ def _norms_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     IS_KNOWN: tl.constexpr,
 ):
-    """A job's gradient norm, and the factor of its gradient: negative if the step is skipped.
-
-    Where a job's gradient is divided over several devices the norm is known already.
-    """
+    """A job's gradient norm, and the factor of its gradient: negative if the step is skipped. Where a job's gradient is
+    divided over several devices the norm is known already."""
     job = tl.program_id(0)
     if IS_KNOWN:
         norm = tl.load(norms_ptr + job)
@@ -350,12 +348,9 @@ def step_by_kernel(
 def adamw(
     updates: Sequence[Update], finite_J: torch.Tensor | None = None, norms_J: torch.Tensor | None = None
 ) -> Callable[[], list[Updated]]:
-    """Starts the steps of all jobs given, each as if alone; gradients are zero afterwards.
-
-    `finite_J` holds on the device whether each loss is finite, where the host does not know yet; `norms_J` are the
-    norms of gradients of which the buffers here are only parts. Returns a function that waits for the device and
-    returns the results.
-    """
+    """Starts the steps of all jobs given, each as if alone; gradients are zero afterwards. `finite_J` holds on the
+    device whether each loss is finite, where the host does not know yet; `norms_J` are the norms of gradients of which
+    the buffers here are only parts. Returns a function that waits for the device and returns the results."""
     assert updates
     if finite_J is None:
         finite_J = torch.ones(len(updates), device=updates[0].lanes[0].params_P.device)

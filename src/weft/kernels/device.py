@@ -61,10 +61,8 @@ def has_streams(device: torch.device) -> bool:
 
 @contextmanager
 def as_gpu(gpu: GpuKind) -> Iterator[None]:
-    """Makes the meta device stand for this GPU: operations choose its kernels and compute nothing.
-
-    Use it in a separate process, since answers about a device are cached.
-    """
+    """Makes the meta device stand for this GPU: operations choose its kernels and compute nothing. Use it in a separate
+    process, since answers about a device are cached."""
     _STAND_IN.append(gpu)
     try:
         yield

@@ -46,10 +46,8 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class AsyncCopy:
-    """Room on the host for the numbers of a tensor, filled when its device has computed them.
-
-    The room is allocated at once: if there is no memory for it, nothing has been launched yet.
-    """
+    """Room on the host for the numbers of a tensor, filled when its device has computed them. The room is allocated at
+    once: if there is no memory for it, nothing has been launched yet."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

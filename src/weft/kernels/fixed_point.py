@@ -268,10 +268,8 @@ def collect_kernel(words: Words, grad_P: torch.Tensor) -> None:
 
 @jit
 def _nearest(value):  # type: ignore[no-untyped-def]
-    """To the nearest whole number, halves to even; from 2²³ on all are whole.
-
-    With 2²³ of the same sign a smaller one comes to where fp32 has whole numbers alone.
-    """
+    """To the nearest whole number, halves to even; from 2²³ on all are whole. With 2²³ of the same sign a smaller one
+    comes to where fp32 has whole numbers alone."""
     border = tl.where(value < 0.0, -8388608.0, 8388608.0)
     return tl.where(tl.abs(value) < 8388608.0, (value + border) - border, value)
 

@@ -65,10 +65,8 @@ def next_power_of_2(number: int) -> int:
 
 def lanes(items: Sequence[Item], device: torch.device) -> Iterator[Item]:
     """Yields the items; on a GPU the launches of each round run in parallel to those of other rounds, and finish before
-    what follows the loop.
-
-    For launches that do not touch each other's results: one that has few rows cannot fill a GPU by itself.
-    """
+    what follows the loop. For launches that do not touch each other's results: one that has few rows cannot fill a GPU
+    by itself."""
     if not has_streams(device) or len(items) == 1:
         yield from items
         return

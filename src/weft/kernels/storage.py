@@ -223,10 +223,8 @@ _ROWS_AT_ONCE = 1024
 
 @lru_cache(maxsize=1)
 def levels() -> tuple[float, ...]:
-    """The 16 levels, in rising order.
-
-    The outermost quantile leaves half a level's share of the distribution outside, averaged over the two sides.
-    """
+    """The 16 levels, in rising order. The outermost quantile leaves half a level's share of the distribution outside,
+    averaged over the two sides."""
     outermost = 1 - (1 / 30 + 1 / 32) / 2
     quantile = NormalDist().inv_cdf
     above = [quantile(outermost + (0.5 - outermost) * i / 8) for i in range(8)]

@@ -181,9 +181,7 @@ def expand_grad_blocks(rank_class: int, num_parts: int, device: torch.device) ->
 
 
 def rank_blocks(rank_class: int, num_parts: int = 1, most: int = 64) -> dict[str, int]:
-    """Blocks in which a kernel walks the rank of a part: of BR ranks, of which the widest has RANK_BLOCKS.
-
-    BR holds the ranks of all parts that one program computes together, up to `most`.
-    """
+    """Blocks in which a kernel walks the rank of a part: of BR ranks, of which the widest has RANK_BLOCKS. BR holds the
+    ranks of all parts that one program computes together, up to `most`."""
     block = min(most, max(16, next_power_of_2(num_parts * rank_class)))
     return {"BR": block, "RANK_BLOCKS": cdiv(rank_class, block)}

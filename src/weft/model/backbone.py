@@ -68,10 +68,8 @@ class Backbone:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, part: ModelPart | None = None
     ) -> None:
-        """Takes over `model`: its linears become slot linears. Use `load.load_backbone`.
-
-        `part`: the part of a whole model that it is, if not all.
-        """
+        """Takes over `model`: its linears become slot linears. Use `load.load_backbone`. `part`: the part of a whole
+        model that it is, if not all."""
         self.model = model
         self.part = part
         self.tokenizer = tokenizer
@@ -152,10 +150,8 @@ class Backbone:
         return min([longest, *(int(kind.get("original_max_position_embeddings") or longest) for kind in limited)])
 
     def use_kernels(self, choice: str, memory: Memory | None = None) -> None:
-        """Chooses the path: `reference`, `fused`, or `auto` for fused where it is faster and fits the model.
-
-        Must be called before adapters are attached.
-        """
+        """Chooses the path: `reference`, `fused`, or `auto` for fused where it is faster and fits the model. Must be
+        called before adapters are attached."""
         assert not self._slot_paths, "adapters are attached already"
         obstacle = why_not(self.model, self.linears, self.device, self.dtype)
         if choice == "auto":
@@ -218,10 +214,8 @@ class Backbone:
         objective: HeadObjective | None = None,
         gradient_sum: str = "in_order",
     ) -> Adapter:
-        """A new adapter for this backbone, on its device by default; it trains once attached.
-
-        `objective` is one that needs a head; `gradient_sum` is the job's setting.
-        """
+        """A new adapter for this backbone, on its device by default; it trains once attached. `objective` is one that
+        needs a head; `gradient_sum` is the job's setting."""
         self._refuse_lossless(spec)
         head = None
         if objective is not None:
@@ -403,10 +397,8 @@ class Backbone:
         caches: list[Any] | None = None,
         entering_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating.
-
-        `entering_TD`: output of the earlier layers, if this is the last part of a model.
-        """
+        """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating. `entering_TD`:
+        output of the earlier layers, if this is the last part of a model."""
         hidden_TD = self.reference.hidden(batch, None, caches, entering_TD=entering_TD)
         chosen = range(len(hidden_TD)) if rows is None else rows
         return logits_of(self.head, batch, self._output_rows, hidden_TD, chosen)

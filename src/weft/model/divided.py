@@ -39,11 +39,9 @@ from weft.plan.families import FAMILIES, describe, is_described
 
 
 def share_layers(backbone: Backbone, peers: Peers, read: Callable[[str], FrozenWeight]) -> None:
-    """Keeps one slice of every layer, and lets microbatches gather the others when they reach the layer.
-
-    `read` returns the weight of a linear by its path, as the backbone stores it, now and later for weights that are not
-    here. The backbone's own weights are not read, so they may be empty: then at most one layer is ever here at once.
-    """
+    """Keeps one slice of every layer, and lets microbatches gather the others when they reach the layer. `read` returns
+    the weight of a linear by its path, as the backbone stores it, now and later for weights that are not here. The
+    backbone's own weights are not read, so they may be empty: then at most one layer is ever here at once."""
     layers = [FlatLayer(weights) for weights in _layer_weights(backbone)]
     slices = []
     for index, layer in enumerate(layers):
@@ -125,10 +123,8 @@ def _fitting(sizes: DecoderSizes) -> list[int]:
 
 
 def divide(backbone: Backbone, devices: Devices, store: Callable[[SlotLinear], None] = lambda linear: None) -> None:
-    """Keeps only this device's part of every layer; called before kernels are chosen and adapters are made.
-
-    `store`: applied to each linear before it is divided.
-    """
+    """Keeps only this device's part of every layer; called before kernels are chosen and adapters are made. `store`:
+    applied to each linear before it is divided."""
     assert why_not_divisible(backbone.model.config.to_dict(), devices.count) is None, (
         "checked before anything was loaded"
     )

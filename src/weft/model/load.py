@@ -46,10 +46,8 @@ def load_backbone(
     peers: Peers | None = None,
     devices: Devices | None = None,
 ) -> Backbone:
-    """The frozen model, or a part of it, ready for adapters.
-
-    With `peers` it has a slice of every layer's weights, with `devices` it shares every layer with them.
-    """
+    """The frozen model, or a part of it, ready for adapters. With `peers` it has a slice of every layer's weights, with
+    `devices` it shares every layer with them."""
     attention.register()
     resolved = resolve(described)
     spec, source, device = resolved.spec, resolved.source, resolved.device
@@ -103,11 +101,8 @@ def _store_linears(
     backbone: Backbone, kind: str, device: torch.device, devices: Devices | None, *, has_numbers: bool = True
 ) -> None:
     """Stores every linear except the head as `kind` and moves all to the device, where at most one is ever whole or
-    dense.
-
-    Where `devices` share the layers, a part of each stays here. Without numbers nothing moves: weights have only shapes
-    then, and all else is on the device already.
-    """
+    dense. Where `devices` share the layers, a part of each stays here. Without numbers nothing moves: weights have only
+    shapes then, and all else is on the device already."""
     anchor = torch.zeros((), device=device, requires_grad=True)
     copies = _copies(backbone, device)
 
@@ -176,11 +171,9 @@ def _read_model(
     is_spread: bool = False,
     waits: bool = False,
 ) -> Any:
-    """The transformers model of a directory or a Hub name, directly on a GPU if possible, or on the CPU.
-
-    `packed`: to run on packed samples. `part`: the part to read. `is_spread`: all but the weights of its linears.
-    `waits`: it stays on the CPU.
-    """
+    """The transformers model of a directory or a Hub name, directly on a GPU if possible, or on the CPU. `packed`: to
+    run on packed samples. `part`: the part to read. `is_spread`: all but the weights of its linears. `waits`: it stays
+    on the CPU."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     spec, source, device = resolved.spec, resolved.source, resolved.device
@@ -218,10 +211,8 @@ def _read_model(
 
 
 def _check_tie(model: Any, source: Source) -> None:
-    """Marks embedding and head as untied if their rows differ, whatever the model's configuration states.
-
-    Files may have both with different numbers, which a part with only one of them cannot see.
-    """
+    """Marks embedding and head as untied if their rows differ, whatever the model's configuration states. Files may
+    have both with different numbers, which a part with only one of them cannot see."""
     paths = {module: path for path, module in model.named_modules()}
     ends = [paths[module] for module in (model.get_input_embeddings(), model.get_output_embeddings())]
     if getattr(model, TIED) and OriginalWeights(

@@ -31,10 +31,8 @@ from weft.objectives.objective import LikelihoodLoss, LikelihoodObjective
 
 
 class ReferenceRows:
-    """Values of the reference for one sample: requested when a microbatch is packed, known when it runs.
-
-    The sample runs through the reference in between, once: the values are the same beside any other samples.
-    """
+    """Values of the reference for one sample: requested when a microbatch is packed, known when it runs. The sample
+    runs through the reference in between, once: the values are the same beside any other samples."""
 
     def __init__(self, sample: Sample, num_reference_values: int | None = None) -> None:
         """`num_reference_values`: number of the teacher's tokens per supervised token, if the data has them."""
@@ -186,11 +184,9 @@ def find_scored_groups(
     labels: Sequence[float],
     references: Sequence[ReferenceRows | None],
 ) -> tuple[ScoredGroups, ...]:
-    """The groups of segments whose weights depend on log-probabilities.
-
-    Given per segment: its objective, if it has such a one, its number of supervised rows, its weight in the loss, its
-    label, and its reference. A group's segments follow each other.
-    """
+    """The groups of segments whose weights depend on log-probabilities. Given per segment: its objective, if it has
+    such a one, its number of supervised rows, its weight in the loss, its label, and its reference. A group's segments
+    follow each other."""
     found: dict[LikelihoodObjective, list[int]] = {}
     for segment, objective in enumerate(objectives):
         if objective is not None:

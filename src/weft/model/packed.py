@@ -127,11 +127,9 @@ class PackedBatch:
 
     @functools.cached_property
     def slots(self) -> tuple[SlotRows, ...]:
-        """Neighbouring segments of one slot, joined unless they are processed alone.
-
-        On a GPU only frozen products are tiled; a slot's adapter products and gradients run over all its rows at once,
-        since small products would leave it idle. There, results with other neighbours are equal up to rounding.
-        """
+        """Neighbouring segments of one slot, joined unless they are processed alone. On a GPU only frozen products are
+        tiled; a slot's adapter products and gradients run over all its rows at once, since small products would leave
+        it idle. There, results with other neighbours are equal up to rounding."""
         on_cpu = is_cpu(self.device)
         window = ADAPTER_WINDOW if self.is_tiled and on_cpu else None
         found = []

@@ -104,10 +104,8 @@ class PendingScores:
         return self._arrival.moment.seconds_since(begun or self._begun)
 
     def finite(self, owners: Sequence[int], num_owners: int) -> torch.Tensor:
-        """For each owner, on the device: 1 if all losses of its segments are finite, else 0.
-
-        `owners`: the owner of each segment; below 0 for none. Does not wait for the device.
-        """
+        """For each owner, on the device: 1 if all losses of its segments are finite, else 0. `owners`: the owner of
+        each segment; below 0 for none. Does not wait for the device."""
         indices = np.array(owners, dtype=np.int64).clip(min=-1) + 1
         checked = [(np.repeat(indices, self._counts), self._results_2N[0])]
         for scored, likelihood in zip(self._scored_groups, self._likelihoods, strict=True):
@@ -160,9 +158,7 @@ class Path(Protocol):
 
     def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> PendingScores:
         """Starts a microbatch forward and backward, which adds to the gradients of every adapter that takes part.
-
-        Without adapters it runs forward only; `through` runs backward all the same, to measure its cost.
-        """
+        Without adapters it runs forward only; `through` runs backward all the same, to measure its cost."""
 
     def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores: ...
 

@@ -131,11 +131,9 @@ class ReferencePath:
         through: bool = False,
         entering_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Last hidden states (T, D), after the final norm; they continue from `caches` while generating.
-
-        `entering_TD`: output of the earlier layers, if this is a later part of a model. With gradients enabled,
-        `go_back` must follow.
-        """
+        """Last hidden states (T, D), after the final norm; they continue from `caches` while generating. `entering_TD`:
+        output of the earlier layers, if this is a later part of a model. With gradients enabled, `go_back` must
+        follow."""
         self._routing.segments, self._routing.slots = batch.segments, batch.slots
         self._routing.tokens = batch.ids
         self._routing.bounds, self._routing.longest = batch.bounds, batch.longest

@@ -28,11 +28,8 @@ from weft.model.reference import PendingBackward
 
 
 class StageRunner(Protocol):
-    """The microbatches in progress in one part of a model.
-
-    Results belong to the caller: no later microbatch changes them. Only hidden states that leave the last stage are not
-    returned.
-    """
+    """The microbatches in progress in one part of a model. Results belong to the caller: no later microbatch changes
+    them. Only hidden states that leave the last stage are not returned."""
 
     def forward(
         self, microbatch: int, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None
@@ -42,10 +39,8 @@ class StageRunner(Protocol):
     def backward(
         self, microbatch: int, gradient_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, PendingScores | None]:
-        """Runs it backward: the gradient of its input, if it is needed, and the last stage's scores.
-
-        `gradient_TD`: gradient of the output; the last stage has its own.
-        """
+        """Runs it backward: the gradient of its input, if it is needed, and the last stage's scores. `gradient_TD`:
+        gradient of the output; the last stage has its own."""
 
     def look(
         self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None

@@ -106,10 +106,8 @@ class Distillation(Supervised):
         return (Part(rest, teacher=read_teacher_top_k(values, where)),)
 
     def distillation_loss(self, logits_BV: Tensor, teacher_BV: Tensor, targets_B: Tensor) -> DistillationBlock:
-        """Losses and slopes, on the device; must not wait for it.
-
-        `teacher_BV` are logits or log-probabilities, -inf for tokens that the teacher did not name.
-        """
+        """Losses and slopes, on the device; must not wait for it. `teacher_BV` are logits or log-probabilities, -inf
+        for tokens that the teacher did not name."""
         logs_BV = (logits_BV / self.temperature).log_softmax(dim=1)
         divergence_B, kl_B, slopes_BV = self._compare(logs_BV, (teacher_BV / self.temperature).log_softmax(dim=1))
         own_B1 = logits_BV.gather(1, targets_B[:, None])

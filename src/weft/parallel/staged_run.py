@@ -140,10 +140,8 @@ class StagedRun(ProgramRun):
         return any(job.begun_step is not None and job.is_eval_due_at(job.begun_step) for job in jobs)
 
     def _queues_after(self, more: Sequence[tuple[str, int]] = ()) -> list[JobQueue]:
-        """Queues after all that is under way and these further steps.
-
-        A job that is to move waits until it has no work under way.
-        """
+        """Queues after all that is under way and these further steps. A job that is to move waits until it has no work
+        under way."""
         leaving = find_homes(self._training, self._plans, self._limits)
         steps = [*(step for begun in self._begun for step in sorted(begun.rates)), *more]
         turns = [Turn(Microbatch(()), (Step(*step),)) for step in steps]
@@ -171,10 +169,8 @@ class StagedRun(ProgramRun):
             self._plans.foresee(self._queues_after(), self._limits, last_of(program))
 
     def _kept(self, steps: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Those of a program's last steps after which a checkpoint is due: by then jobs may be further.
-
-        Not where an evaluation is due, for which a job waits: it may find the best weights, and these are saved too.
-        """
+        """Those of a program's last steps after which a checkpoint is due: by then jobs may be further. Not where an
+        evaluation is due, for which a job waits: it may find the best weights, and these are saved too."""
         found = {}
         for name, step in dict(steps).items():
             job = self._jobs[name]
@@ -231,10 +227,8 @@ class StagedRun(ProgramRun):
         return [JobsGrouped(choice.groups, choice.fills, gain, made.num_measured, choice.num_replicas), *paired]
 
     def _counted(self, program: Program, outcome: StagedOutcome, rates: Mapping[tuple[str, int], float]) -> list[Event]:
-        """Counts every sample and step; a diverged job counts nothing after the step that showed it.
-
-        Samples of a global batch are counted in order, wherever they ran: their losses are summed.
-        """
+        """Counts every sample and step; a diverged job counts nothing after the step that showed it. Samples of a
+        global batch are counted in order, wherever they ran: their losses are summed."""
         done: list[Event] = []
         scores: dict[tuple[str, int], list[tuple[Segment, Score]]] = {}
         completes = read_stream(program.microbatches).completes
@@ -271,10 +265,8 @@ class StagedRun(ProgramRun):
 
 
 def find_homes(jobs: Sequence[LiveJob], plans: LookaheadPlanner, limits: Limits) -> set[str]:
-    """Sets the replica of every job that is not on all of them.
-
-    Jobs with work under way stay; those that are to move once it is done are returned.
-    """
+    """Sets the replica of every job that is not on all of them. Jobs with work under way stay; those that are to move
+    once it is done are returned."""
     own = {job.name: job for job in jobs if job.home is not None}
     before = {name: job.home for name, job in own.items() if job.has_home_replica and job.home is not None}
     loads = {name: HomeLoad(own[name].step_tokens, own[name].longest) for name in sorted(own)}

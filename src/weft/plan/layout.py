@@ -83,10 +83,8 @@ class Layout:
 
 
 def copies(num_replicas: int, shards: Sequence[int]) -> tuple[range, ...]:
-    """The replicas that share each copy of the frozen weights.
-
-    `shards`: the number that share each copy, in order; empty: none do.
-    """
+    """The replicas that share each copy of the frozen weights. `shards`: the number that share each copy, in order;
+    empty: none do."""
     ends = [*itertools.accumulate(shards or (1,) * num_replicas)]
     return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
 
@@ -114,10 +112,8 @@ def stage_names(replica_sizes: Sequence[int], shards: Sequence[int] = ()) -> lis
 
 
 def parse_layout(text: str, *, where: str | None = None, or_auto: bool = False) -> Layout:
-    """The layout in a text; a ConfigError that lists what is accepted if it is none.
-
-    `or_auto`: the error names `auto` as well, which the caller has handled.
-    """
+    """The layout in a text; a ConfigError that lists what is accepted if it is none. `or_auto`: the error names `auto`
+    as well, which the caller has handled."""
     replicas: list[ReplicaLayout] = []
     num_devices = 0
     for own in text.split("+"):

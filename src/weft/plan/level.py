@@ -54,11 +54,8 @@ class PlannedReplicas:
 
 
 def choose_homes(seconds: Mapping[Job, Sequence[float]], before: Mapping[Job, int] | None = None) -> dict[Job, int]:
-    """Returns the replica of each job.
-
-    `seconds` are those of a job's global batch on each replica, infinite where it does not fit; every job fits
-    somewhere. `before`: present homes.
-    """
+    """Returns the replica of each job. `seconds` are those of a job's global batch on each replica, infinite where it
+    does not fit; every job fits somewhere. `before`: present homes."""
     if not seconds:
         return {}
     seconds_JK = np.array(list(seconds.values()), dtype=float)

@@ -57,9 +57,7 @@ class Receive:
 @dataclass(frozen=True, slots=True)
 class Measure:
     """Sends a stage's part of a job's squared gradient norm to the root, the first stage that measures the same step.
-
-    The root's own Measure waits for all parts.
-    """
+    The root's own Measure waits for all parts."""
 
     job: str
     step: int
@@ -67,10 +65,8 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A job's optimizer step on this stage, after its global batch has been backward here.
-
-    With several stages it waits for the gradient norm from the root.
-    """
+    """A job's optimizer step on this stage, after its global batch has been backward here. With several stages it waits
+    for the gradient norm from the root."""
 
     job: str
     step: int
@@ -170,10 +166,8 @@ class Program:
         return [Turn(microbatch, tuple(steps)) for microbatch, steps in found]
 
     def to_json(self) -> dict[str, Any]:
-        """The program as plain values.
-
-        A segment is [job, step, index, length]; an instruction is its kind and its fields in order.
-        """
+        """The program as plain values. A segment is [job, step, index, length]; an instruction is its kind and its
+        fields in order."""
         return {
             "replica_sizes": list(self.replica_sizes),
             "shards": list(self.shards),

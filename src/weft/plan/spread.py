@@ -261,10 +261,8 @@ class DealtQueues:
 
 
 def deal(queues: Sequence[JobQueue], speeds: Sequence[float], holds: Sequence[int]) -> list[DealtQueues]:
-    """Assigns whole global batches to replicas; a divided job has one global batch.
-
-    `speeds`: tokens per second; `holds`: tokens of the largest microbatch of each replica.
-    """
+    """Assigns whole global batches to replicas; a divided job has one global batch. `speeds`: tokens per second;
+    `holds`: tokens of the largest microbatch of each replica."""
     found = [DealtQueues([], {}) for _ in speeds]
     seconds = [0.0] * len(speeds)
     for queue in queues:
@@ -322,10 +320,8 @@ def align(
     streams: Sequence[Sequence[Microbatch]], shards: Sequence[int], shared: Batches, needs: Batches
 ) -> list[list[Microbatch]]:
     """The streams, padded with empty microbatches so that those of each copy of the frozen weights have equal length.
-
     `shared`: the global batches of a microbatch that have samples on other replicas; `needs`: those that must have been
-    backward everywhere before.
-    """
+    backward everywhere before."""
     left = Counter(batch for stream in streams for microbatch in stream for batch in shared(microbatch))
     found: list[list[Microbatch]] = [[] for _ in streams]
     positions = [0] * len(streams)

@@ -232,10 +232,8 @@ def fill(run: RunData) -> PlotlyFigure | None:
 
 
 def timeline(run: RunData) -> PlotlyFigure | None:
-    """The first microbatches as columns, coloured by the share of each job, and the other work below them.
-
-    Each replica, or each stage of one, has a band.
-    """
+    """The first microbatches as columns, coloured by the share of each job, and the other work below them. Each
+    replica, or each stage of one, has a band."""
     shown = drawn_microbatches(run)
     if not shown:
         return None

@@ -54,10 +54,8 @@ class ReportExtra:
 def write_report(
     run_dir: Path, *, extra: ReportExtra | None = None, time: Callable[[], TimeSplit] | None = None
 ) -> Path:
-    """Writes `report.html` into the run directory and returns its path.
-
-    `time`: called last for the run's times, if they are not yet recorded: drawing takes time as well.
-    """
+    """Writes `report.html` into the run directory and returns its path. `time`: called last for the run's times, if
+    they are not yet recorded: drawing takes time as well."""
     run = read_run(Path(run_dir))
     page = render(run, extra, time)
     path = run.path / "report.html"
@@ -152,10 +150,8 @@ Cell = tuple[str, str, float | None]
 
 
 class Page:
-    """A template with its style sheets and scripts; all other values in it are escaped.
-
-    Made before any work, so that a missing plotly is reported first.
-    """
+    """A template with its style sheets and scripts; all other values in it are escaped. Made before any work, so that a
+    missing plotly is reported first."""
 
     def __init__(self, template: str, *files: str) -> None:
         self._plotly = packed_plotly()
@@ -197,9 +193,7 @@ def json_for_script(charts: Mapping[str, PlotlyFigure]) -> Markup:
 
 def packed_plotly() -> str:
     """Plotly's script, compressed to two fifths of its size; `plotly.js` of the templates unpacks it in the browser.
-
-    MissingExtraError if plotly is not installed.
-    """
+    MissingExtraError if plotly is not installed."""
     graph_objects()
     from plotly.offline import get_plotlyjs
 

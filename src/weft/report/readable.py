@@ -160,10 +160,8 @@ PIPE_COLUMNS = 10_000
 
 
 def output_console(*, markup: bool = True) -> Console:
-    """The console on stdout; into a pipe or a file it neither wraps nor cuts, unless COLUMNS sets a width.
-
-    Without `markup`, brackets in a text are brackets.
-    """
+    """The console on stdout; into a pipe or a file it neither wraps nor cuts, unless COLUMNS sets a width. Without
+    `markup`, brackets in a text are brackets."""
     console = Console(markup=markup)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_COLUMNS

@@ -140,11 +140,9 @@ def described(board: Board, trial: BoardTrial) -> str:
 
 
 def in_view(figure: PlotlyFigure, curves: Sequence[Sequence[float]], mode: str) -> PlotlyFigure:
-    """The figure with a vertical axis that shows the sweep even with a few outliers.
-
-    `curves` are the values of each trial. Only the bad side is ever cut; `layout.meta` has the number of trials that
-    leave the view, which the page shows.
-    """
+    """The figure with a vertical axis that shows the sweep even with a few outliers. `curves` are the values of each
+    trial. Only the bad side is ever cut; `layout.meta` has the number of trials that leave the view, which the page
+    shows."""
     sign = -1.0 if mode == "max" else 1.0
     worst = [max(sign * value for value in values) for values in curves]
     top = fence(worst)

@@ -44,10 +44,8 @@ ADAPTIVE_NOTE = "The sampler chose later trials by earlier ones, so parameters m
 def write_sweep_report(
     path: Path, board: Mapping[str, Any], info: Mapping[str, Any], time: Callable[[], TimeSplit] | None = None
 ) -> None:
-    """Writes the page of a leaderboard to `path`, whole or not at all; `info`: the run.json of its trials.
-
-    `time`: called last for the sweep's times, if the leaderboard does not have them yet.
-    """
+    """Writes the page of a leaderboard to `path`, whole or not at all; `info`: the run.json of its trials. `time`:
+    called last for the sweep's times, if the leaderboard does not have them yet."""
     path = Path(path)
     write_file(path, render_sweep(read_board(board), info, time, name=path.resolve().parent.name))
 

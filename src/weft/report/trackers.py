@@ -64,10 +64,8 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """One Weights & Biases run per job, all in the group `run_name`; the project is WANDB_PROJECT's.
-
-    `options` are further arguments of `wandb.init`, for all runs.
-    """
+    """One Weights & Biases run per job, all in the group `run_name`; the project is WANDB_PROJECT's. `options` are
+    further arguments of `wandb.init`, for all runs."""
 
     def __init__(self, run_dir: Path, run_name: str, **options: Any) -> None:
         import wandb
@@ -157,10 +155,8 @@ class Trackers:
         self._warn = warn
 
     def record(self, event: Event, name: str | None = None) -> None:
-        """Records the metrics of a step or an evaluation, and the end of a job; trackers need no other events.
-
-        Trackers know the job by `name`; by default that is the job's own.
-        """
+        """Records the metrics of a step or an evaluation, and the end of a job; trackers need no other events. Trackers
+        know the job by `name`; by default that is the job's own."""
         if isinstance(event, StepDone | EvalDone):
             fields = event.fields()
             metrics = {metric: fields[metric] for metric in (*TRACKED, *event.metrics) if metric in fields}
@@ -192,10 +188,8 @@ def open_trackers(
     *,
     warn: Callable[[str], None] = LOG.warning,
 ) -> Trackers:
-    """The named trackers, ready for metrics; a MissingExtraError when a package is not installed.
-
-    `warn` gets one sentence when a tracker fails later on.
-    """
+    """The named trackers, ready for metrics; a MissingExtraError when a package is not installed. `warn` gets one
+    sentence when a tracker fails later on."""
     opened: dict[str, Tracker] = {}
     for name in names:
         if name not in TRACKERS:

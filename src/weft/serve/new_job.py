@@ -152,18 +152,14 @@ _MODULE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 def job_settings(hyperparameters: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `settings` column: the job as in a jobs file, without its name, data and owner.
-
-    `hyperparameters` are resolved; `extra` comes from `user_settings` and takes precedence.
-    """
+    """Returns the `settings` column: the job as in a jobs file, without its name, data and owner. `hyperparameters` are
+    resolved; `extra` comes from `user_settings` and takes precedence."""
     return training_settings(hyperparameters, extra.get("adapter")) | dict(extra)
 
 
 def used_hyperparameters(resolved: Mapping[str, Any], extra: Mapping[str, Any], job: JobSpec) -> dict[str, Any]:
-    """Returns the hyper-parameters that a job trains by: with `extra` taken into account.
-
-    A job that ends by its steps has no n_epochs, nor has one of half an epoch: OpenAI's clients take whole numbers.
-    """
+    """Returns the hyper-parameters that a job trains by: with `extra` taken into account. A job that ends by its steps
+    has no n_epochs, nor has one of half an epoch: OpenAI's clients take whole numbers."""
     used = {**resolved, "batch_size": job.batch_size, "n_epochs": int(job.num_train_epochs)}
     if job.objective == "dpo":
         used["beta"] = BASE_BETA if job.beta is None else job.beta

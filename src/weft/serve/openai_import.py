@@ -103,10 +103,8 @@ class MovedJob:
 
 
 def move_job(job: ExportedJob, models: Mapping[str, str], default: str | None) -> MovedJob:
-    """Converts a job; raises a WeftError that names it if it cannot be carried over.
-
-    `models` maps OpenAI's models to ours; `default` stands for all others.
-    """
+    """Converts a job; raises a WeftError that names it if it cannot be carried over. `models` maps OpenAI's models to
+    ours; `default` stands for all others."""
     try:
         return _move_job(job, models, default)
     except WeftError as error:
@@ -224,11 +222,9 @@ def service_client(url: str, key: str) -> Iterator[Any]:
 
 
 def send_jobs(jobs: Sequence[MovedJob], client: Any) -> Iterator[tuple[MovedJob, str]]:
-    """Uploads each file once and starts the jobs; yields each with its id there.
-
-    A job has its old id in its metadata, by which it is recognised: a client that was cut off and sends again starts
-    none twice. A file that no job uses because of an error is deleted again.
-    """
+    """Uploads each file once and starts the jobs; yields each with its id there. A job has its old id in its metadata,
+    by which it is recognised: a client that was cut off and sends again starts none twice. A file that no job uses
+    because of an error is deleted again."""
     uploaded: dict[Path, str] = {}
     used: set[str] = set()
     try:

@@ -269,10 +269,8 @@ class ClusterWorkers:
 def find_workers(
     address: str, number: int | None, num_models: int, *, db_url: str, gpu_type: str | None
 ) -> ClusterWorkers:
-    """Connects to a cluster and chooses the nodes of workers; ConfigError for more than there is room for.
-
-    `number` is of workers for each backbone; None: as many as there are GPUs, or nodes without them, shared evenly.
-    """
+    """Connects to a cluster and chooses the nodes of workers; ConfigError for more than there is room for. `number` is
+    of workers for each backbone; None: as many as there are GPUs, or nodes without them, shared evenly."""
     connection = connect(address, num_cpus=None if number is None else number * num_models)
     try:
         if db_url.startswith("sqlite") and not connection.is_here:

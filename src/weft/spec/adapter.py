@@ -32,10 +32,8 @@ class Targets:
 
 @dataclass(frozen=True)
 class AdapterSpec(MethodSettings, Targets, LoraStrength, MethodChoice, KnownKeywords):
-    """One adapter; the names are PEFT's. The order of the bases, from the last to the first, is that of the settings.
-
-    A method's own settings are in its folder: `methods/<name>/config.py`.
-    """
+    """One adapter; the names are PEFT's. The order of the bases, from the last to the first, is that of the settings. A
+    method's own settings are in its folder: `methods/<name>/config.py`."""
 
     def __post_init__(self) -> None:
         validate(self)

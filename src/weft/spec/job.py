@@ -96,10 +96,8 @@ class JobData:
 
 @dataclass(frozen=True)
 class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
-    """One fine-tuning job. Settings left out of a job come from `defaults`, then from here.
-
-    The bases' settings come first, from the last base to the first; an objective's are in its file.
-    """
+    """One fine-tuning job. Settings left out of a job come from `defaults`, then from here. The bases' settings come
+    first, from the last base to the first; an objective's are in its file."""
 
     adapter: AdapterSpec = setting(factory=AdapterSpec, aliases=("lora", "peft"))
     """The adapter to train."""

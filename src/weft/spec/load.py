@@ -42,10 +42,8 @@ _FIRST_FILE: Mapping[FileKind, str] = {
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """The run described by a YAML file, with overrides such as `jobs.0.adapter.r=32` applied.
-
-    Paths inside the file stay as written; they are relative to the file's directory.
-    """
+    """The run described by a YAML file, with overrides such as `jobs.0.adapter.r=32` applied. Paths inside the file
+    stay as written; they are relative to the file's directory."""
     path = Path(path)
     tree, lines = parse(path)
     given = {apply_override(tree, override): override for override in overrides}
@@ -57,10 +55,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def locate(setting: str, path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Where a setting such as `jobs.0.adapter.r` was written, for later errors.
-
-    `jobs.yaml line 7: jobs.0.adapter.r`, or the override that set it.
-    """
+    """Where a setting such as `jobs.0.adapter.r` was written, for later errors. `jobs.yaml line 7: jobs.0.adapter.r`,
+    or the override that set it."""
     path = Path(path)
     tree, lines = parse(path)
     given = {apply_override(tree, override): override for override in overrides}
@@ -169,10 +165,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(tree: Any, override: str, root: type = RunSpec) -> str:
-    """Sets `a.b.c=value` inside a tree of mappings and lists, in place; list items go by index or by name.
-
-    Returns the path of the setting, in the settings' own names; `root` is what the whole tree describes.
-    """
+    """Sets `a.b.c=value` inside a tree of mappings and lists, in place; list items go by index or by name. Returns the
+    path of the setting, in the settings' own names; `root` is what the whole tree describes."""
     path, equals, text = override.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):

@@ -23,11 +23,9 @@ _DEFAULTS = "defaults"
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, space: str | None = None) -> SweepSpec:
-    """The sweep described by a YAML file, with overrides such as `trials=16` or `job.max_steps=100` applied.
-
-    `space` names a file with the search space, relative to the working directory. All other paths are relative to the
-    file's directory.
-    """
+    """The sweep described by a YAML file, with overrides such as `trials=16` or `job.max_steps=100` applied. `space`
+    names a file with the search space, relative to the working directory. All other paths are relative to the file's
+    directory."""
     path = Path(path)
     tree, lines = parse(path, "sweep")
     given = {apply_override(tree, override, SweepSpec): override for override in overrides}

@@ -201,11 +201,8 @@ This page is generated: `python -m weft.spec.reference > docs/configuration.md`.
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON Schema of the jobs file with all aliases, for editors that complete and check YAML.
-
-    It cannot express that a setting is given under two names, or that a value fits the backbone; `weft config FILE`
-    can.
-    """
+    """A JSON Schema of the jobs file with all aliases, for editors that complete and check YAML. It cannot express that
+    a setting is given under two names, or that a value fits the backbone; `weft config FILE` can."""
     run = _object(RunSpec)
     run["properties"]["defaults"] = {"$ref": "#/$defs/defaults", "description": _named(RunSpec, "defaults").description}
     run["allOf"] = [_one_of("base_model", RunSpec)]

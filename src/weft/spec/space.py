@@ -151,10 +151,8 @@ class Space:
                 yield {**firsts, **its_method, parameter.name: value}
 
     def point_of(self, params: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The point with these params under any names; None if it is not in this space.
-
-        A parameter that does not apply to the point has its first value.
-        """
+        """The point with these params under any names; None if it is not in this space. A parameter that does not apply
+        to the point has its first value."""
         given = {setting_path(name): value for name, value in params.items()}
         point: dict[str, Any] = {}
         for parameter in self.parameters:

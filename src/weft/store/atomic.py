@@ -113,10 +113,8 @@ def append_line(path: Path, line: bytes, point: str, *, sync: bool = False) -> N
 
 def write_file(path: Path, data: bytes | str, *, durable: bool = True) -> None:
     """The file holds `data` durably once this returns; if it fails, it is the old file or the new one, never a mix.
-
     Without `durable` it does not wait for the disk: the file survives the death of the process, but that of the machine
-    may leave the old file or an empty one.
-    """
+    may leave the old file or an empty one."""
     temp = _temporary(path)
     with storage_errors(path):
         try:
@@ -150,10 +148,8 @@ def write_unsynced(path: Path, *data: bytes | str | memoryview) -> None:
 
 @contextlib.contextmanager
 def staged_directory(final: Path) -> Iterator[Path]:
-    """Yields an empty directory that becomes `final`, whole and synced, when the block ends without an error.
-
-    An existing `final` is replaced. After an error it is the old or the new one, and nothing else is left.
-    """
+    """Yields an empty directory that becomes `final`, whole and synced, when the block ends without an error. An
+    existing `final` is replaced. After an error it is the old or the new one, and nothing else is left."""
     temp = _temporary(final)
     with storage_errors(final):
         temp.mkdir()

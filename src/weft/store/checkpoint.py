@@ -48,10 +48,8 @@ class Checkpoint:
 
 
 def save_checkpoint(directory: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Writes the checkpoint, then removes older ones except the newest `keep`.
-
-    A crash leaves the earlier checkpoints, or the new one as well; never less. One of the same step is replaced.
-    """
+    """Writes the checkpoint, then removes older ones except the newest `keep`. A crash leaves the earlier checkpoints,
+    or the new one as well; never less. One of the same step is replaced."""
     assert keep >= 1, "the checkpoint just written is always kept"
     assert checkpoint.step >= 0
     payload = file_pieces(checkpoint.tensors)
@@ -169,11 +167,9 @@ def _steps(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _prune(directory: Path, newest: int, keep: int) -> None:
-    """Removes sound checkpoints below the `keep` newest.
-
-    The one just written counts first. Newer ones exist only because they were rejected at a resume, and damaged ones
-    may still be of use to the user; neither counts and neither is touched, so they never push a sound one out.
-    """
+    """Removes sound checkpoints below the `keep` newest. The one just written counts first. Newer ones exist only
+    because they were rejected at a resume, and damaged ones may still be of use to the user; neither counts and neither
+    is touched, so they never push a sound one out."""
     kept = 1
     for step, path in reversed(_steps(directory)):
         if step >= newest or not _looks_sound(path):

@@ -151,10 +151,8 @@ class Mirror:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _take(self, parent: str, names: list[str], number: int) -> list[_Change]:
-        """Copies files of one directory, even if another one is renamed to its path meanwhile.
-
-        Nothing of a checkpoint or an adapter that is being removed is copied: half of one would be of no use.
-        """
+        """Copies files of one directory, even if another one is renamed to its path meanwhile. Nothing of a checkpoint
+        or an adapter that is being removed is copied: half of one would be of no use."""
         taken: list[_Change] = []
         with storage_errors(self._copy.path), contextlib.ExitStack() as close:
             try:

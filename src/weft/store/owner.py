@@ -99,11 +99,9 @@ class Ownership:
 
     @classmethod
     def claim(cls, root: Path) -> Ownership:
-        """Becomes the next owner of a directory, with heartbeats until that ends.
-
-        StorageError if another process is quicker. Once the record of the owner before is removed, it cannot rename
-        unfinished files into place any more.
-        """
+        """Becomes the next owner of a directory, with heartbeats until that ends. StorageError if another process is
+        quicker. Once the record of the owner before is removed, it cannot rename unfinished files into place any
+        more."""
         terms = _terms(root)
         owner = Owner.here(max(terms, default=0) + 1)
         path = root / f".owner-{owner.term}"
@@ -172,10 +170,8 @@ class Ownership:
 
 
 def refuse_owned(root: Path, lock: Path, *, is_locked: bool) -> None:
-    """StorageError if a process that may be alive owns the directory; `is_locked`: this process has its lock.
-
-    That lock proves that no other process of this machine works there.
-    """
+    """StorageError if a process that may be alive owns the directory; `is_locked`: this process has its lock. That lock
+    proves that no other process of this machine works there."""
     owner = newest_owner(root)
     if owner is None or owner.is_released or (is_locked and owner.is_of_this_machine):
         return
@@ -233,10 +229,8 @@ RANKS_GONE_S = 5.0
 
 
 def take_lock(root: Path, undo: contextlib.ExitStack) -> int:
-    """Locks the directory against other processes; the lock ends with this process, however it ends.
-
-    For processes of machines that do not see the lock there is the record of the owner.
-    """
+    """Locks the directory against other processes; the lock ends with this process, however it ends. For processes of
+    machines that do not see the lock there is the record of the owner."""
     path = root / LOCK
     is_new = not path.exists()
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

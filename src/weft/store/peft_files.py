@@ -172,10 +172,8 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
 
 
 def read_head(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, ModuleTensors]) -> HeadObjective | None:
-    """The objective of an adapter's head, with its labels; None for an adapter without a head.
-
-    An adapter of PEFT has only its task, so its labels are numbers.
-    """
+    """The objective of an adapter's head, with its labels; None for an adapter without a head. An adapter of PEFT has
+    only its task, so its labels are numbers."""
     if HEAD not in tensors:
         return None
     num_labels = tensors[HEAD][0].shape[0]

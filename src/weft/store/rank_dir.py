@@ -22,10 +22,8 @@ class RankDirectory(RunDirectory):
     """The directory of a run whose owner is another process."""
 
     def __init__(self, path: Path, rank: int, owner: Owner, permit: Path) -> None:
-        """Writes as long as the owner leaves the permit there.
-
-        StorageError if this is not the directory that the owner has, such as on a machine that does not share it.
-        """
+        """Writes as long as the owner leaves the permit there. StorageError if this is not the directory that the owner
+        has, such as on a machine that does not share it."""
         ownership = Ownership.join(path, owner, f"rank {rank}")
         with storage_errors(path):
             lock = os.open(path / RANKS_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

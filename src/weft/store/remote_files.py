@@ -82,10 +82,8 @@ class RemoteDirectory:
             self._fs.pipe_file(path, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a new file; False if it exists, or another process creates it at the same time.
-
-        Where a file system cannot refuse to overwrite, the contents read afterwards decide.
-        """
+        """Writes a new file; False if it exists, or another process creates it at the same time. Where a file system
+        cannot refuse to overwrite, the contents read afterwards decide."""
         failure: StorageError | None = None
         try:
             with self._errors():
@@ -182,10 +180,8 @@ class Lease:
         sleep: Callable[[float], None] = time.sleep,
     ) -> Lease:
         """Becomes the owner, once the last one is known to have ended; `local` is this process's own copy, locked.
-
         StorageError if the last owner is alive, or another process is quicker. `notify` is called with the reason of a
-        wait.
-        """
+        wait."""
         terms = _terms(remote)
         if terms:
             _await_end(remote, max(terms), local, notify, sleep)

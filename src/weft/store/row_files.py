@@ -29,10 +29,8 @@ _ALL = ".weight"
 
 
 def names_in_file(spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], paths: Mapping[str, str]) -> dict[str, str]:
-    """PEFT's name of each kind of rows among an adapter's tensors, less its prefix.
-
-    `paths` are those of the backbone's two modules.
-    """
+    """PEFT's name of each kind of rows among an adapter's tensors, less its prefix. `paths` are those of the backbone's
+    two modules."""
     own = spec.own_rows
     is_whole = {INPUT_ROWS: own.all_inputs, OUTPUT_ROWS: own.all_outputs}
     return {name: paths[name] + (_ALL if is_whole[name] else _SOME) for name in ROWS if name in tensors}

@@ -54,10 +54,8 @@ _JOB, _STATUS, _METRICS = "job.json", "status.json", "metrics.jsonl"
 
 
 class RunDirectory:
-    """An open run directory, locked against other processes until it is closed.
-
-    If it is closed before `write_run`, its former contents are restored.
-    """
+    """An open run directory, locked against other processes until it is closed. If it is closed before `write_run`, its
+    former contents are restored."""
 
     def __init__(self, path: Path, lock: int, ownership: Ownership, undo: contextlib.ExitStack) -> None:
         self.path = path
@@ -92,10 +90,8 @@ class RunDirectory:
 
     @staticmethod
     def check(path: str | Path, *, resume: bool, content: str = "run") -> None:
-        """Raises the errors of `open` for a directory in the wrong state, and changes nothing.
-
-        `content` is the command's word for the run in it.
-        """
+        """Raises the errors of `open` for a directory in the wrong state, and changes nothing. `content` is the
+        command's word for the run in it."""
         root = Path(path)
         with storage_errors(root), contextlib.ExitStack() as release:
             if (root / LOCK).is_file():

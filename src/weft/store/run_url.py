@@ -39,10 +39,8 @@ class RunUrl:
     @contextlib.contextmanager
     def open_for_training(self, cache: Path, *, resume: bool, notify: Callable[[str], None]) -> Iterator[Path]:
         """Yields the local directory of the run, and owns the URL until the block ends, with all changes uploaded.
-
         StorageError if another process owns it, if it does not hold what `resume` expects, or if the last changes could
-        not be uploaded. `cache`: folder of local copies. `notify` is called with notes for the user.
-        """
+        not be uploaded. `cache`: folder of local copies. `notify` is called with notes for the user."""
         remote = RemoteDirectory(self.url, self.option)
         copy = LocalCopy(cache, remote.url, self.mark)
         is_saved = False

@@ -142,11 +142,9 @@ def prepare_sweep(
     open_engine: OpenSweepEngine = load_engine,
     ahead: DataAhead | None = None,
 ) -> PreparedSweep:
-    """Loads and checks everything and writes nothing; `clock` is when the sweep began, if it is resumed.
-
-    A budget of time counts from `begun_s` of `time.perf_counter`, or from now. `wall` has counted the time since the
-    command started; `open_engine` loads the engine; `ahead` prepares data meanwhile.
-    """
+    """Loads and checks everything and writes nothing; `clock` is when the sweep began, if it is resumed. A budget of
+    time counts from `begun_s` of `time.perf_counter`, or from now. `wall` has counted the time since the command
+    started; `open_engine` loads the engine; `ahead` prepares data meanwhile."""
     begun_s = time.perf_counter() if begun_s is None else begun_s
     space = space_of(spec)
     name = sampler_name(spec, space)
@@ -230,10 +228,8 @@ def open_run(
 
 
 def _check_same_inputs(prepared: PreparedSweep, folder: Path, directory: RunDirectory) -> None:
-    """Raises before a trial starts if the backbone, or what a trial reads, is not what the sweep began with.
-
-    Also for trials that have ended: others are compared with them.
-    """
+    """Raises before a trial starts if the backbone, or what a trial reads, is not what the sweep began with. Also for
+    trials that have ended: others are compared with them."""
     check_same_backbone(prepared.engine.executor, directory)
     for trial in TrialsFile(folder).read():
         if directory.checkpoints_dir(trial.name).is_dir():

@@ -216,10 +216,8 @@ MOST_AHEAD = 1000
 
 
 def longest_first(context: SweepContext, ledger: Ledger) -> deque[Trial] | None:
-    """All trials, those with the most steps first, so that no long one trains alone at the end.
-
-    None where they are not known in advance: the sampler learns, or a budget of tokens or time may end first.
-    """
+    """All trials, those with the most steps first, so that no long one trains alone at the end. None where they are not
+    known in advance: the sampler learns, or a budget of tokens or time may end first."""
     planned = num_planned(context.spec, context.space)
     is_cut = context.spec.max_tokens is not None or context.spec.max_seconds is not None
     if context.sampler_name not in BLIND or planned is None or planned > MOST_AHEAD or is_cut:

@@ -86,11 +86,9 @@ def _value_text(value: Any) -> str:
 
 
 def remaining_s(trials: Sequence[Trial], num_planned: int | None, seconds: float, spec: SweepSpec) -> float | None:
-    """Predicted seconds left at the present pace; None before anything is known.
-
-    Running trials count with all their steps, later ones with the mean of those that have ended, which includes early
-    stopping. A budget of tokens or time may end the sweep sooner.
-    """
+    """Predicted seconds left at the present pace; None before anything is known. Running trials count with all their
+    steps, later ones with the mean of those that have ended, which includes early stopping. A budget of tokens or time
+    may end the sweep sooner."""
     trained = [trial for trial in trials if not trial.origin]
     done, tokens = sum(trial.steps for trial in trained), sum(trial.tokens for trial in trained)
     if not done or seconds <= 0:

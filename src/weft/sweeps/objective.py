@@ -49,10 +49,8 @@ class TrialObjective:
             self._prompts_of(samples, tokenizer)
 
     def value(self, engine: SweepEngine, job: SweepJob, looked: MeanScores | None, folder: Path) -> float:
-        """The present metric of a job; a JobError if there is none.
-
-        `looked`: evaluation of the same weights, if there is one. `folder`: where a shell command finds the adapter.
-        """
+        """The present metric of a job; a JobError if there is none. `looked`: evaluation of the same weights, if there
+        is one. `folder`: where a shell command finds the adapter."""
         if self.metric == COMMAND:
             engine.export_adapter(job.spec.name, folder)
             return self._run_command(folder)

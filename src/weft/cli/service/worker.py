@@ -25,10 +25,8 @@ REPEAT_S = 2.0
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C: the first lets the worker finish its step and give its jobs back, the second ends it.
-
-    A worker whose model is still being loaded has nothing to give back and ends at once.
-    """
+    """SIGTERM and Ctrl-C: the first lets the worker finish its step and give its jobs back, the second ends it. A
+    worker whose model is still being loaded has nothing to give back and ends at once."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None

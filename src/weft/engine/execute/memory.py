@@ -97,10 +97,8 @@ def _held_bytes(device: torch.device, run: Callable[[], None]) -> int:
 
 
 def start_capacity(backbone: Backbone, wanted: Capacity) -> int:
-    """Tokens per microbatch for unknown jobs: as `CapacityLimit.fit` would choose for usual ones.
-
-    It depends only on the backbone and the size of the GPU, not on the first jobs or on what else runs there.
-    """
+    """Tokens per microbatch for unknown jobs: as `CapacityLimit.fit` would choose for usual ones. It depends only on
+    the backbone and the size of the GPU, not on the first jobs or on what else runs there."""
     device = backbone.device
     *larger, least = capacities(wanted, device.type)
     if not larger:
@@ -144,10 +142,8 @@ USUAL_JOBS = ExpectedJobs(tuple(AdapterSpec(r=rank, lora_dropout=0.1) for rank i
 def load_within(
     described: BackboneSpec | ResolvedModel, limit: float | str | None, expected: ExpectedJobs
 ) -> tuple[Backbone, tuple[str, ...]]:
-    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and notes for the user.
-
-    Kernels that the expected jobs need are compiled meanwhile, unless they are cached.
-    """
+    """A backbone, loaded within a memory limit such as `40GB` or 0.5, and notes for the user. Kernels that the expected
+    jobs need are compiled meanwhile, unless they are cached."""
     resolved = resolve(described)
     device = resolved.device
     notes: tuple[str, ...] = ()

@@ -91,10 +91,8 @@ def check_capacity(capacity: int) -> None:
 
 
 def profile_cases(capacity: int, longest: int, widest: int) -> tuple[ProfileCase, ...]:
-    """Cases up to a capacity, with samples up to `longest` tokens and ranks up to `widest`.
-
-    Narrow ranks come first: the fused step is launched for the widest rank its backbone has seen.
-    """
+    """Cases up to a capacity, with samples up to `longest` tokens and ranks up to `widest`. Narrow ranks come first:
+    the fused step is launched for the widest rank its backbone has seen."""
     check_capacity(capacity)
     cases = []
     for held_out, rows in ((False, _FITTED), (True, _HELD_OUT)):

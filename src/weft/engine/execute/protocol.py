@@ -215,10 +215,8 @@ class StateWork(Work[dict[str, "torch.Tensor"]]):
 
 @dataclass(frozen=True)
 class CheckpointWork(Work[None]):
-    """A checkpoint of a job at its last step boundary, written in the background; StorageError on failure.
-
-    Files of one job are written in the order of their start.
-    """
+    """A checkpoint of a job at its last step boundary, written in the background; StorageError on failure. Files of one
+    job are written in the order of their start."""
 
     job: str
     directory: Path

@@ -71,10 +71,8 @@ class JobWeights:
         self._spec = spec
 
     def move_to(self, device: torch.device) -> None:
-        """Moves the whole state of the last step boundary to a device, bit by bit; only without a slot.
-
-        Without memory for it the state stays where it is, and torch.OutOfMemoryError is raised.
-        """
+        """Moves the whole state of the last step boundary to a device, bit by bit; only without a slot. Without memory
+        for it the state stays where it is, and torch.OutOfMemoryError is raised."""
         assert self.slot is None, "a slot reads the weights where they are"
         with memory_errors():
             named = self._named(moments=True)
@@ -121,11 +119,8 @@ class JobWeights:
 
     def snapshot(self, *, moments: bool) -> Callable[[], dict[str, torch.Tensor]]:
         """Tensors at this step boundary, without the optimizer's if not `moments`; returns a function that waits for
-        them.
-
-        A GPU copies them to pinned memory between earlier and later work, so neither it nor the host waits. A job
-        without a slot does not change: its tensors are the snapshot.
-        """
+        them. A GPU copies them to pinned memory between earlier and later work, so neither it nor the host waits. A job
+        without a slot does not change: its tensors are the snapshot."""
         named = self._named(moments=moments)
         if self.slot is None:
             return lambda: named

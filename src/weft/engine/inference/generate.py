@@ -68,10 +68,8 @@ class Continuation:
         return _choose(logits_V, self.decoding, self._generator)
 
     def write(self, token: int, ends: Collection[int], longest: int, num_leading: int) -> int | None:
-        """Adds the chosen token; None if it ends the answer instead.
-
-        `longest`: positions that the model has; `num_leading`: rows in front of the request that an adapter fills.
-        """
+        """Adds the chosen token; None if it ends the answer instead. `longest`: positions that the model has;
+        `num_leading`: rows in front of the request that an adapter fills."""
         if token in ends:
             self.is_over = True
             return None
@@ -90,10 +88,8 @@ def generate(
     *,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """New tokens of every request, without the end token; `on_token(index, token)` gets each at once.
-
-    A sequence's draws depend on its own seed and the decoding's, not on the others or its index.
-    """
+    """New tokens of every request, without the end token; `on_token(index, token)` gets each at once. A sequence's
+    draws depend on its own seed and the decoding's, not on the others or its index."""
     ends = end_tokens(backbone)
     results: list[list[int]] = []
     for start in range(0, len(requests), BATCH):
@@ -111,10 +107,8 @@ def generate(
 
 
 def advance(backbone: Backbone, going: Sequence[Continuation], ends: Collection[int]) -> list[int | None]:
-    """Writes the next token of each, in one pass of the backbone; None where an end token or an error came instead.
-
-    A continuation's token does not depend on the others in the pass.
-    """
+    """Writes the next token of each, in one pass of the backbone; None where an end token or an error came instead. A
+    continuation's token does not depend on the others in the pass."""
     leading = [backbone.leading_rows(item.request.slot) for item in going]
     batch = pack_new(going, leading, backbone.device)
     logits = backbone.logits(batch, last_rows(batch), [item.cache for item in going])
@@ -130,10 +124,8 @@ def advance(backbone: Backbone, going: Sequence[Continuation], ends: Collection[
 
 
 def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
-    """Reads the first of the new tokens and writes nothing, so that a long request takes several passes.
-
-    At least one must be left for `advance`.
-    """
+    """Reads the first of the new tokens and writes nothing, so that a long request takes several passes. At least one
+    must be left for `advance`."""
     assert 0 < num_tokens < len(item.new)
     rest, item.new = item.new[num_tokens:], item.new[:num_tokens]
     batch = pack_new([item], [backbone.leading_rows(item.request.slot)], backbone.device)
@@ -187,10 +179,8 @@ class Answer:
 def answers(
     backbone: Backbone, prompts_of: Mapping[str, tuple[int | None, Sequence[Prompt]]], decoding: Decoding
 ) -> dict[str, list[Answer]]:
-    """Answers by name: each name's slot (None: the bare backbone) to its prompts, all decoded together.
-
-    A prompt's index among those of its name is its seed, so no draw depends on the other names.
-    """
+    """Answers by name: each name's slot (None: the bare backbone) to its prompts, all decoded together. A prompt's
+    index among those of its name is its seed, so no draw depends on the other names."""
     refuse_long([prompt for _, prompts in prompts_of.values() for prompt in prompts], backbone.max_positions)
     requests = [request for slot, prompts in prompts_of.values() for request in requests_of(prompts, slot)]
     written = iter(generate(backbone, requests, decoding))

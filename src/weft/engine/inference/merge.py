@@ -86,10 +86,8 @@ def _open_to_others(folder: Path) -> None:
 
 @torch.no_grad()
 def merge_rows(stored: StoredAdapter, model: Any, tokenizer: Any) -> Any:
-    """Replaces the rows, and returns the tokenizer with the adapter's new tokens, for which the model gets rows.
-
-    If one of two tied modules is replaced as a whole, they are untied.
-    """
+    """Replaces the rows, and returns the tokenizer with the adapter's new tokens, for which the model gets rows. If one
+    of two tied modules is replaced as a whole, they are untied."""
     try:
         shapes = Embeddings(model, tokenizer).shapes(stored.spec)
     except ConfigError as error:

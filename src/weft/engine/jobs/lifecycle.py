@@ -129,10 +129,8 @@ class JobTransitions:
         return [JobPaused(job.name, job.step, job.reason)]
 
     def save_paused(self, job: LiveJob) -> list[Event]:
-        """Saves a job that a full disk has paused, if there is room by now; else warns its owner.
-
-        A checkpoint follows the metrics and the evaluation of its step, so there is none without them.
-        """
+        """Saves a job that a full disk has paused, if there is room by now; else warns its owner. A checkpoint follows
+        the metrics and the evaluation of its step, so there is none without them."""
         saved: list[Event] = []
         try:
             self._keeper.flush(job)
@@ -277,9 +275,7 @@ class Lifecycle:
 
     def isolate_failure(self, names: Sequence[str], error: Exception) -> list[Event]:
         """After a microbatch raised: a job that was alone in it fails; of several, each runs its next step alone.
-
-        Nothing of the microbatch is counted, so all jobs continue from their last step boundary, exact to the bit.
-        """
+        Nothing of the microbatch is counted, so all jobs continue from their last step boundary, exact to the bit."""
         for job in self.running():
             rewind(self.executor, job)
         if len(names) == 1:
@@ -290,10 +286,8 @@ class Lifecycle:
         return []
 
     def free_memory(self, names: Sequence[str]) -> list[Event]:
-        """After the memory ran out: makes microbatches smaller and rewinds the jobs concerned.
-
-        Jobs with a sample that fills a whole microbatch fail, because microbatches could not become smaller.
-        """
+        """After the memory ran out: makes microbatches smaller and rewinds the jobs concerned. Jobs with a sample that
+        fills a whole microbatch fail, because microbatches could not become smaller."""
         for name in names:
             rewind(self.executor, self.jobs[name])
         self.executor.release_memory()

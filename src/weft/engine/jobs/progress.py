@@ -149,10 +149,8 @@ class JobProgress:
             self.stopped_early = self.evals_since_best >= patience
 
     def counters(self, *, owes_eval: bool = False) -> dict[str, Any]:
-        """Values that a checkpoint records; data order, dropout and learning rate follow from the step.
-
-        `owes_eval`: the evaluation after the step has not ended, and is due when the job is restored.
-        """
+        """Values that a checkpoint records; data order, dropout and learning rate follow from the step. `owes_eval`:
+        the evaluation after the step has not ended, and is due when the job is restored."""
         return {
             "num_tokens": self.num_tokens,
             "num_skipped": self.num_skipped,

@@ -198,10 +198,8 @@ class Placement:
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:
         """Tokens served per tenant. A tenant that arrives, or returns, starts level by weight with the least served
-        one.
-
-        Otherwise a new tenant would have the backbone to itself until it had caught up with all that others ever had.
-        """
+        one. Otherwise a new tenant would have the backbone to itself until it had caught up with all that others ever
+        had."""
         served: dict[str, int] = {}
         for job in list(self._jobs.values()):
             tokens = job.num_tokens + job.evaluated_tokens // EVALUATED_PER_TRAINED

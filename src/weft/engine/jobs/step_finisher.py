@@ -72,10 +72,8 @@ class StepFinisher:
             yield from self._jobs.free_memory([job.name])
 
     def receive(self, *, wait: bool = False) -> list[Event]:
-        """Applies the outcome of finished writes; with `wait` also of the oldest one under way.
-
-        Returns all events at once, so that a caller who stops reading leaves no half of them.
-        """
+        """Applies the outcome of finished writes; with `wait` also of the oldest one under way. Returns all events at
+        once, so that a caller who stops reading leaves no half of them."""
         events: list[Event] = []
         for file in self._keeper.files.wait_for_one() if wait else self._keeper.files.ended():
             self._timeline.add("write", file.ended_s - file.started_s, file.ended_s, jobs={file.job.name: 0})

@@ -134,10 +134,8 @@ def tile(  # type: ignore[no-untyped-def]
 
 @jit
 def resident_tile(x, stride, rows, first_column, end, C: tl.constexpr, CP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(len(rows), CP) from `first_column` on, one for all rows or one each; zeros past C and from row `end` on.
-
-    Through pointers: what comes so is kept in shared memory for a whole loop, and costs no registers there.
-    """
+    """(len(rows), CP) from `first_column` on, one for all rows or one each; zeros past C and from row `end` on. Through
+    pointers: what comes so is kept in shared memory for a whole loop, and costs no registers there."""
     columns = tl.arange(0, CP)
     here = x + rows.to(tl.int64)[:, None] * stride + first_column + columns[None, :]
     return tl.load(here, mask=(rows < end)[:, None] & (columns < C)[None, :], other=0.0)
@@ -235,10 +233,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def described(tensors: Sequence[torch.Tensor], num_rows: int) -> list[Any]:
-    """Each (T, heads, C) as the GPU's copy engine reads it, `num_rows` rows of a head at a time.
-
-    A head size that is no power of two is read through pointers, and its tensors are returned unchanged.
-    """
+    """Each (T, heads, C) as the GPU's copy engine reads it, `num_rows` rows of a head at a time. A head size that is no
+    power of two is read through pointers, and its tensors are returned unchanged."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     size = tensors[0].shape[2]

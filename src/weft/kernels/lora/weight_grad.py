@@ -147,10 +147,8 @@ def _sum_samples(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `ranks` of narrow.
-
-    `words`: the addresses of the words of order-independent sums, or 0.
-    """
+    """Adds factor · wideᵀ narrow of an owner's samples to a block of `columns` of wide and `ranks` of narrow. `words`:
+    the addresses of the words of order-independent sums, or 0."""
     column_keys = columns
     if DROPPED:
         column_keys = feature_keys(columns, seed)

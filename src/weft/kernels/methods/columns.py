@@ -182,10 +182,8 @@ def change_columns(
     kept_TN: torch.Tensor | None = None,
 ) -> None:
     """Writes factor ⊙ x + shift of every owner's rows, and x of all others, into `out_TN`, which may be x itself.
-
     `field`: `OUTPUTS` or `INPUTS` of the site; without `shifts` only factors, as in the backward. `kept_TN` gets the
-    original rows of owners with a change.
-    """
+    original rows of owners with a change."""
     run = change_columns_kernel if runs_triton(x_TN) else change_columns_reference
     run(x_TN, out_TN, site, rows, table, field, shifts, kept_TN)
 

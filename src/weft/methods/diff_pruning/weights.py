@@ -45,11 +45,9 @@ def num_positions(density: float, num_weights: int) -> int:
 
 @torch.no_grad()
 def smallest_positions(weight_OD: torch.Tensor, number: int) -> torch.Tensor:
-    """The positions of the smallest numbers in the flattened weight, ascending, int32.
-
-    A quantised weight has many equal numbers. Of those at the limit, some are taken at even distances, so the choice
-    depends on no sorting algorithm and is not concentrated in the first rows.
-    """
+    """The positions of the smallest numbers in the flattened weight, ascending, int32. A quantised weight has many
+    equal numbers. Of those at the limit, some are taken at even distances, so the choice depends on no sorting
+    algorithm and is not concentrated in the first rows."""
     sizes = weight_OD.detach().float().abs().flatten()
     # On a GPU a whole sort is far quicker than looking for one number.
     limit = sizes.sort().values[number - 1] if is_gpu(sizes.device) else sizes.kthvalue(number).values
@@ -60,10 +58,8 @@ def smallest_positions(weight_OD: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def with_others(taken: torch.Tensor, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As many positions as there are candidates, ascending: those `taken` and the first others of the candidates.
-
-    Also returns the indices of the taken ones among them, in their order.
-    """
+    """As many positions as there are candidates, ascending: those `taken` and the first others of the candidates. Also
+    returns the indices of the taken ones among them, in their order."""
     others = candidates[~torch.isin(candidates, taken)]
     both = torch.cat([taken, others[: len(candidates) - len(taken)]]).sort().values
     return both, torch.searchsorted(both, taken)

@@ -30,21 +30,17 @@ import torch
 def leading_svd(
     matrix_MD: torch.Tensor, rank: int, iterations: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Approximate U (M, R), and the values and Vᵀ (R, D) of the largest singular values (Halko et al. 2011).
-
-    Exact for a rank of at least the smaller side.
-    """
+    """Approximate U (M, R), and the values and Vᵀ (R, D) of the largest singular values (Halko et al. 2011). Exact for
+    a rank of at least the smaller side."""
     basis_MR = _leading_columns(matrix_MD, rank, iterations, generator)
     u_RR, values_R, vt_RD = torch.linalg.svd(basis_MR.t() @ matrix_MD, full_matrices=False)
     return basis_MR @ u_RR, values_R, vt_RD
 
 
 def nearest_svd(matrix_MD: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same with the smallest error of any product of this rank, however slowly the singular values fall.
-
-    U are eigenvectors of the smaller square, M Mᵀ, which cost less than all of U and V. Rounding may turn U among
-    nearly equal values, which does not make the product worse.
-    """
+    """The same with the smallest error of any product of this rank, however slowly the singular values fall. U are
+    eigenvectors of the smaller square, M Mᵀ, which cost less than all of U and V. Rounding may turn U among nearly
+    equal values, which does not make the product worse."""
     if matrix_MD.shape[0] > matrix_MD.shape[1]:
         u_DR, values_R, vt_RM = nearest_svd(matrix_MD.t(), rank)
         return vt_RM.t(), values_R, u_DR.t()

@@ -50,10 +50,8 @@ META = torch.device("meta")
 
 
 def skeleton(config: Mapping[str, Any], dtype: torch.dtype, quantize: str, tensor: int = 1) -> FusedModel:
-    """The model of a configuration, with one layer of each kind instead of all.
-
-    `tensor`: number of devices that share every layer; the parts are those of one of them.
-    """
+    """The model of a configuration, with one layer of each kind instead of all. `tensor`: number of devices that share
+    every layer; the parts are those of one of them."""
     decoder = describe(with_rotary(config))
     sizes = decoder.sizes
     assert sizes.form.activation is not None

@@ -147,10 +147,8 @@ def start(
     have_any_order: bool = False,
     tensor: int = 1,
 ) -> CompileAhead | None:
-    """Starts to compile the kernels of adapters on a backbone; None if there are none.
-
-    `have_any_order`: some adapters have order-independent sums; `tensor`: number of devices that share every layer.
-    """
+    """Starts to compile the kernels of adapters on a backbone; None if there are none. `have_any_order`: some adapters
+    have order-independent sums; `tensor`: number of devices that share every layer."""
     request = _request(resolved, adapters, num_jobs, have_any_order=have_any_order, tensor=tensor)
     if request is None:
         return None

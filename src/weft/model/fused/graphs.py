@@ -61,10 +61,8 @@ class Captured:
 def capture(
     model: FusedModel, shape: InputShape, table: SlotTable, row_tile: int | None, memory: Memory, pool: Any, lane: int
 ) -> Captured:
-    """Captures the step for microbatches of a shape; `pool` is memory that other captured graphs may use too.
-
-    Graphs of one `lane` never run at the same time.
-    """
+    """Captures the step for microbatches of a shape; `pool` is memory that other captured graphs may use too. Graphs of
+    one `lane` never run at the same time."""
     device = model.device
     # With empty tables no row has an owner, so the runs below add to no gradient.
     buffer = torch.zeros(shape.layout["end"][0], dtype=torch.int32, device=device)
@@ -218,10 +216,8 @@ class InFlightBuffers:
         return held.grad_TD.zero_() if isinstance(held, Captured) else torch.zeros_like(held.left_TD)
 
     def backward(self, grad_TD: torch.Tensor) -> torch.Tensor | None:
-        """Adds to the adapters' gradients, given that of the output; returns that of the input, if it is needed.
-
-        The next microbatch may overwrite it. The buffers are free then.
-        """
+        """Adds to the adapters' gradients, given that of the output; returns that of the input, if it is needed. The
+        next microbatch may overwrite it. The buffers are free then."""
         held, self._held = self._held, None
         assert held is not None, "nothing went forward"
         if isinstance(held, Passed):

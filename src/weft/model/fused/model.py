@@ -170,10 +170,8 @@ def why_not(model: Any, linears: Mapping[str, SlotLinear], device: torch.device,
 def fuse(
     model: Any, linears: Mapping[str, SlotLinear], part: ModelPart | None = None, devices: Devices | None = None
 ) -> FusedModel:
-    """The model's layers, or those of a part, with joined weights; its own linears become parts of them.
-
-    `devices`: the devices over which the linears are divided.
-    """
+    """The model's layers, or those of a part, with joined weights; its own linears become parts of them. `devices`: the
+    devices over which the linears are divided."""
     decoder, modules = describe(model.config.to_dict()), model.base_model
     sizes = decoder.sizes
     assert sizes.form.activation is not None

@@ -40,10 +40,8 @@ class FusedPath:
         heads: Mapping[int, HeadWeights],
         lane: int = 0,
     ) -> None:
-        """`modules`: the table's modules by path; `heads`: those of jobs, by slot.
-
-        `lane`: two paths that run on one GPU at the same time have different lanes.
-        """
+        """`modules`: the table's modules by path; `heads`: those of jobs, by slot. `lane`: two paths that run on one
+        GPU at the same time have different lanes."""
         self._heads = heads
         self.table = model.table()
         self._model = model
@@ -100,11 +98,8 @@ class FusedPath:
     def learn(
         self, hidden_TD: torch.Tensor, batch: PackedBatch, grad_TD: torch.Tensor
     ) -> Callable[[DeviceEvent], PendingScores]:
-        """The losses of the last hidden states; writes their gradient into zeros.
-
-        The returned function is called once all other work has been launched, with the moment when the microbatch
-        began.
-        """
+        """The losses of the last hidden states; writes their gradient into zeros. The returned function is called once
+        all other work has been launched, with the moment when the microbatch began."""
         rows_N, targets_N, weights_N = self._supervised(batch)
         found = run_loss(self._loss, hidden_TD[rows_N], targets_N, weights_N, batch.scored_groups)
         assert found.grad_ND is not None
@@ -131,11 +126,9 @@ class FusedPath:
         return headed, run_distillation(self._loss.head, hidden_TD, batch.taught, grad_TD)
 
     def _hidden(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
-        """The last hidden states of a microbatch that runs forward only; the next one may overwrite them.
-
-        With adapters attached it uses the kernels of their microbatches even without rows of theirs: reference values
-        must not depend on which graphs exist, nor wait for another capture.
-        """
+        """The last hidden states of a microbatch that runs forward only; the next one may overwrite them. With adapters
+        attached it uses the kernels of their microbatches even without rows of theirs: reference values must not depend
+        on which graphs exist, nor wait for another capture."""
         shape = self.shape_of(batch)
         shape = replace(shape, is_adapted=shape.is_adapted or bool(self._adapters))
         self.follow(batch)

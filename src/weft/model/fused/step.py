@@ -100,10 +100,8 @@ def _embedded(context: Context) -> torch.Tensor:
 
 @torch.no_grad()
 def run_backward(passed: Passed, grad_TD: torch.Tensor) -> torch.Tensor | None:
-    """Runs from the gradient of the output back to the first layer here; adds to every adapter's gradients.
-
-    Returns the gradient of the input; None for embeddings.
-    """
+    """Runs from the gradient of the output back to the first layer here; adds to every adapter's gradients. Returns the
+    gradient of the input; None for embeddings."""
     model = passed.context.model
     grad = _last_grad(passed, grad_TD)
     passed.y_TD = None

@@ -84,11 +84,9 @@ def find_hosts(
     gpu_type: str | None = None,
     group: PlacementGroup | None = None,
 ) -> ReplicaHosts:
-    """Connects to a cluster and plans the replicas of a run on it; ConfigError for more than fit.
-
-    `number`: None for a replica on every GPU, or on every node without GPUs. `group`: the caller's placement group,
-    with a bundle for each replica.
-    """
+    """Connects to a cluster and plans the replicas of a run on it; ConfigError for more than fit. `number`: None for a
+    replica on every GPU, or on every node without GPUs. `group`: the caller's placement group, with a bundle for each
+    replica."""
     connection = connect(address, num_cpus=number if address == LOCAL else None)
     try:
         if group is not None:

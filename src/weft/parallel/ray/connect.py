@@ -71,11 +71,9 @@ class ClusterConnection:
 
 
 def connect(address: str, *, num_cpus: int | None = None) -> ClusterConnection:
-    """Connects this process to a cluster, unless it is connected.
-
-    `local` starts one on this machine, with room for `num_cpus` replicas on CPUs; `auto` is the one that RAY_ADDRESS
-    names, or that runs on this machine. ConfigError for one that does not answer.
-    """
+    """Connects this process to a cluster, unless it is connected. `local` starts one on this machine, with room for
+    `num_cpus` replicas on CPUs; `auto` is the one that RAY_ADDRESS names, or that runs on this machine. ConfigError for
+    one that does not answer."""
     ray = need_ray()
     is_own = not ray.is_initialized()
     if is_own:
@@ -178,11 +176,9 @@ def alive_nodes(found: Sequence[Mapping[str, Any]]) -> list[ClusterNode]:
 def replica_request(
     nodes: Sequence[ClusterNode], number: int | None, *, device: str, gpu_type: str | None
 ) -> ReplicaRequest:
-    """Resources of a run: a GPU for each replica, or a CPU where there are none or `device` is cpu.
-
-    `number`: None for one per GPU, or without GPUs one per node. ConfigError for more than there are, and for GPUs of
-    several types of which none is chosen.
-    """
+    """Resources of a run: a GPU for each replica, or a CPU where there are none or `device` is cpu. `number`: None for
+    one per GPU, or without GPUs one per node. ConfigError for more than there are, and for GPUs of several types of
+    which none is chosen."""
     count = sum(int(node.num_gpus) for node in nodes)
     if device == "cpu" or (not count and device == "auto"):
         if gpu_type is not None:

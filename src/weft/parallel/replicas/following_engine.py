@@ -207,10 +207,8 @@ class LayoutKeeper:
         cost: MoveCost,
         move: Callable[[Decision], LayoutDecided],
     ) -> LayoutDecided | None:
-        """Decides by a finished forecast, and calls `move` if the run moves; returns the event, if any.
-
-        `jobs`: all of the run; `cost`: of a move.
-        """
+        """Decides by a finished forecast, and calls `move` if the run moves; returns the event, if any. `jobs`: all of
+        the run; `cost`: of a move."""
         assert self._pending is not None, "a forecast is ready"
         pending, self._pending = self._pending, None
         error = pending.exception()

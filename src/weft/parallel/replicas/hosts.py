@@ -115,10 +115,8 @@ def rank_variables(replicas: str | None, devices: str | None, backbone: Backbone
 
 
 def rank_order(spec: RunSpec, jobs: Sequence[JobSpec], *, is_controlled: bool = False) -> RankOrder:
-    """Set-up of every rank of a run; `jobs`: those to come, or some of each kind.
-
-    `is_controlled`: decisions follow their reports before they continue, as in a sweep.
-    """
+    """Set-up of every rank of a run; `jobs`: those to come, or some of each kind. `is_controlled`: decisions follow
+    their reports before they continue, as in a sweep."""
     return RankOrder(
         backbone=spec.backbone,
         capacity=spec.capacity,

@@ -30,10 +30,7 @@ def load_replicated(
     layouts: LayoutKeeper | None = None,
 ) -> tuple[RunT, ReplicatedEngine, tuple[str, ...]]:
     """An engine over ranks with a run's settings and without jobs, and notes for the user; `layouts`: its layout
-    follows the jobs.
-
-    In the returned run a capacity of `auto` is a number, so that all that follows agrees on it.
-    """
+    follows the jobs. In the returned run a capacity of `auto` is a number, so that all that follows agrees on it."""
     kind = ReplicatedEngine if layouts is None else partial(FollowingEngine, layouts=layouts)
     spec, engine, found = _load(kind, spec, ranks, clock, wall)
     return spec, engine, (*notes, *found)

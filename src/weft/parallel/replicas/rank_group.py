@@ -95,10 +95,8 @@ class RankGroup:
         self.close()
 
     def await_all(self) -> None:
-        """Waits until all replicas are loaded; raises an error that a new attempt would not avoid.
-
-        A rank that was lost meanwhile is not waited for if there are others: its machine may be gone for good.
-        """
+        """Waits until all replicas are loaded; raises an error that a new attempt would not avoid. A rank that was lost
+        meanwhile is not waited for if there are others: its machine may be gone for good."""
         while not self.loaded or any(rank.ready is None and not rank.num_restarts for rank in self):
             received = self.next_report()
             if received is None:
@@ -119,10 +117,8 @@ class RankGroup:
             rank.process.send(command)
 
     def next_report(self) -> tuple[RankRecord, Report] | None:
-        """The next report, if it comes soon; silent ranks are ended meanwhile.
-
-        Reports of a replaced rank are dropped. After `RankEnded` the rank stays until it is replaced.
-        """
+        """The next report, if it comes soon; silent ranks are ended meanwhile. Reports of a replaced rank are dropped.
+        After `RankEnded` the rank stays until it is replaced."""
         self._end_silent()
         try:
             process, report = self._pool.inbox.get(timeout=LOOK_S)
@@ -152,10 +148,8 @@ class RankGroup:
         self._pool.kill(rank.process)
 
     def replace(self, rank: RankRecord, how: str, *, is_wanted: bool) -> None:
-        """Starts another process for a rank that is gone, if `is_wanted` and it has not ended too often.
-
-        A rank that no process has joined for long is only waited for again while others are there to train.
-        """
+        """Starts another process for a rank that is gone, if `is_wanted` and it has not ended too often. A rank that no
+        process has joined for long is only waited for again while others are there to train."""
         self.last_end = how
         never_came = rank.is_ending and rank.process.connection is None
         may_come = not never_came or bool(self.loaded)

@@ -147,10 +147,8 @@ class ReplicatedEngine:
         self._is_stale = True
 
     def keep_in(self, directory: RunDirectory) -> None:
-        """Writes jobs there, and continues from what it holds; ranks write the files of their own jobs.
-
-        StorageError if a rank does not see the directory, such as one on a machine that does not share it.
-        """
+        """Writes jobs there, and continues from what it holds; ranks write the files of their own jobs. StorageError if
+        a rank does not see the directory, such as one on a machine that does not share it."""
         self._directory = directory
         self.timeline.wall.go_on_from(directory.read_time())
         self._open_directories()

@@ -148,10 +148,8 @@ class SweepReplicas(ReplicatedEngine):
         return next((rank for rank in self._ranks if rank.index == job.rank), None)
 
     def _query(self, job: JobRecord, question: Question) -> Any:
-        """Answer of the job's rank; raises its error. A job without a rank gets one first.
-
-        A job that moves is queried on its new rank, and one whose rank ends on another.
-        """
+        """Answer of the job's rank; raises its error. A job without a rank gets one first. A job that moves is queried
+        on its new rank, and one whose rank ends on another."""
         is_ended = job.state.is_final
         while True:
             while job.is_leaving:

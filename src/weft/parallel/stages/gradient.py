@@ -90,10 +90,8 @@ def part_of_step(norm: torch.Tensor, shares: Sequence[JobShare], stage: int) -> 
 def combine_gradient_norm(
     parts: Sequence[torch.Tensor], shares: Sequence[JobShare], norm_of: Callable[[list[torch.Tensor]], torch.Tensor]
 ) -> tuple[GradientNorm, dict[str, torch.Tensor]]:
-    """The norm of a gradient and its tied groups, from the parts of all stages in order.
-
-    `norm_of` computes the norm of its groups.
-    """
+    """The norm of a gradient and its tied groups, from the parts of all stages in order. `norm_of` computes the norm of
+    its groups."""
     pieces: dict[str, list[torch.Tensor]] = {}
     for part, share in zip(parts, shares, strict=True):
         own = by_group(part[1:], share)
@@ -179,10 +177,8 @@ def combine_spread_sums(
     replicas: Sequence[tuple[Sequence[SpreadPart], Sequence[JobShare]]],
     norm_of: Callable[[list[torch.Tensor]], torch.Tensor],
 ) -> tuple[GradientNorm, dict[str, torch.Tensor]]:
-    """The norm of a gradient and the gradient by group, from the parts of all replicas that have some.
-
-    The first is the root stage's own; `norm_of` computes the norm of the groups.
-    """
+    """The norm of a gradient and the gradient by group, from the parts of all replicas that have some. The first is the
+    root stage's own; `norm_of` computes the norm of the groups."""
     first, shares = replicas[0]
     gradient: dict[str, torch.Tensor] = {}
     for group in in_order(group for share in shares for group in share.trained):

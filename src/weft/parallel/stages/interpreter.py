@@ -242,10 +242,8 @@ class StageProgram:
         self._go_empty(num_empty)
 
     def _num_more(self, k: int, num_passes: int) -> int:
-        """Passes that other devices with the same frozen weights run in addition before a microbatch.
-
-        All exchange their numbers before any of them runs one.
-        """
+        """Passes that other devices with the same frozen weights run in addition before a microbatch. All exchange
+        their numbers before any of them runs one."""
         ring = self._stage.backbone.ring
         if ring is None or not self._of_microbatch(k).work.reads_references:
             return 0
@@ -332,10 +330,8 @@ class StageProgram:
 
 
 def take_step(weights: JobWeights, rate: float, is_finite: torch.Tensor, part: PartOfStep) -> Callable[[], Updated]:
-    """Starts to clip and apply a part of a job's gradient, as one device would the whole.
-
-    Returns a function that waits for it; call it before the job's next step.
-    """
+    """Starts to clip and apply a part of a job's gradient, as one device would the whole. Returns a function that waits
+    for it; call it before the job's next step."""
     optimizer, patterns = weights.optimizer, weights.optimizer.spec.learning_rate_pattern
     optimizer.set_rate(rate)
     scale = scaling_changes(patterns, optimizer.adapter) if patterns else None

@@ -68,11 +68,8 @@ def load_stages(
     memory_limit: float | str | None = None,
     expected: ExpectedJobs | None = None,
 ) -> StagedExecutor:
-    """Replicas whose stages are processes of this machine; `memory_limit`: of each GPU.
-
-    Kernels that the expected jobs need are compiled meanwhile, once for all stages: a part of a model has those of the
-    whole.
-    """
+    """Replicas whose stages are processes of this machine; `memory_limit`: of each GPU. Kernels that the expected jobs
+    need are compiled meanwhile, once for all stages: a part of a model has those of the whole."""
     replicas = [find_parts(model, size, layout.tensor) for size in layout.replica_sizes]
     tokenizer = load_tokenizer(model.source)
     gpus = find_gpus(model, layout.num_devices, layout.gpus)

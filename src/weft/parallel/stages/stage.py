@@ -92,10 +92,8 @@ class Stage:
         return nullcontext() if self._stream is None else on_stream(self._stream)
 
     def expect(self, program: Program) -> None:
-        """Prepares for a program: passes run without graphs while there are pairs, and for a few programs after.
-
-        Some programs in between are planned at once and have no pairs, and capturing graphs takes long.
-        """
+        """Prepares for a program: passes run without graphs while there are pairs, and for a few programs after. Some
+        programs in between are planned at once and have no pairs, and capturing graphs takes long."""
         devices = self.backbone.devices
         if self.side_by_side is None or devices is None:
             return
@@ -184,10 +182,8 @@ class Stage:
         self.local.jobs.pop(job, None)
 
     def run_start_pass(self, job: str, entering_TD: torch.Tensor | None) -> StagePassResult | None:
-        """Runs the next pass for a job's start; None if there are no more, or if others have the job.
-
-        Where devices share the frozen weights, all of them take part.
-        """
+        """Runs the next pass for a job's start; None if there are no more, or if others have the job. Where devices
+        share the frozen weights, all of them take part."""
         found, ring = None, self.backbone.ring
         with device_errors_as_replica_errors():
             if job in self._given:

@@ -48,11 +48,8 @@ from weft.store.peft_files import write_adapter
 
 
 class StagedExecutor:
-    """Runs work on all stages of its replicas, as soon as it is started.
-
-    Only consecutive programs run on until they are waited for. Meanwhile other jobs may be added, moved and dropped,
-    and files may be written.
-    """
+    """Runs work on all stages of its replicas, as soon as it is started. Only consecutive programs run on until they
+    are waited for. Meanwhile other jobs may be added, moved and dropped, and files may be written."""
 
     run_kind: type[ProgramRun] = StagedRun
 
@@ -64,10 +61,8 @@ class StagedExecutor:
         shards: Sequence[int] = (),
         ahead: CompileAhead | None = None,
     ) -> None:
-        """`shards`: numbers of consecutive replicas that share one copy of the frozen weights; empty: none do.
-
-        `ahead`: kernels that are being compiled for all stages.
-        """
+        """`shards`: numbers of consecutive replicas that share one copy of the frozen weights; empty: none do. `ahead`:
+        kernels that are being compiled for all stages."""
         self.stages = stages
         self._ahead, self._compiling_s = ahead, 0.0
         self.tokenizer = tokenizer
@@ -87,10 +82,8 @@ class StagedExecutor:
         return int(self.stages.call_all("row_tile", capacity)[0])
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
-        """Bytes of microbatches on all stages of a replica, if each held as much as the fullest.
-
-        The earlier a stage, the more microbatches it holds at a time.
-        """
+        """Bytes of microbatches on all stages of a replica, if each held as much as the fullest. The earlier a stage,
+        the more microbatches it holds at a time."""
         found: list[int] = self.stages.call_all("activation_bytes", capacity, list(adapters))
         fullest = [max(found[device] * (devices.stop - device) for device in devices) for devices in self._replicas]
         return max(most * len(devices) for most, devices in zip(fullest, self._replicas, strict=True))

@@ -148,10 +148,8 @@ PassResults = list[StagePassResult | None]
 
 
 def find_start(stages: StageGroup, owners: Sequence[Sequence[range]], job: str) -> None:
-    """Runs a job's first samples through replicas until all their stages have enough.
-
-    `owners`: for each copy of the frozen weights, the stages of the replicas that share it, one of which has the job.
-    """
+    """Runs a job's first samples through replicas until all their stages have enough. `owners`: for each copy of the
+    frozen weights, the stages of the replicas that share it, one of which has the job."""
     is_found = False
     try:
         while not is_found:

@@ -89,20 +89,15 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """Between processes of torch.distributed: gloo on CPUs, where receiving waits, or NCCL.
-
-    Every channel has a group for each direction, and so communicators of its own: those of NCCL do one thing after
-    another, so that one that sent and received would wait for itself. What is received comes on a stream that waits
-    for no computing.
-    """
+    """Between processes of torch.distributed: gloo on CPUs, where receiving waits, or NCCL. Every channel has a group
+    for each direction, and so communicators of its own: those of NCCL do one thing after another, so that one that sent
+    and received would wait for itself. What is received comes on a stream that waits for no computing."""
 
     def __init__(
         self, stage: int, device: torch.device, longest_wait: datetime.timedelta, tensor: int = 0, num_tensor: int = 1
     ) -> None:
-        """All processes of the default group make theirs at the same time.
-
-        Among `num_tensor` processes that share a stage, each is connected to those with its own index in other stages.
-        """
+        """All processes of the default group make theirs at the same time. Among `num_tensor` processes that share a
+        stage, each is connected to those with its own index in other stages."""
         self._stage = stage
         self._tensor, self._num_tensor = tensor, num_tensor
         self._device = device
@@ -112,11 +107,8 @@ class TorchTransport:
         self._streams = {direction: Stream(device) for direction in DIRECTIONS} if has_streams(device) else {}
 
     def open(self, routes: Collection[Route]) -> None:
-        """Sends a number along each of its new routes, in the same order everywhere.
-
-        NCCL connects two processes when they first send, and both wait for it: in the middle of a program each might
-        wait for the other.
-        """
+        """Sends a number along each of its new routes, in the same order everywhere. NCCL connects two processes when
+        they first send, and both wait for it: in the middle of a program each might wait for the other."""
         for route in sorted({*routes} - self._open):
             if route.source == self._stage:
                 self.send(torch.zeros(1, device=self._device), route.target, route.channel)
@@ -211,10 +203,8 @@ LOOPBACKS = ("lo", "lo0")
 
 
 def find_gpus(model: ResolvedModel, num_devices: int, chosen: str | None) -> tuple[str, ...]:
-    """GPU of each process by CUDA's name; empty on a CPU. ConfigError if there are too few.
-
-    `chosen`: numbers of GPUs, one for each process; naming one twice puts two processes on it, for tests.
-    """
+    """GPU of each process by CUDA's name; empty on a CPU. ConfigError if there are too few. `chosen`: numbers of GPUs,
+    one for each process; naming one twice puts two processes on it, for tests."""
     if model.is_cpu:
         if chosen is not None:
             raise ConfigError("are for GPUs, and this run is on a CPU; leave them out.", where=WHERE)
@@ -238,10 +228,8 @@ def choose_backend(gpus: Sequence[str]) -> str:
 
 
 def process_variables(gpu: str | None) -> dict[str, str]:
-    """Environment of a process: it sees its own GPU alone, and gloo uses the loopback interface.
-
-    Otherwise gloo would resolve the machine's name, which takes long without a network.
-    """
+    """Environment of a process: it sees its own GPU alone, and gloo uses the loopback interface. Otherwise gloo would
+    resolve the machine's name, which takes long without a network."""
     loopbacks = [name for _, name in socket.if_nameindex() if name in LOOPBACKS]
     own = {} if gpu is None else {VISIBLE: gpu}
     return {**({"GLOO_SOCKET_IFNAME": loopbacks[0]} if loopbacks else {}), **os.environ, **own}

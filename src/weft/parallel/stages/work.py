@@ -40,10 +40,8 @@ class StagedOutcome:
 
 @dataclass(frozen=True)
 class StagedWork(Work[StagedOutcome]):
-    """A program of several stages, from its beginning to its end.
-
-    A consecutive program has ended once its rest has been started, with the next one or alone.
-    """
+    """A program of several stages, from its beginning to its end. A consecutive program has ended once its rest has
+    been started, with the next one or alone."""
 
     program: Program
     row_tile: int
@@ -105,10 +103,8 @@ class StageGroup(Protocol):
         ...
 
     def append(self, work: StagedWork, lists: Lists, due: Due) -> int:
-        """Starts a consecutive program after all earlier ones; returns its number. Each stage runs its list now.
-
-        `due`: messages about steps meanwhile.
-        """
+        """Starts a consecutive program after all earlier ones; returns its number. Each stage runs its list now. `due`:
+        messages about steps meanwhile."""
         ...
 
     def go_on(self, lists: Lists, due: Due) -> None: ...
@@ -121,10 +117,8 @@ class StageGroup(Protocol):
 
 
 class StepOrders:
-    """Order of the messages about steps, in programs whose lists arrive in parts.
-
-    Parts go to the root stage, which sends the norm to every other stage that steps.
-    """
+    """Order of the messages about steps, in programs whose lists arrive in parts. Parts go to the root stage, which
+    sends the norm to every other stage that steps."""
 
     def __init__(self) -> None:
         self._roots: dict[Measure, int] = {}
@@ -180,10 +174,8 @@ def routes_of(program: Program) -> frozenset[Route]:
 
 
 def all_routes(program: Program) -> frozenset[Route]:
-    """All routes that a program and its successors may use, if they share jobs in the same way.
-
-    Stages that are at work open no routes: each might wait for the other.
-    """
+    """All routes that a program and its successors may use, if they share jobs in the same way. Stages that are at work
+    open no routes: each might wait for the other."""
     replicas = program.replicas
     roots = [devices.start for devices in replicas]
     found = {

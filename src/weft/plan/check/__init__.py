@@ -48,11 +48,8 @@ def violations(
     cost: CostModel | None = None,
     memory_bytes: Sequence[int] | None = None,
 ) -> list[str]:
-    """The faults of a program; empty if it may run.
-
-    Samples and their order are checked where queues are given, capacity where limits are, memory where a cost model and
-    each stage's bytes are.
-    """
+    """The faults of a program; empty if it may run. Samples and their order are checked where queues are given,
+    capacity where limits are, memory where a cost model and each stage's bytes are."""
     if program.replica_sizes and (sum(program.replica_sizes) != program.num_stages or min(program.replica_sizes) < 1):
         return [f"replicas of {program.replica_sizes} stages are not the {program.num_stages} that are there"]
     if program.shards and not _can_share(program):

@@ -54,10 +54,8 @@ class BackboneSetup:
         targets: str | tuple[str, ...] = ALL_LINEAR,
         split: tuple[int, ...] | None = None,
     ) -> AnalyticCost:
-        """The cost model of a replica on devices of this kind.
-
-        `capacity`: tokens of a full microbatch, from which the row tile is estimated; otherwise `row_tile` counts.
-        """
+        """The cost model of a replica on devices of this kind. `capacity`: tokens of a full microbatch, from which the
+        row tile is estimated; otherwise `row_tile` counts."""
         if capacity is not None:
             row_tile = estimated_row_tile(hardware.name, capacity, self.shape.hidden)
         return AnalyticCost(
@@ -205,11 +203,9 @@ class AnalyticCost:
         return self._moved_s(self.rows(lengths) * numbers / self.tensor_parallel) + arithmetic + weights
 
     def _adapter_numbers(self, *, is_forward: bool) -> int:
-        """Numbers per row that the adapters move through memory.
-
-        Forward: read x, add to y. Backward: read dy twice and x once, add to dx. The widest (gate and up forward, the
-        input of down backward) are counted as added inside their products.
-        """
+        """Numbers per row that the adapters move through memory. Forward: read x, add to y. Backward: read dy twice and
+        x once, add to dx. The widest (gate and up forward, the input of down backward) are counted as added inside
+        their products."""
         chosen, linears = self.shape.chosen(self.targets), self.shape.linears
         _, _, gates, down = self.shape.sites
         adapted = [site for site in self.shape.sites if set(site) & set(chosen)]

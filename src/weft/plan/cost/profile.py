@@ -218,10 +218,8 @@ class ProfiledCost:
         return round(kept * self._layers(stage) / self.profile.setup.num_layers)
 
     def total_bytes(self, microbatch: Sequence[tuple[int, Sequence[int]]], ranks: Sequence[int]) -> int:
-        """Bytes of training on one device, with the margin of the fit's error.
-
-        `microbatch`: rank and sample lengths of each job; `ranks`: those of all adapters.
-        """
+        """Bytes of training on one device, with the margin of the fit's error. `microbatch`: rank and sample lengths of
+        each job; `ranks`: those of all adapters."""
         parameters = sum(ranks) * self.profile.setup.layer_adapter_width * self.profile.setup.num_layers
         load = MicrobatchLoad.of(microbatch, parameters, self.profile.setup.row_tile, max(ranks, default=0))
         return round(self.profile.memory_bytes(load) * (1.0 + self.profile.margin))

@@ -112,10 +112,8 @@ GPU_CAPACITY = 8192
 
 
 def choose_capacity(wanted: Capacity, device: str, longest: int = 0) -> int:
-    """Tokens of a run's microbatches; `auto` depends on the device and the longest sample only.
-
-    `device` is `cpu` or a GPU of any name.
-    """
+    """Tokens of a run's microbatches; `auto` depends on the device and the longest sample only. `device` is `cpu` or a
+    GPU of any name."""
     if wanted != "auto":
         return wanted
     usual = CPU_CAPACITY if device == "cpu" else GPU_CAPACITY
@@ -123,10 +121,8 @@ def choose_capacity(wanted: Capacity, device: str, longest: int = 0) -> int:
 
 
 def capacities(wanted: Capacity, device: str, longest: int = 0) -> list[int]:
-    """The capacity, and with `auto` the smaller ones to try if memory is short for the jobs beside it.
-
-    These are halves of it, down to a whole tile: products with fewer rows are slower.
-    """
+    """The capacity, and with `auto` the smaller ones to try if memory is short for the jobs beside it. These are halves
+    of it, down to a whole tile: products with fewer rows are slower."""
     found = [choose_capacity(wanted, device, longest)]
     while wanted == "auto" and found[-1] // 2 >= max(GPU_ROW_TILE, longest):
         found.append(found[-1] // 2)

@@ -200,10 +200,8 @@ def _move_sizes(fleet: Fleet, counts_KR: IntArray, slowest: int) -> list[IntArra
 
 
 def _exchange(fleet: Fleet, counts_KR: IntArray, home_KR: IntArray) -> bool:
-    """Exchanges one sample of the slowest replica, in place, if it and the taker then end sooner.
-
-    The candidates are ranked as if the two effects added up; the best is priced in full before it is kept.
-    """
+    """Exchanges one sample of the slowest replica, in place, if it and the taker then end sooner. The candidates are
+    ranked as if the two effects added up; the best is priced in full before it is kept."""
     seconds_K = fleet.seconds(counts_KR)
     slowest = int(np.argmax(seconds_K))
     ones_KR = np.ones_like(counts_KR)

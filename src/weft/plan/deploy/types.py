@@ -67,10 +67,8 @@ class DeployProblem:
         return np.array([float(kind.num_gpus) for kind in self.kinds])
 
     def sample_s_SR(self, below_s: float = math.inf) -> FloatArray:
-        """Seconds of a sample in full chunks by kind and bucket; infinite where it does not fit.
-
-        With `below_s`, including its part of the time to fill pipelines in steps below that.
-        """
+        """Seconds of a sample in full chunks by kind and bucket; infinite where it does not fit. With `below_s`,
+        including its part of the time to fill pipelines in steps below that."""
         fleet = Fleet([kind.model for kind in self.kinds], self.buckets)
         seconds_SR: FloatArray = fleet.sample_s_KR * fleet.stretch_K(below_s)[:, None]
         return seconds_SR
@@ -239,11 +237,9 @@ SAMPLED_BATCHES = 100
 
 
 def expected_batch(jobs: Sequence[DeployJob], seed: int = 0) -> Buckets:
-    """A batch of all jobs with the lengths of a hundred, in the buckets that suit those best.
-
-    The longest possible sample is included, so that every plan has a replica for it; and of a job with a home its own
-    longest, so that the home holds it.
-    """
+    """A batch of all jobs with the lengths of a hundred, in the buckets that suit those best. The longest possible
+    sample is included, so that every plan has a replica for it; and of a job with a home its own longest, so that the
+    home holds it."""
     drawn = draw_lengths(jobs, SAMPLED_BATCHES, seed)
     bounds = choose_buckets([*itertools.chain(*drawn), max(job.lengths.longest for job in jobs)]).bounds
     free = [index for index, job in enumerate(jobs) if job.is_any_order]

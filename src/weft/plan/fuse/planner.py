@@ -79,9 +79,7 @@ class PipeCosts:
 
 def grouped_streams(queues: Sequence[JobQueue], capacity: int, costs: PipeCosts) -> Iterator[GroupedStream]:
     """Streams for every number of pieces that leads to other groups, in microbatches of one piece and in full ones.
-
-    `queues` hold whole global batches.
-    """
+    `queues` hold whole global batches."""
     seen = set()
     for num_pieces in _numbers_of_pieces(queues, capacity, costs.num_stages):
         tasks = [_task(queue, num_pieces, capacity, costs.adapters) for queue in queues]

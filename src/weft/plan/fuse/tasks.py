@@ -100,10 +100,8 @@ class Pipe:
         return sum(passes_s) - slowest + self.num_microbatches * slowest
 
     def fits(self, fused: FusedTask) -> bool:
-        """True if every stage has room for its steady state of S − stage microbatches.
-
-        A task that is not fused can be launched less eagerly: one microbatch must fit.
-        """
+        """True if every stage has room for its steady state of S − stage microbatches. A task that is not fused can be
+        launched less eagerly: one microbatch must fit."""
         if self.free_bytes is None:
             return True
         lengths = fused.lengths

@@ -155,10 +155,8 @@ class Packer:
         return best and best[1:]
 
     def _slots_s(self, slot: Whole, lengths: Whole, work: Real, num_slots: int) -> float:
-        """Seconds of a round beyond the fixed part of its slots: as if all were as long as the second longest.
-
-        Slots filled by tiles are uneven on purpose; stages that run ahead absorb most of that.
-        """
+        """Seconds of a round beyond the fixed part of its slots: as if all were as long as the second longest. Slots
+        filled by tiles are uneven on purpose; stages that run ahead absorb most of that."""
         loads: Real = np.bincount(slot, weights=work, minlength=num_slots).astype(np.float64)
         tile = self.limits.row_tile
         if tile == 1:

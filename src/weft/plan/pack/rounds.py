@@ -41,10 +41,9 @@ def pack_rounds(
     keep_order: bool = False,
     behind: Sequence[Microbatch] = (),
 ) -> RoundPlan:
-    """Even microbatches for every round, with their lower bounds; deterministic unless the budget runs out.
-    `behind`: microbatches that run right before the first round; their jobs may have to wait. Once `budget_s` has
-    passed no solver is started.
-    """
+    """Even microbatches for every round, with their lower bounds; deterministic unless the budget runs out. `behind`:
+    microbatches that run right before the first round; their jobs may have to wait. Once `budget_s` has passed no
+    solver is started."""
     samples = rounds_of(jobs, limits)
     num_rounds = len(samples)
     work = PackingWork(cost or LinearCost(), limits.num_stages, limits.room, limits.row_tile)
@@ -156,19 +155,15 @@ class Demand:
 
 
 def slot_counts(fewest: int, num_samples: int, distance: int) -> range:
-    """Numbers of slots worth trying for a round.
-
-    Twice the distance more than needed leaves every slot to half of the jobs or more; further ones only cost.
-    """
+    """Numbers of slots worth trying for a round. Twice the distance more than needed leaves every slot to half of the
+    jobs or more; further ones only cost."""
     low = max(fewest, distance)
     return range(low, max(low, min(low + 2 * distance, num_samples + distance - 1)) + 1)
 
 
 def choose_edges(demand: Demand, start_J: Whole, *, is_end: bool) -> list[Whole]:
-    """The jobs' edges at every boundary, from before the first round (given) to after the last.
-
-    An edge is the first slot that a job may use after the boundary. With `is_end`, jobs may run up to the last slot.
-    """
+    """The jobs' edges at every boundary, from before the first round (given) to after the last. An edge is the first
+    slot that a job may use after the boundary. With `is_end`, jobs may run up to the last slot."""
     distance, (num_rounds, num_jobs) = demand.distance, demand.work_RJ.shape
     if distance == 1:
         return [start_J] * (num_rounds + 1)
@@ -192,10 +187,8 @@ def round_s(demand: Demand, r: int, before_KJ: Whole, after_KJ: Whole) -> Real:
 
 
 def _likely_s(demand: Demand, r: int, before_KJ: Whole, after_KJ: Whole) -> Real:
-    """Expected time of a round with its best number of slots, by edges.
-
-    Mostly its bound; spare work in ranges of slots distinguishes good edges from those that are barely possible.
-    """
+    """Expected time of a round with its best number of slots, by edges. Mostly its bound; spare work in ranges of slots
+    distinguishes good edges from those that are barely possible."""
     distance = demand.distance
     # More slots are seldom best, and this is called often.
     counts = demand.counts[r][: distance + 1]

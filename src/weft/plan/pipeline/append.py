@@ -99,10 +99,8 @@ class ContinuedProgram:
         return not self._num_pending[program]
 
     def append(self, given: DealtStream, costs: Sequence[PassCosts]) -> Lists:
-        """Returns the next instructions: the rest of the program before, and the beginning of this one.
-
-        Its microbatches hold whole global batches, each job's in order. `costs`: by replica.
-        """
+        """Returns the next instructions: the rest of the program before, and the beginning of this one. Its
+        microbatches hold whole global batches, each job's in order. `costs`: by replica."""
         streams = [read_stream([given.microbatches[k] for k in own]) for own in given.indices]
         before = self._shared.know(given.free, streams)
         self._free = (self._free - {job for stream in streams for job, _ in stream.members}) | given.free.keys()

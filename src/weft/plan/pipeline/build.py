@@ -181,10 +181,8 @@ class StageList:
 
 
 def renumbered(i: Instruction, numbers: Sequence[Sequence[int]], first: int) -> list[Instruction]:
-    """An instruction of one replica with the program's numbers of microbatches and stages.
-
-    A pair of microbatches side by side, which counts as one in the replica, gives two instructions.
-    """
+    """An instruction of one replica with the program's numbers of microbatches and stages. A pair of microbatches side
+    by side, which counts as one in the replica, gives two instructions."""
     match i:
         case Send():
             return [replace(i, microbatch=k, to_stage=first + i.to_stage) for k in numbers[i.microbatch]]

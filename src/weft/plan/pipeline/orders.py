@@ -162,10 +162,8 @@ def eager_orders(
     max_lead: Sequence[int] | None = None,
     adapters: AdapterTimes | None = None,
 ) -> list[StageOrder]:
-    """Orders of all stages, played ahead.
-
-    `max_lead`: most microbatches in flight per stage. `adapters`: what a microbatch's jobs add to each pass.
-    """
+    """Orders of all stages, played ahead. `max_lead`: most microbatches in flight per stage. `adapters`: what a
+    microbatch's jobs add to each pass."""
     num_steps = {k: len(batches) for k, batches in stream.completes.items()}
     clocks = [clock_of(m, num_steps.get(k, 0), num_stages, cost, adapters) for k, m in enumerate(stream.microbatches)]
     waits_for = list(stream.waits_for)

@@ -43,11 +43,9 @@ def side_by_side(
     held: RowsHeld | None = None,
     build: Callable[[Sequence[Microbatch]], Program] | None = None,
 ) -> Program:
-    """The program that runs a stream in pairs, as far as possible.
-
-    `microbatches` hold whole global batches, each job's in order. `held`: the row limit of a pair. `build`: makes the
-    program of what goes through the stages together; None: that of one stage.
-    """
+    """The program that runs a stream in pairs, as far as possible. `microbatches` hold whole global batches, each job's
+    in order. `held`: the row limit of a pair. `build`: makes the program of what goes through the stages together;
+    None: that of one stage."""
     turns = _turns(microbatches, held)
     return cut((build or one_stage)([together(own) for own in turns]), turns)
 
@@ -99,10 +97,8 @@ def _halves(microbatch: Microbatch, held: RowsHeld | None) -> tuple[Microbatch, 
 
 
 def two_groups(queues: Sequence[JobQueue], capacity: int) -> tuple[tuple[tuple[str, ...], ...], list[Microbatch]]:
-    """Jobs in two groups of about equal tokens, and their microbatches in turn; one group for a single job.
-
-    `queues` hold whole global batches; `capacity` is raised to the longest sample.
-    """
+    """Jobs in two groups of about equal tokens, and their microbatches in turn; one group for a single job. `queues`
+    hold whole global batches; `capacity` is raised to the longest sample."""
     sizes = {queue.job: sum(sum(batch.lengths) for batch in queue.batches) for queue in queues}
     groups: tuple[list[str], list[str]] = ([], [])
     for job in sorted(sizes, key=lambda job: (-sizes[job], job)):

@@ -87,10 +87,8 @@ Bucket = TypeVar("Bucket", tuple[str, ...], tuple[int, ...])
 
 
 def by_rounds(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
-    """All jobs' first global batches, job after job, then all second ones: mLoRA's order.
-
-    Every microbatch must hold samples of one global batch only.
-    """
+    """All jobs' first global batches, job after job, then all second ones: mLoRA's order. Every microbatch must hold
+    samples of one global batch only."""
     queues: dict[str, dict[int, list[Microbatch]]] = {}
     for k, microbatch in enumerate(microbatches):
         owners = {(s.job, s.step) for s in microbatch.segments}
@@ -109,11 +107,9 @@ def by_rounds(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
 def by_template(
     microbatches: Sequence[Microbatch], latency_s: Callable[[Microbatch], float], *, keep_order: bool = False
 ) -> tuple[tuple[Microbatch, ...], tuple[int, ...]]:
-    """MuxTune's template: in each round the slowest bucket first, a bucket's microbatches together.
-
-    A bucket is the microbatches of one round with the same jobs, slowest first. With `keep_order` it is all
-    microbatches linked by shared jobs, in the given order. Returns the stream and the ends of its rounds.
-    """
+    """MuxTune's template: in each round the slowest bucket first, a bucket's microbatches together. A bucket is the
+    microbatches of one round with the same jobs, slowest first. With `keep_order` it is all microbatches linked by
+    shared jobs, in the given order. Returns the stream and the ends of its rounds."""
     rounds: dict[int, list[Microbatch]] = {}
     for microbatch, number in zip(microbatches, _round_numbers(microbatches), strict=True):
         rounds.setdefault(number, []).append(microbatch)

@@ -70,10 +70,8 @@ class Balance(Levelling):
             self.count()
 
     def fill_and_return(self) -> None:
-        """Step 4; then moves that it or admission has made useless are taken back.
-
-        It ends: every round gives a job to an empty replica, and returning leaves none empty.
-        """
+        """Step 4; then moves that it or admission has made useless are taken back. It ends: every round gives a job to
+        an empty replica, and returning leaves none empty."""
         while self._fill_idle():
             self._undo_useless_moves()
         self._undo_useless_moves()

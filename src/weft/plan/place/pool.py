@@ -40,9 +40,7 @@ class _Seats:
 
     def pack(self, jobs: Sequence[Applicant], present: Mapping[str, int], limit: int) -> tuple[bool, int]:
         """Seats all jobs by depth-first search; returns whether it succeeded, and the number of jobs seated on the way.
-
-        A job is tried on its `present` replica, then where it fits most tightly. Fails beyond `limit` seatings.
-        """
+        A job is tried on its `present` replica, then where it fits most tightly. Fails beyond `limit` seatings."""
         choices, num_seatings = [self._options(jobs[0], present)], 0
         while choices and num_seatings < limit:
             if not choices[-1]:

@@ -80,10 +80,8 @@ def present_seats(candidates: Sequence[Candidate], replicas: Sequence[Replica]) 
 
 
 def least_s(candidates: Sequence[Candidate], replicas: Sequence[Replica]) -> float:
-    """Seconds that the replicas taking jobs need for all work, waiting jobs included.
-
-    A lower bound of the makespan, so no job moves for an end before it: waiting jobs will fill the gap.
-    """
+    """Seconds that the replicas taking jobs need for all work, waiting jobs included. A lower bound of the makespan, so
+    no job moves for an end before it: waiting jobs will fill the gap."""
     speed = sum(replica.speed for replica in replicas if not replica.is_draining)
     return sum(c.seconds_left for c in candidates) / speed if speed else 0.0
 

@@ -204,10 +204,8 @@ class FastestPipeline(Planner):
 def pipeline_planner(
     named: str, cost: AnalyticCost, *, in_pairs: bool = False, measured: CostModel | None = None
 ) -> FastestPipeline | PipelinePlanner:
-    """The planner of a replica of several stages, by its name in a run's settings.
-
-    `in_pairs`: microbatches run side by side where that is predicted to pay; `measured`: replaces the times of `cost`.
-    """
+    """The planner of a replica of several stages, by its name in a run's settings. `in_pairs`: microbatches run side by
+    side where that is predicted to pay; `measured`: replaces the times of `cost`."""
     if named == "greedy":
         return PipelinePlanner(Schedule.EAGER, cost.num_stages)
     pairs, is_gpu = PairTimes(cost) if in_pairs else None, cost.hardware.name != "cpu"

@@ -33,11 +33,9 @@ def mean_step_s(
     jobs: Sequence[DeployJob] = (),
     homes: Sequence[int] | None = None,
 ) -> float:
-    """Mean seconds of a step over batches of sample lengths.
-
-    `bounds`: fixed buckets; None: chosen per batch. `jobs`: the jobs of the batches; without them all samples are
-    divisible. `homes`: home replicas of the jobs that have one.
-    """
+    """Mean seconds of a step over batches of sample lengths. `bounds`: fixed buckets; None: chosen per batch. `jobs`:
+    the jobs of the batches; without them all samples are divisible. `homes`: home replicas of the jobs that have
+    one."""
     steps = [share(Fleet(models, in_buckets(jobs, lengths, bounds), homes)).step_s for lengths in batches]
     return statistics.mean(steps)
 
@@ -49,10 +47,8 @@ def in_turn_step_s(
     seed: int,
     share: Callable[[Fleet], Dispatch] = dispatch,
 ) -> float:
-    """Mean seconds of a step of every job, one job after another, each on its own plan and on drawn batches.
-
-    A plan's own step does not show this: its expected batch has rounded-up buckets, which distorts small batches most.
-    """
+    """Mean seconds of a step of every job, one job after another, each on its own plan and on drawn batches. A plan's
+    own step does not show this: its expected batch has rounded-up buckets, which distorts small batches most."""
     return sum(
         mean_step_s(plan.models, draw_batches([job], num_batches, seed), share, jobs=[job], homes=plan.homes)
         for plan, job in zip(plans, jobs, strict=True)

@@ -172,10 +172,8 @@ def forecast(
     planner: Planner,
     measured: ProfiledCost | None = None,
 ) -> Forecast:
-    """The forecast of a run on `cost.num_stages` stages.
-
-    With `measured`, time and the memory of a single stage come from it; otherwise both come from `cost`.
-    """
+    """The forecast of a run on `cost.num_stages` stages. With `measured`, time and the memory of a single stage come
+    from it; otherwise both come from `cost`."""
     queues, ranks = [job.queue for job in jobs], [job.cost_rank for job in jobs]
     times, pairs, keeps_order = measured or cost, None, True
     limits = Limits(capacity, max_microbatches=ALL)

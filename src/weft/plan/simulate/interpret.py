@@ -47,11 +47,9 @@ def simulate(
     adapters: AdapterTimes | None = None,
     pairs: PairTimes | None = None,
 ) -> Timeline:
-    """The predicted timeline of any program; a PlanError if its stages deadlock.
-
-    `cost`: one model for all replicas, or one for each. `adapters`: what a microbatch's jobs add to each pass. `pairs`:
-    the time of two passes side by side; None: as long as in sequence.
-    """
+    """The predicted timeline of any program; a PlanError if its stages deadlock. `cost`: one model for all replicas, or
+    one for each. `adapters`: what a microbatch's jobs add to each pass. `pairs`: the time of two passes side by side;
+    None: as long as in sequence."""
     costs = cost if isinstance(cost, Sequence) else [cost] * len(program.replicas)
     run = _Run(program, costs, adapters, pairs)
     waiting = deque(stage for stage, instructions in enumerate(program.stages) if instructions)

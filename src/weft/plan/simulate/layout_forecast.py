@@ -45,11 +45,9 @@ def forecast_layout(
     in_pairs: bool = False,
     measured: ProfiledCost | None = None,
 ) -> Forecast:
-    """The forecast of a run in a layout; `cost` is that of the backbone on one device.
-
-    `planner`: the name in the run's settings. `in_pairs`: allows microbatches side by side. `measured`: replaces the
-    cost model, on one device or one replica in stages.
-    """
+    """The forecast of a run in a layout; `cost` is that of the backbone on one device. `planner`: the name in the run's
+    settings. `in_pairs`: allows microbatches side by side. `measured`: replaces the cost model, on one device or one
+    replica in stages."""
     sizes, tensor = layout.replica_sizes, layout.replicas[0].tensor
     splits = {n: split_model(cost.shape, n) for n in sizes}
     costs = [replace(cost, num_stages=n, tensor_parallel=tensor, split=splits[n]) for n in sizes]
@@ -72,11 +70,8 @@ def forecast_replicas(
     shards: Sequence[int] = (),
     planner: str = "auto",
 ) -> Forecast:
-    """The forecast of a run on replicas with these costs.
-
-    `planner`: the name in the run's settings. `shards`: how many replicas share each copy of the frozen weights;
-    `costs` are those of devices that hold all weights.
-    """
+    """The forecast of a run on replicas with these costs. `planner`: the name in the run's settings. `shards`: how many
+    replicas share each copy of the frozen weights; `costs` are those of devices that hold all weights."""
     sizes = tuple(cost.num_stages for cost in costs)
     times = [
         ShardCost(costs[replica], len(own)) if len(own) > 1 else costs[replica]

@@ -98,10 +98,8 @@ class Solo:
         return memory.weight_bytes() + ADAPTER_BYTES * parameters / degree + kept
 
     def cheapest(self, configuration: Configuration) -> tuple[int, float] | None:
-        """The degree with the fewest GPU-seconds, and its seconds; None if no degree holds a single sample.
-
-        Fewer GPUs may hold a large model's samples only one at a time; then more GPUs can be cheaper.
-        """
+        """The degree with the fewest GPU-seconds, and its seconds; None if no degree holds a single sample. Fewer GPUs
+        may hold a large model's samples only one at a time; then more GPUs can be cheaper."""
         usable = self.setting.usable_bytes
         fitting = [d for d in self.setting.degrees if self.gpu_bytes(configuration, d, 1) <= usable]
         ways = [(degree, self.seconds(configuration, degree)) for degree in fitting]
@@ -133,10 +131,8 @@ class Solo:
 
 
 def one_by_one_s(configurations: Sequence[Configuration], setting: SweepSetting) -> float | None:
-    """The makespan of all configurations alone, each on the GPUs that cost least in all, longest first.
-
-    None if a configuration does not fit alone, or on a CPU, where nothing was measured.
-    """
+    """The makespan of all configurations alone, each on the GPUs that cost least in all, longest first. None if a
+    configuration does not fit alone, or on a CPU, where nothing was measured."""
     if setting.hardware.name == "cpu":
         return None
     solo, known, jobs = Solo(setting), dict[Configuration, tuple[int, float]](), []

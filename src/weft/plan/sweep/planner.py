@@ -42,10 +42,8 @@ def plan_sweep(
     memory_share: float = 0.95,
     max_degree: int | None = None,
 ) -> SweepPlan:
-    """The plan for `gpus` GPUs of one kind; deterministic. `recompute` and `capacity` apply to every pack.
-
-    A pack has at most `max_degree` GPUs: 1 where each holds a whole backbone.
-    """
+    """The plan for `gpus` GPUs of one kind; deterministic. `recompute` and `capacity` apply to every pack. A pack has
+    at most `max_degree` GPUs: 1 where each holds a whole backbone."""
     hardware = find_hardware(device) if isinstance(device, str) else device
     setting = SweepSetting(
         shape=shape,

@@ -289,10 +289,8 @@ class _CompletionReply:
 
 
 class _ReplyStream(StreamingResponse):
-    """Streams a reply, and hangs up on its worker however the stream ends.
-
-    A reader that goes away leaves the chunks half read: only here is that known, and no background task would run.
-    """
+    """Streams a reply, and hangs up on its worker however the stream ends. A reader that goes away leaves the chunks
+    half read: only here is that known, and no background task would run."""
 
     def __init__(self, reply: _CompletionReply, worker: DbRow, with_usage: bool) -> None:
         chunks = reply.stream(with_usage)

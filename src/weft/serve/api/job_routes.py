@@ -208,10 +208,8 @@ def _check_integrations(body: CreateJob) -> None:
 
 
 def _base_of(service: ApiService, user: Caller, model: str) -> str:
-    """Returns the backbone of a job that starts from `model`: a backbone, or a fine-tuned model of the tenant.
-
-    Every model that cannot be trained, another tenant's included, gets the same 400.
-    """
+    """Returns the backbone of a job that starts from `model`: a backbone, or a fine-tuned model of the tenant. Every
+    model that cannot be trained, another tenant's included, gets the same 400."""
     known = service.settings.base_models
     if model in known:
         return model

@@ -59,11 +59,9 @@ class AnswerPiece:
 
 
 def choose_worker(workers: list[DbRow], base: str, blob: str | None) -> DbRow:
-    """Chooses a live worker of this backbone that answers prompts, if possible one that is not stopping.
-
-    Prompts for an adapter, known by its archive `blob`, go to a worker that has it loaded. If none has, its name
-    decides, so that all API processes send its prompts to one worker and it is loaded once.
-    """
+    """Chooses a live worker of this backbone that answers prompts, if possible one that is not stopping. Prompts for an
+    adapter, known by its archive `blob`, go to a worker that has it loaded. If none has, its name decides, so that all
+    API processes send its prompts to one worker and it is loaded once."""
     able = [w for w in workers if w["base_model"] == base and w["address"]]
     able = [w for w in able if not w["is_draining"]] or able
     if not able:

@@ -97,10 +97,8 @@ def find_training_file(service: ApiService, user: Caller, id: str, param: str) -
 def download(
     service: ApiService, blob: str, filename: str, kind: str = "application/octet-stream", sha256: str | None = None
 ) -> StreamingResponse:
-    """Answers with a blob in such a way that browsers save it and never show it; an archive has no `sha256`.
-
-    It is read once before the answer begins, because a status cannot be taken back.
-    """
+    """Answers with a blob in such a way that browsers save it and never show it; an archive has no `sha256`. It is read
+    once before the answer begins, because a status cannot be taken back."""
     if sha256 is None:
         service.blobs.check_archive(blob)
     else:
@@ -133,10 +131,8 @@ def keep_file(
     expires_in_s: int | None,
     also: Callable[[Tx, DbRow], object] = lambda tx, file: None,
 ) -> DbRow:
-    """Checks the lines of a file and makes its row; nothing is left of a file that is refused.
-
-    `also` is called in the transaction that makes the row.
-    """
+    """Checks the lines of a file and makes its row; nothing is left of a file that is refused. `also` is called in the
+    transaction that makes the row."""
     with committed(service, writer):
         with service.blobs.open(writer.name) as stream:
             report = check_training_file(stream, filename, service.settings.limits, data_format=None)

@@ -28,10 +28,8 @@ _SHORT = 6
 
 
 def workers_view(tx: Tx, tenant: str, *, sees_all: bool) -> list[Json]:
-    """Returns the live workers as a tenant may see them.
-
-    With `sees_all` everybody's jobs are named, and machines; workers that are lost are there too.
-    """
+    """Returns the live workers as a tenant may see them. With `sees_all` everybody's jobs are named, and machines;
+    workers that are lost are there too."""
     workers = all_workers(tx) if sees_all else live_workers(tx)
     held, at = held_by_worker(tx), now(tx)
     ids = {id for worker in workers for id in _ids(worker["info"])}

@@ -311,11 +311,9 @@ def page(
     limit: int,
     newest_first: bool = True,
 ) -> Page:
-    """Returns up to `limit` rows after the one with id `after`; raises NotFound if there is no such id in the list.
-
-    A page may go on after a deleted row, so only the first condition of `where`, on the tenant and the parent, applies
-    when that row is looked up.
-    """
+    """Returns up to `limit` rows after the one with id `after`; raises NotFound if there is no such id in the list. A
+    page may go on after a deleted row, so only the first condition of `where`, on the tenant and the parent, applies
+    when that row is looked up."""
     query = sa.select(table).where(*where)
     if after:
         seq = tx.execute(sa.select(table.c.seq).where(table.c.id == after, where[0])).scalar_one_or_none()

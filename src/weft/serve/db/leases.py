@@ -65,10 +65,8 @@ _LOST = {
 
 def claim_jobs(tx: Tx, worker: str, base_model: str, num_seats: int, *, lease_s: float = LEASE_S) -> list[DbRow]:
     """Claims up to `num_seats` jobs for a worker and returns them as they are now, in the order in which they start.
-
-    Beyond that, a job may take the seat of one of the worker's own jobs that has a lower priority. Jobs that were to
-    be cancelled or paused when their worker was lost are cancelled or paused here.
-    """
+    Beyond that, a job may take the seat of one of the worker's own jobs that has a lower priority. Jobs that were to be
+    cancelled or paused when their worker was lost are cancelled or paused here."""
     at = now(tx)
     mine = every(tx, _active(base_model).where(JOBS.c.worker == worker, JOBS.c.lease_until > at))
     unheld = free_jobs(base_model, at)
@@ -98,10 +96,8 @@ def has_free(tx: Tx, base_model: str) -> bool:
 
 
 def renew(tx: Tx, worker: str, *, lease_s: float = LEASE_S) -> list[DbRow]:
-    """Renews the leases of all jobs the worker still has and returns their rows; a job not among them is lost.
-
-    A lease that has run out is renewed as well if no worker has taken the job, because its fence is still the worker's.
-    """
+    """Renews the leases of all jobs the worker still has and returns their rows; a job not among them is lost. A lease
+    that has run out is renewed as well if no worker has taken the job, because its fence is still the worker's."""
     ours = sa.and_(JOBS.c.worker == worker, JOBS.c.status.in_(("queued", "running")))
     tx.execute(sa.update(JOBS).where(ours).values(lease_until=now(tx) + lease_s))
     return every(tx, sa.select(JOBS).where(ours).order_by(JOBS.c.seq))
@@ -135,10 +131,8 @@ def free_jobs(base_model: str, at: float) -> sa.Select[Any]:
 
 
 def _concerns_the_full(mine: Sequence[DbRow]) -> sa.ColumnElement[bool]:
-    """Selects the free jobs that matter to a full worker, so that it does not lock a queue of thousands each time.
-
-    They are the jobs that outrank one of its own, those of lost workers, and those to cancel or pause.
-    """
+    """Selects the free jobs that matter to a full worker, so that it does not lock a queue of thousands each time. They
+    are the jobs that outrank one of its own, those of lost workers, and those to cancel or pause."""
     lowest = min((job["priority"] for job in mine), default=None)
     outranks = sa.false() if lowest is None else JOBS.c.priority > lowest
     is_suspect = JOBS.c.attempts >= SUSPECT_AFTER
@@ -231,10 +225,8 @@ SHORTEST_END = 6
 
 
 def steer_workers(tx: Tx, target: str, wish: str) -> list[DbRow]:
-    """Drains, undrains or removes a worker, or all workers of a machine; returns their rows as they were.
-
-    Repeating it is harmless. It raises NotFound if there is no such worker or machine.
-    """
+    """Drains, undrains or removes a worker, or all workers of a machine; returns their rows as they were. Repeating it
+    is harmless. It raises NotFound if there is no such worker or machine."""
     found = find_workers(tx, target)
     at = now(tx)
     lost = [row for row in found if is_lost(row, at)]

@@ -111,10 +111,8 @@ def create_key(tx: Tx, tenant: str, name: str = "", scopes: Sequence[str] = DEFA
 
 
 def first_key(database: Database, *, auth: bool) -> str | None:
-    """Makes the tenant `default` if there is no tenant, and returns a key for it if there was none.
-
-    Processes that start at once take turns, so that one of them does it.
-    """
+    """Makes the tenant `default` if there is no tenant, and returns a key for it if there was none. Processes that
+    start at once take turns, so that one of them does it."""
     with database.begin() as tx:
         lock_setup(tx)
         if find_tenant(tx, DEFAULT_TENANT) is None and (not auth or not list_tenants(tx)):
@@ -191,10 +189,8 @@ KEPT_S = 24 * 3600
 
 
 def take_key(tx: Tx, tenant: str, key: str, request_hash: str, object_id: str) -> str | None:
-    """Binds a key to the object the request is about to make, or returns the id of the one it made before.
-
-    The insert decides between two simultaneous requests: the second waits for the first and then finds its row.
-    """
+    """Binds a key to the object the request is about to make, or returns the id of the one it made before. The insert
+    decides between two simultaneous requests: the second waits for the first and then finds its row."""
     mine = [IDEMPOTENCY.c.tenant == tenant, IDEMPOTENCY.c.key == key]
     tx.execute(sa.delete(IDEMPOTENCY).where(*mine, IDEMPOTENCY.c.created_at < int(now(tx)) - KEPT_S))
     row = {"tenant": tenant, "key": key, "request_hash": request_hash, "object_id": object_id}

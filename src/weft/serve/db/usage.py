@@ -99,10 +99,8 @@ def check_tokens(tx: Tx, tenant: str, limit: int | None, more: int) -> None:
 
 
 def reserve(tx: Tx, job: DbRow, tokens: int) -> None:
-    """Reserves a job's tokens; raises OverLimit if they are too many beside the jobs that came before it.
-
-    A job that has begun keeps its tokens even if the limit was lowered since.
-    """
+    """Reserves a job's tokens; raises OverLimit if they are too many beside the jobs that came before it. A job that
+    has begun keeps its tokens even if the limit was lowered since."""
     limit = lock_tenant(tx, job["tenant"])
     if limit is not None and job["started_at"] is None:
         came_before = sa.or_(JOBS.c.seq < job["seq"], JOBS.c.worker.is_not(None), JOBS.c.started_at.is_not(None))

@@ -43,9 +43,7 @@ def put_worker(
     lease_s: float = ALIVE_S,
 ) -> None:
     """Adds or updates a worker's row, and notes that the worker is alive now and for `lease_s` without another word.
-
-    What the operator wants of the worker stays as it is.
-    """
+    What the operator wants of the worker stays as it is."""
     at = now(tx)
     values = {
         "base_model": base_model,
@@ -181,10 +179,8 @@ def fair_room(mine: WorkerLoad, others: Sequence[WorkerLoad], num_seats: int, fr
 
 
 def num_to_give_back(mine: WorkerLoad, others: Sequence[WorkerLoad]) -> int:
-    """How many jobs a worker has beyond its part for which workers of its kind have empty seats.
-
-    One that has no more than its part gives a job to a worker that has at least two fewer.
-    """
+    """How many jobs a worker has beyond its part for which workers of its kind have empty seats. One that has no more
+    than its part gives a job to a worker that has at least two fewer."""
     alike = [other for other in others if other.kind == mine.kind and not other.is_draining]
     part = _part(mine, alike, 0)
     beyond = min(mine.num_held - part, sum(other.num_short_of(part) for other in alike))

@@ -108,10 +108,8 @@ class CheckpointUploads:
 
 
 def record_saved(tx: sa.Connection, claim: Claim, step: int, blob: str) -> list[str]:
-    """Names a checkpoint in the row of its job; returns the blobs that no row names then.
-
-    The blob itself is among them if the job has ended, or if another worker has taken it.
-    """
+    """Names a checkpoint in the row of its job; returns the blobs that no row names then. The blob itself is among them
+    if the job has ended, or if another worker has taken it."""
     mine = sa.and_(JOBS.c.tenant == claim.tenant, JOBS.c.id == claim.id, JOBS.c.fence == claim.fence)
     row = tx.execute(sa.select(JOBS.c.status, JOBS.c.saved_blob).where(mine).with_for_update()).first()
     if row is None or row.status in FINAL_STATES:
@@ -121,10 +119,8 @@ def record_saved(tx: sa.Connection, claim: Claim, step: int, blob: str) -> list[
 
 
 def fetch_saved(job: DbRow, name: str, blobs: Blobs, work: WorkDirectory) -> int | None:
-    """Brings the checkpoint that a job's row names into the directory of a claim; returns its step.
-
-    An archive that is gone or damaged is passed over: the job goes on from what else there is.
-    """
+    """Brings the checkpoint that a job's row names into the directory of a claim; returns its step. An archive that is
+    gone or damaged is passed over: the job goes on from what else there is."""
     folder = work.data_dir(name) / "saved"
     try:
         with storage_errors(folder):
@@ -156,11 +152,9 @@ METRICS = {
 
 
 def upload_results(claim: Claim, blobs: Blobs, work: WorkDirectory) -> None:
-    """Stores the adapters of all notices of a claim that are not in the database yet.
-
-    If the file store does not answer, only a job that has ended has to wait: its result is tried again at the next
-    round. The adapter of a checkpoint is left out instead: the checkpoint itself is safe, but cannot be prompted.
-    """
+    """Stores the adapters of all notices of a claim that are not in the database yet. If the file store does not
+    answer, only a job that has ended has to wait: its result is tried again at the next round. The adapter of a
+    checkpoint is left out instead: the checkpoint itself is safe, but cannot be prompted."""
     claim.is_unstored = False
     for notice in claim.notices:
         try:

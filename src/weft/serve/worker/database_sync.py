@@ -119,10 +119,8 @@ class DatabaseSync:
 
     def leave(self) -> None:
         """Returns all jobs to the queue, removes the worker's row and waits for both; the engine has stopped before.
-
         The jobs stay ours until their last checkpoints are in the file store, if that takes no longer than half of the
-        grace.
-        """
+        grace."""
         self._leave_by = time.monotonic() + self._options.grace_s / 2
         self._is_draining = self._has_left = True
         self._hurry.set()

@@ -95,9 +95,7 @@ class PromptScheduler:
 
     def take_turn(self, trained_s: float | None) -> bool:
         """Answers prompts for a while; `trained_s` is how long the last microbatch took, None if nothing trains.
-
-        Returns False if there was no prompt to answer.
-        """
+        Returns False if there was no prompt to answer."""
         deadline = None
         while True:
             self._start_waiting()

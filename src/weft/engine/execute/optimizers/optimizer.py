@@ -94,10 +94,8 @@ class Optimizer(ABC):
 
     @abstractmethod
     def step(self, is_finite: bool, part: PartOfStep | None = None) -> Updated:
-        """Clips and applies the gradients, unless they or the loss are not finite; then clears them.
-
-        `part`: where this adapter is only a part of the job's.
-        """
+        """Clips and applies the gradients, unless they or the loss are not finite; then clears them. `part`: where this
+        adapter is only a part of the job's."""
 
     @classmethod
     def norm_of(cls, grads: Sequence[torch.Tensor]) -> torch.Tensor:
