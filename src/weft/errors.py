@@ -48,14 +48,10 @@ class WeftError(Exception):
 
 
 class ConfigError(WeftError):
-    """An error in a jobs file, an override or an option."""
-
     code = "config"
 
 
 class WrongTypeError(ConfigError):
-    """A setting has a value of a type that it does not accept."""
-
     accepted: tuple[Any, ...] = ()
     value: Any = None
 
@@ -67,52 +63,36 @@ class WrongTypeError(ConfigError):
 
 
 class DataError(WeftError):
-    """An error in a data file."""
-
     code = "data"
     setting: str | None = None
     """`train_data` or `eval_data`: the data of the job, if known."""
 
 
 class ModelError(WeftError):
-    """A backbone cannot be loaded or is not supported."""
-
     code = "model"
 
 
 class AdapterFileError(WeftError):
-    """An adapter directory cannot be read or does not fit the backbone."""
-
     code = "adapter_file"
 
 
 class StorageError(WeftError):
-    """A directory cannot be written, is full, or is in use."""
-
     code = "storage"
 
 
 class CheckpointError(WeftError):
-    """A checkpoint is damaged or belongs to another job."""
-
     code = "checkpoint"
 
 
 class JobError(WeftError):
-    """An error that ends one job; its neighbours continue."""
-
     code = "job"
 
 
 class PlanError(WeftError):
-    """Planning is impossible within the limits."""
-
     code = "plan_error"
 
 
 class MissingExtraError(WeftError):
-    """An optional package is not installed."""
-
     code = "missing_extra"
 
 

@@ -23,7 +23,6 @@ class JobState(enum.StrEnum):
 
 
 FINAL_STATES = tuple(state.value for state in JobState if state.is_final)
-"""Names of the final states."""
 
 
 class ReasonCode(enum.StrEnum):
@@ -35,9 +34,7 @@ class ReasonCode(enum.StrEnum):
     NO_SEAT = "no_place"
     """max_jobs jobs are training."""
     NO_MEMORY_NOW = "no_memory_now"
-    """Other jobs hold the memory that it needs."""
     GAVE_WAY = "gave_way"
-    """Jobs with precedence took its seat."""
     DIVERGED = "diverged"
     DOES_NOT_FIT = "does_not_fit"
     """Its adapter does not fit in memory, even alone."""
@@ -51,16 +48,13 @@ class ReasonCode(enum.StrEnum):
     CHECKPOINT = "checkpoint"
     JOB = "job"
     ERROR = "error"
-    """Any other expected error."""
     INTERNAL = "internal"
-    """An unexpected error, in work for this job alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
     code: ReasonCode
     text: str
-    """One sentence for the job's owner."""
 
     @classmethod
     def of(cls, error: WeftError) -> Reason:
@@ -69,7 +63,6 @@ class Reason:
 
     @classmethod
     def of_bug(cls, error: Exception) -> Reason:
-        """The reason for an unexpected error."""
         return cls(ReasonCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
 
     def __str__(self) -> str:

@@ -216,7 +216,6 @@ def _run(
     name: str,
     log: str,
 ) -> None:
-    """The body of a new process."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -232,7 +231,6 @@ def _run(
 
 
 def run_program(module: str, descriptor: str) -> None:
-    """The body of a new program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     importlib.import_module(module).main(Connection(int(descriptor)))
 

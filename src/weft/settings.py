@@ -301,7 +301,6 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
 
 
 def _holds_spec(hint: Any) -> bool:
-    """Whether a type is a spec, or a list that may contain some."""
     return dataclasses.is_dataclass(hint) or any(_holds_spec(inner) for inner in typing.get_args(hint))
 
 
@@ -391,7 +390,6 @@ def first_match(patterns: Mapping[str, V], module: str, default: V) -> V:
 
 
 def check_pattern(pattern: str, where: str) -> None:
-    """ConfigError if a text is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:

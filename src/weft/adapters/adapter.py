@@ -288,7 +288,6 @@ class Adapter:
         return {**grads, **{name: trained[name] for name in self._parts}}
 
     def groups_of(self, path: str) -> tuple[str, ...]:
-        """The group of each trained tensor of a module."""
         if path in self._parts:
             return (path,) * len(self._views[path])
         return tuple(name for name in self.groups if name not in self._parts)

@@ -131,7 +131,6 @@ class Turns:
             raise OtherPassFailedError("the pass beside this one has failed")
 
     def end(self, *, has_failed: bool) -> None:
-        """Ends the pass whose turn it is."""
         self._is_one_over, self._has_one_failed = True, has_failed or self._has_one_failed
         self._give_to(1 - self.pass_number)
 
@@ -202,12 +201,10 @@ class SiteShare:
 
     @classmethod
     def whole(cls, num_out: int, num_in: int) -> SiteShare:
-        """The share of a site that is not divided."""
         return cls(slice(0, num_out), slice(0, num_in))
 
     @classmethod
     def part(cls, num_out: int, num_in: int, side: Side, devices: Devices) -> SiteShare:
-        """This device's share of the outputs or inputs of a linear."""
         num_all = num_out if side == "outputs" else num_in
         assert num_all % devices.count == 0, "checked before anything was loaded"
         size = num_all // devices.count
@@ -218,7 +215,6 @@ class SiteShare:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in) of the share."""
         return self.outputs.stop - self.outputs.start, self.inputs.stop - self.inputs.start
 
     @property

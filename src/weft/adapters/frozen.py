@@ -164,8 +164,6 @@ class Dense(FrozenWeight):
 
 
 class Int8(FrozenWeight):
-    """Eight-bit integers with one scale per output."""
-
     kind = "int8"
     out_dims: ClassVar[Mapping[str, int]] = {"q_OD": 0, "scale_O": 0}
     in_dims: ClassVar[Mapping[str, int]] = {"q_OD": 1}
@@ -264,7 +262,6 @@ class Fp8(FrozenWeight):
         return _scaled_mm(self.gradient_factors(dy_TO, dy8), row_tile).to(self.dtype)
 
     def factors(self, x_TD: torch.Tensor, x8: Rows8 | None = None) -> Factors:
-        """Both factors as 8-bit floats, x rounded row by row."""
         if not self.rounds_inputs:
             return super().factors(x_TD)
         x8_TD, scale_T = quantise_rows(x_TD) if x8 is None else x8

@@ -138,7 +138,6 @@ class SlotWeights(ABC):
         return params
 
     def from_files(self, given: ModuleTensors) -> ModuleTensors:
-        """The parameters for these tensors of a file."""
         return given
 
 
@@ -147,14 +146,11 @@ class KernelCopy:
 
     def __init__(self, adapter: Adapter) -> None:
         self.entries: dict[str, Entry] = {}
-        """Low-rank products by path."""
         self.others: OtherParts[str] = OtherParts()
-        """All other changes by path."""
         self._adapter = adapter
         self._version = -1
 
     def follow(self) -> None:
-        """Copies the weights if they have changed."""
         if self._version != self._adapter.version:
             self.copy_weights()
             # Last: if memory ends in between, the next call copies again.
@@ -196,7 +192,6 @@ class PeftFormat(ABC):
     """The files of a method's adapters as PEFT writes and reads them."""
 
     peft_type: str
-    """Name of the method in adapter_config.json."""
     marker: str | None = None
     """The key that is on in this method's files only, where another method has the same peft_type."""
     in_peft: bool = False
@@ -207,7 +202,6 @@ class PeftFormat(ABC):
     defaults: Mapping[str, Any]
     """Every key that PEFT writes and its default, except peft_version, which PEFT adds to files without one."""
     refused: Mapping[str, str] = {}
-    """Keys that must be off, with the reason."""
 
     own_settings: tuple[str, ...] = ()
     """The method's settings that its files have under the same names; the first one is required."""
@@ -244,7 +238,6 @@ class PeftFormat(ABC):
         return None, None
 
     def what_it_is(self, name: str) -> str:
-        """Why a tensor of another kind cannot be read."""
         return f"which is no tensor of {self.title}"
 
     @abstractmethod

@@ -77,15 +77,12 @@ class HeadWeights:
     any_order_sums: AnyOrderSums | None = None
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        """(B, L) in fp32."""
         return torch.nn.functional.linear(hidden_BD.float(), *self.params)
 
     def input_gradient(self, slopes_BL: torch.Tensor) -> torch.Tensor:
-        """The gradient of the hidden states (B, D)."""
         return slopes_BL @ self.params[0]
 
     def add_gradients(self, hidden_ND: torch.Tensor, slopes_NL: torch.Tensor) -> None:
-        """Adds the gradients of one sample's rows."""
         self.grads[0].add_(slopes_NL.t() @ hidden_ND.float())
         if len(self.grads) > 1:
             self.grads[1].add_(slopes_NL.sum(dim=0))
@@ -128,7 +125,6 @@ class RowsShape(PartShape):
 @dataclass(frozen=True, eq=False)
 class TokenRows:
     ids: np.ndarray | None
-    """Token ids (K); None: all rows."""
     rows_KD: torch.Tensor
     grad_KD: torch.Tensor
     any_order_sums: AnyOrderSums | None = None
@@ -144,8 +140,6 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class _Met:
-    """The rows of one sample whose tokens an adapter trains."""
-
     rows: np.ndarray
     indices: np.ndarray
 
@@ -164,7 +158,6 @@ class InputTokenRows(SlotWeights):
 
     own: TokenRows
     scale: float
-    """Factor of the backbone on its embeddings."""
 
     def __post_init__(self) -> None:
         self.any_order_sums = self.own.any_order_sums

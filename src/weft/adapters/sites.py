@@ -192,7 +192,6 @@ class KeyValueRows(RowSite):
     """Keys and values of one layer's attention, concatenated; keys are rotated already."""
 
     def __init__(self, layer: int, width: int, routing: Routing) -> None:
-        """`width`: of keys and values together."""
         super().__init__(width, routing)
         self._layer = layer
         self._num_heads = 0

@@ -20,18 +20,14 @@ class ChatTurn:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other fields that the chat template may read, such as tool_calls, tool_call_id or name."""
     weight: float = 1.0
-    """Weight of its tokens in the loss, if it is trained."""
 
     @property
     def message(self) -> dict[str, Any]:
-        """The turn as chat templates read it."""
         return {"role": self.role, "content": self.content, **self.extra}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order, and the tools the assistant may call."""
-
     turns: tuple[ChatTurn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     is_chat: bool = True

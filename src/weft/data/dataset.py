@@ -25,7 +25,6 @@ class DataSummary:
     sources: tuple[str, ...]
     format: str
     num_rows: int
-    """Rows read, before any were left out or split off."""
     num_truncated: int
     """Samples cut to max_length that still have something to learn; the samples of a group count as one."""
     num_dropped_long: int
@@ -43,7 +42,6 @@ class DataSummary:
     group_size: int = 1
 
     def describe(self) -> str:
-        """One line for people."""
         lengths = f"lengths {self.min_length:,} to {self.max_length:,}, mean {self.mean_length:,.0f}"
         number, what = self.num_samples // self.group_size, "pair" if self.group_size == 2 else "sample"
         parts = [
@@ -61,8 +59,6 @@ class DataSummary:
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a sample in its group."""
-
     sample: Sample
     """With the rows in front of it that the job's adapter fills."""
     own: Sample
@@ -196,7 +192,6 @@ class Dataset:
 
     @property
     def longest_group(self) -> int:
-        """Largest number of tokens that must share a microbatch."""
         return int(self._run_tokens.max())
 
     def subset(self, groups: Iterable[int] | npt.NDArray[np.int64]) -> Dataset:

@@ -46,7 +46,6 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def read_jsonl(path: Path, name: str) -> Iterator[Row]:
-    """One row per line; blank lines are skipped."""
     return rows_of_lines(read_lines(path), name)
 
 

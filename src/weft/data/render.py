@@ -271,8 +271,6 @@ MARK = re.compile(f"{OPEN}([0-9]+)([+-]){CLOSE}")
 
 @dataclass(frozen=True)
 class Landmarks:
-    """The positions of contents in a chat's text."""
-
     text: str
     contents: tuple[tuple[int, int] | None, ...]
     """Span [start, end) of every turn; None for content that is blank, missing or repeated."""
@@ -312,12 +310,10 @@ class Landmarks:
         return self.roles[turn - 1], self.text[before[1] : own[0]], behind, "" if is_last else self.roles[turn + 1]
 
     def offsets(self, turn: int, start: int, end: int) -> tuple[int, int]:
-        """A span as distances from the ends of a turn's content."""
         first, last = self.contents[turn] or (0, 0)
         return start - first, end - last
 
     def span(self, turn: int, from_start: int, from_end: int) -> tuple[int, int]:
-        """The span at these distances."""
         first, last = self.contents[turn] or (0, 0)
         return first + from_start, last + from_end
 

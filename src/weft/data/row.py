@@ -17,8 +17,6 @@ NEWLINE = b"\n"
 
 @dataclass(frozen=True)
 class Row:
-    """The columns of one row, and its location for errors."""
-
     values: Mapping[str, Any]
     where: str
     """E.g. `train.jsonl line 17` or `train.json row 3`."""
@@ -125,4 +123,3 @@ OPENERS: dict[str, Callable[[Path], BinaryIO]] = {
     ".gz": lambda path: cast(BinaryIO, gzip.GzipFile(path, "rb")),
     ".zst": lambda path: io.BufferedReader(_ZstdStream(path), BLOCK_BYTES),
 }
-"""Functions that open a compressed file, by its last suffix."""

@@ -129,8 +129,6 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class TokenArrays:
-    """The concatenated tokens of all samples, [T]."""
-
     tokens: npt.NDArray[np.int32]
     supervised: npt.NDArray[np.bool_]
     weights: npt.NDArray[np.float64] | None = None
@@ -141,7 +139,6 @@ class TokenArrays:
     """A teacher's most likely tokens for each supervised token, [S · K]; None if the data holds none."""
     teacher_logprobs: npt.NDArray[np.float32] | None = None
     cached_range: tuple[int, int] | None = None
-    """Token range, if it has been computed."""
 
     @functools.cached_property
     def token_range(self) -> tuple[int, int]:
@@ -172,7 +169,6 @@ class Samples(Sequence[Sample]):
     lengths: Integers
     num_supervised: Integers
     cached_fingerprint: str | None = None
-    """Fingerprint of this very view, if it has been computed."""
     teacher_starts: Integers | None = None
     """Start of each sample among all supervised tokens, [N], if the arrays hold a teacher's outputs."""
 

@@ -155,7 +155,6 @@ READERS: dict[str, Callable[[Path, str], Iterable[Row]]] = {
     ".arrow": read_arrow,
     ".txt": read_txt,
 }
-"""Readers of a file, by its suffix."""
 BINARY = (".parquet", ".arrow")
 """Files that are compressed inside, if at all."""
 

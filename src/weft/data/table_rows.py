@@ -117,7 +117,6 @@ FILE_MAGIC = b"ARROW1"
 
 
 def read_parquet(path: Path, name: str) -> Iterator[Row]:
-    """The rows of a parquet file, in batches."""
     pyarrow = _library(name, "parquet")
     from pyarrow import parquet
 

@@ -201,7 +201,6 @@ TEXTS_PER_CALL = 1024
 
 
 def tokenise(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[Sample]:
-    """The samples of rendered texts, in order."""
     bos = leading_bos(tokenizer)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for first in range(0, len(rendered), TEXTS_PER_CALL):

@@ -348,7 +348,6 @@ class Engine:
         return self._stopping or bool(self._commands) or has_changed or not is_step_finished
 
     def _finish_program(self) -> Iterator[Event]:
-        """Counts all started work before anything else is decided."""
         if self._program is not None:
             self._count_started(self._program)
         self._program = None

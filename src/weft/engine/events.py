@@ -14,8 +14,6 @@ from weft.job_state import JobState, Reason, ReasonCode
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened in an engine."""
-
     kind: ClassVar[str] = "event"
 
     def fields(self) -> dict[str, Any]:
@@ -26,15 +24,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class JobEvent(Event):
-    """Something that happened to one job."""
-
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobStarted(JobEvent):
-    """The job has a slot and will be trained."""
-
     kind: ClassVar[str] = "job_started"
     step: int
     """Steps already done; above 0 after a resume."""
@@ -140,8 +134,6 @@ class JobEnded(JobEvent):
 
 @dataclass(frozen=True, slots=True)
 class JobCancelled(JobEnded):
-    """The job was cancelled; its slot is free."""
-
     kind: ClassVar[str] = "cancelled"
     state: ClassVar[JobState] = JobState.CANCELLED
 
@@ -157,8 +149,6 @@ class JobFailed(JobEnded):
 
 @dataclass(frozen=True, slots=True)
 class JobSucceeded(JobEnded):
-    """The job is done and its adapter is written."""
-
     kind: ClassVar[str] = "succeeded"
     state: ClassVar[JobState] = JobState.SUCCEEDED
     adapter_dir: str | None
@@ -295,5 +285,4 @@ class EventQueue:
         return self._events.popleft()
 
     def has_step(self, job: str) -> bool:
-        """True if a step of the job is still queued."""
         return any(isinstance(event, StepDone) and event.job == job for event in self._events)

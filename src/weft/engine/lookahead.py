@@ -61,8 +61,6 @@ class MeasuredPace:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A checked program, with what its planner weighed."""
-
     program: Program
     span: Span
     choice: PipelineChoice | None = None
@@ -78,8 +76,6 @@ class _Request:
 
 
 class LookaheadPlanner:
-    """Programs of one planner, each checked before it is used."""
-
     def __init__(self, planner: PlanFunction, timeline: TimelineRecorder) -> None:
         self.planner: Planner = planner if isinstance(planner, Planner) else FunctionPlanner(planner)
         self._timeline = timeline

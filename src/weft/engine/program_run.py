@@ -40,12 +40,9 @@ if TYPE_CHECKING:
     from weft.kernels.adamw import Updated
 
 Begun = tuple[StepsWork, Ticket["Sequence[Updated]"]]
-"""Started steps and their ticket."""
 
 
 class ProgramRun(ABC):
-    """Runs one or more programs and counts what they did."""
-
     is_mid_step = False
     """True while started steps are not counted, so that a job may be further than its counts."""
 
@@ -109,8 +106,6 @@ class ProgramRun(ABC):
 
 
 class StartedMicrobatch:
-    """A microbatch that is started and not counted."""
-
     def __init__(self, executor: Worker, jobs: Sequence[LiveJob], work: MicrobatchWork) -> None:
         """`jobs`: the owners of its segments, in order."""
         self.microbatch = work.microbatch
@@ -260,7 +255,6 @@ class MicrobatchRun(ProgramRun):
         return work, ticket
 
     def _take(self, steps: Sequence[Step], begun: Begun | None) -> list[Event]:
-        """Waits for steps, and starts them first if needed."""
         with self._timeline.span("step", jobs={step.job: 0 for step in steps}):
             work, ticket = begun or self._begin(steps, None)
             found = self._executor.wait(ticket)

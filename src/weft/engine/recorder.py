@@ -241,8 +241,6 @@ class JobFile:
 
 
 class JobFiles:
-    """Writes of all jobs, in order of their start."""
-
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._room_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SNAPSHOT_SHARE
@@ -266,7 +264,6 @@ class JobFiles:
             self._wait(self._under_way[:1])
 
     def ended(self) -> list[JobFile]:
-        """Takes ended writes, without waiting."""
         self._wait([file for file in self._under_way if self._worker.is_written(file.ticket)])
         ended, self._ended = self._ended, []
         return ended

@@ -40,7 +40,6 @@ HARMLESS = ("save_steps", "save_minutes", "save_total_limit", "logging_steps", "
 """Settings that change when work is done and written, not its results."""
 LENGTHS = ("max_steps", "num_train_epochs")
 FLAT_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
-"""Learning rates that do not depend on the number of steps."""
 _KEEPS = "the run in {} has {}, this {} has {}; a resumed run keeps its settings."
 
 
@@ -204,7 +203,6 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _refusal(
     setting: str, was: Any, job: JobSpec, recorded: Mapping[str, Any], status: Mapping[str, Any]
 ) -> str | None:
-    """Why a setting cannot change; None if it can."""
     stops_early = recorded.get("early_stopping_patience") is not None
     if setting in HARMLESS:
         return None

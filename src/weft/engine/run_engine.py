@@ -45,8 +45,6 @@ class RunJob(Protocol):
 
 
 class ReplicaSide(Protocol):
-    """The replica, or what all replicas have in common."""
-
     @property
     def facts(self) -> ReplicaFacts: ...
 
@@ -77,9 +75,7 @@ class RunEngine(Protocol):
 
     def events(self) -> Iterator[Event]: ...
 
-    def stop(self) -> None:
-        """Pauses and saves every job."""
-        ...
+    def stop(self) -> None: ...
 
     def finish_files(self) -> None: ...
 

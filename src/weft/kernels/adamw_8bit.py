@@ -110,7 +110,6 @@ def _scale_pointers(scales_ptr, lane, column, start, BLOCK: tl.constexpr, SCALED
 
 @jit
 def _sizes(levels_ptr, codes, scales, BLOCK: tl.constexpr, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Absolute values that codes stand for."""
     shares = tl.reshape(tl.load(levels_ptr + codes), [BLOCK // SCALED, SCALED])
     return tl.reshape(shares * scales[:, None], [BLOCK])
 

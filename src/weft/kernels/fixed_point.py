@@ -66,7 +66,6 @@ class SumWords:
 
     @staticmethod
     def joined(parts: Sequence[SumWords]) -> SumWords:
-        """The tensors of several parts, one after the other."""
         coarse = None
         if any(part.coarse_P is not None for part in parts):
             coarse = torch.cat(
@@ -198,7 +197,6 @@ def _carried(fine_P: torch.Tensor) -> torch.Tensor:
 LARGEST = 2.0**30
 """Numbers from here on are refused; coarse is `REFUSED` then."""
 BLOCK = 2048
-"""Sums of one program."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,8 +89,6 @@ def _side_streams(device: torch.device, number: int) -> tuple[Stream, ...]:
 
 @dataclass(frozen=True)
 class RecordedLaunch:
-    """A kernel with the specialization of a launch."""
-
     kernel: Any
     specialization: str
     """Types, constants, alignments and options, in Triton's notation."""

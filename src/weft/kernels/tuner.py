@@ -53,7 +53,6 @@ class Layer:
     """Random activations by their width; kernels that add to them get a copy."""
 
     def rank_space(self, site: Site) -> torch.Tensor:
-        """A random S."""
         return _normal(self.rows.num_rows, len(site.sizes) * self.table.rank_class, like=next(iter(self.wide.values())))
 
 

@@ -74,7 +74,6 @@ _OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "expand": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2, 3)},
     "expand_grad": {"BN": _WIDTHS, "num_warps": _WARPS, "num_stages": (1, 2)},
 }
-"""Values that `weft tune` tries."""
 
 TRYING: dict[str, Choice] = {}
 """Choices on trial, by key."""

@@ -108,7 +108,6 @@ class Backbone:
         """The devices with the other parts of every layer; None if this device has all parts."""
         self._leading: dict[int, int] = {}
         self._tokenizers: dict[int, PreTrainedTokenizerBase] = {}
-        """Tokenizers of slots whose adapters have new tokens."""
         self._slot_paths: dict[int, Path] = {}
         self.ring: LayerRing | None = None
         """The ring through which weights of layers come and go, if they are spread over several devices."""
@@ -240,7 +239,6 @@ class Backbone:
         self.embeddings.shapes(spec)
 
     def _refuse_lossless(self, spec: AdapterSpec) -> None:
-        """ConfigError if loftq is set where no weight is quantised."""
         # A skeleton does not know how its weights will be stored.
         has_lost = self.device.type == "meta" or any(linear.read_original for linear in self.linears.values())
         if spec.init_lora_weights != "loftq" or has_lost:

@@ -47,7 +47,6 @@ class Head:
         return self.capped(self.linear(hidden_BD))
 
     def capped(self, raw_BV: torch.Tensor) -> torch.Tensor:
-        """The output of `linear` in fp32, after the soft cap."""
         raw_BV = raw_BV.float()
         return raw_BV if self.softcap is None else torch.tanh(raw_BV / self.softcap) * self.softcap
 
@@ -114,8 +113,6 @@ DISTILL_BLOCK = 64
 
 @dataclass(frozen=True, eq=False)
 class DistillationRows:
-    """The rows of one distillation objective in a microbatch."""
-
     objective: Distillation
     rows: np.ndarray
     """Indices among all rows of the microbatch (N)."""
@@ -123,7 +120,6 @@ class DistillationRows:
     shares: np.ndarray
     """Weight of each row in its job's loss: 1 / divisor of the global batch (N, float32)."""
     segments: np.ndarray
-    """Segment of each row (N)."""
     teacher: tuple[ReferenceRows, ...]
 
 
@@ -182,5 +178,4 @@ def _teacher_logits(head: Head, values: Sequence[torch.Tensor], like_BV: torch.T
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:
-    """The rows of a block, padded to the block's size."""
     return F.pad(values, (0, 0) * (values.dim() - 1) + (0, DISTILL_BLOCK - len(values)))

@@ -46,8 +46,6 @@ class ModelPart:
 
 
 class AbsentLayer(nn.Module):
-    """A layer of another part of the model: the identity."""
-
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         return hidden_states
 

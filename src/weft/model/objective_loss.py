@@ -75,8 +75,6 @@ class ReferenceRows:
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroups:
-    """The groups of one objective in a microbatch."""
-
     objective: LikelihoodObjective
     learners: tuple[int, ...]
     """Its segments, group by group; the group's loss and metrics are counted to its first."""
@@ -84,7 +82,6 @@ class ScoredGroups:
     references: tuple[ReferenceRows, ...]
     """The reference's values of each segment, if the objective reads them."""
     lengths: np.ndarray
-    """Number of supervised rows of each sample (S)."""
     shares: np.ndarray
     """Weight of each row's group in its job's loss: 1 / divisor of the global batch."""
     labels: np.ndarray | None
@@ -126,8 +123,6 @@ class LossPass:
 
 
 class MicrobatchLoss(Protocol):
-    """The cross entropy of a microbatch's supervised rows."""
-
     def among(self, rows: np.ndarray) -> MicrobatchLoss: ...
 
     def __call__(
@@ -225,8 +220,6 @@ BLOCK = 16
 
 @dataclass(frozen=True, eq=False)
 class LabelledRows:
-    """The rows of one job in a microbatch for its head."""
-
     slot: int
     objective: HeadObjective
     rows: np.ndarray
@@ -246,7 +239,6 @@ class LabelledRows:
 
     @property
     def sample_lengths(self) -> list[int]:
-        """Number of rows of each sample, in order."""
         _, counts = np.unique(self.segments, return_counts=True)
         return [int(count) for count in counts]
 

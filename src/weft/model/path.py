@@ -136,8 +136,6 @@ class Memory:
 
 
 class Path(Protocol):
-    """Runs microbatches forward, or forward and backward."""
-
     name: ClassVar[str]
     """Name in the records of a run: results of two paths differ in their last bits."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PendingBackward:
-    """The backward pass that a microbatch's losses require."""
-
     grad_TD: torch.Tensor
     scores: Callable[[DeviceEvent], PendingScores]
     """Returns the scores, given when the microbatch began; called once all other work has been launched."""

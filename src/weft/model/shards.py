@@ -195,7 +195,6 @@ class LayerRing:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that other devices send in one forward and backward."""
         whole = sum(self._sizes[NUM_BUFFERS:]) + sum(self._sizes[:-NUM_BUFFERS])
         return whole - whole // self._peers.count
 

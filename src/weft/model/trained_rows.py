@@ -45,7 +45,6 @@ class Embeddings:
         self.paths = {INPUT_ROWS: named[inputs], OUTPUT_ROWS: named[outputs]}
         self._modules = {INPUT_ROWS: inputs, OUTPUT_ROWS: outputs}
         self.is_tied: bool = getattr(model, TIED, inputs.weight is outputs.weight)
-        """Whether both share their rows, here or in the whole model."""
         is_here = {INPUT_ROWS: part is None or part.is_first, OUTPUT_ROWS: part is None or part.is_last}
         self._here = {name for name, here in is_here.items() if here}
 
@@ -187,7 +186,6 @@ class SampleHeadLoss:
     heads: Mapping[int, SampleHead]
     slots: tuple[int | None, ...]
     segments: np.ndarray
-    """Segment of every row of the loss (N)."""
 
     def among(self, rows: np.ndarray) -> SampleHeadLoss:
         return replace(self, segments=self.segments[rows])

@@ -150,9 +150,7 @@ def _expected(weights_BV: Tensor, values_BV: Tensor) -> Tensor:
 
 
 IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"
-"""Columns of a teacher's tokens."""
 MOST_TOKENS = 1000
-"""Maximum number of a teacher's tokens per supervised token."""
 
 
 def read_teacher_top_k(values: Mapping[str, Any], where: str) -> TeacherTopK:

@@ -50,7 +50,6 @@ class HeadObjective(Objective):
 
 
 TEXTS = ("text", "sentence", "prompt", "content")
-"""Columns that hold a text to classify."""
 LABELS = ("label", "labels")
 WORDS = ("tokens", "words")
 TAGS = ("ner_tags", "pos_tags", "chunk_tags", "tags", "labels")
@@ -156,7 +155,6 @@ class TokenClassification(Classification):
 
 
 def label_name(given: Any, what: str, where: str) -> str:
-    """A label as a name; numbers become text."""
     if isinstance(given, bool):
         return "true" if given else "false"
     if isinstance(given, float) and given.is_integer():

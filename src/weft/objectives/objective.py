@@ -96,8 +96,6 @@ class GroupRows(Protocol):
 
 @dataclass(frozen=True)
 class LikelihoodLoss:
-    """Losses of groups, with the weights of their rows."""
-
     losses_G: Tensor
     weights_N: Tensor
     """-dloss / dlogprob of every row: the weight of the row's cross entropy in the gradient of its group's loss."""
@@ -169,5 +167,4 @@ class MetricTotals:
 class MeanScores(NamedTuple):
     loss: float
     accuracy: float
-    """Accuracy of the supervised tokens."""
     further: Mapping[str, float] = {}

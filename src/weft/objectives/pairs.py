@@ -40,7 +40,6 @@ def opposed(values_G: Tensor) -> Tensor:
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
-    """log σ(x) without overflow."""
     return x.clamp(max=0) - (-x.abs()).exp().log1p()
 
 

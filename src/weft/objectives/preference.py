@@ -78,7 +78,6 @@ class Dpo(Pairs):
 
 
 def pair_loss(h_G: Tensor, loss_type: str, beta: float, smooth: float) -> tuple[Tensor, Tensor]:
-    """The loss of each pair and its slope over h."""
     if loss_type == "ipo":
         off_G = h_G - 1 / (2 * beta)
         return off_G.square(), 2 * off_G
@@ -211,7 +210,6 @@ class Kto(LikelihoodObjective):
         return type(self)(beta, job.desirable_weight, job.undesirable_weight)
 
     def claims(self, values: Mapping[str, Any]) -> bool:
-        """Whether a row has a true/false label and an answer."""
         answered = any(values.get(name) for name in ("completion", "response", "messages", "conversations", "output"))
         return answered and any(isinstance(values.get(name), bool) for name in COLUMNS)
 

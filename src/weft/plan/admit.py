@@ -40,8 +40,6 @@ MARGIN = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A job that trains or waits to."""
-
     job: str
     arrival: int
     num_bytes: int = 0
@@ -59,7 +57,6 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class Budget:
     total_bytes: int | None = None
-    """Memory of the device; None: unlimited."""
     fixed_bytes: int = 0
     """Bytes of the backbone and of a microbatch's activations."""
     margin: float = 0.0
@@ -77,7 +74,6 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Bytes left for jobs; None: unlimited."""
         if self.total_bytes is None:
             return None
         return max(int(self.total_bytes / (1 + self.margin)) - self.fixed_bytes, self.proven_bytes, 0)
@@ -102,8 +98,6 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class HeldJob:
-    """A job that does not train now, and why."""
-
     job: str
     reason: Reason
 

@@ -86,8 +86,6 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """The sizes of one decoder, and the form of its layers."""
-
     name: str
     hidden: int
     ffn: int
@@ -97,7 +95,6 @@ class DecoderSizes:
     head_size: int
     vocabulary: int
     tied: bool = False
-    """True if the output head is the embedding."""
     form: LayerForm = LayerForm()
 
     @property
@@ -115,7 +112,6 @@ class DecoderSizes:
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's linears, in the layer's order."""
         key_value = self.num_kv_heads * self.head_size
         parts = ((self.attention_width, key_value, key_value), (self.hidden,), (self.ffn, self.ffn), (self.hidden,))
         inputs = (self.hidden, self.attention_width, self.hidden, self.ffn)

@@ -24,7 +24,6 @@ class ReplicaLayout:
     """How one replica is divided over devices; their number is the product."""
 
     tensor: int = 1
-    """Devices that share every product of a layer."""
     shards: int = 1
     """Devices that share the frozen weights, and gather them layer by layer."""
     stages: int = 1

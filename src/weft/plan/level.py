@@ -41,8 +41,6 @@ CLOSE = 1.0002
 
 @dataclass(frozen=True)
 class PlannedReplicas:
-    """The planned replicas, as the run needs to know them."""
-
     holds: tuple[int, ...]
     """Tokens of the longest sample that each replica holds, which is also its longest chunk."""
     home_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -207,5 +205,4 @@ class Levelling:
 
 @functools.cache
 def _subsets(num_jobs: int) -> Floats:
-    """The subsets of so many jobs as rows of 0 and 1."""
     return ((np.arange(2**num_jobs)[:, None] >> np.arange(num_jobs)) & 1).astype(float)

@@ -26,8 +26,6 @@ class PlanFunction(Protocol):
 
 @dataclass(frozen=True)
 class HomeLoad:
-    """The work of a job that trains on one replica."""
-
     step_tokens: float
     longest: int
     """Tokens of its longest sample, or of the longest group that shares a microbatch."""
@@ -52,7 +50,6 @@ class PipelineChoice:
     fills: tuple[int, ...]
     """Tokens that a microbatch of each group is filled up to."""
     seconds: float
-    """Simulated time of the program."""
     one_group_s: float
     """Simulated time of the fastest program in which all jobs may share microbatches."""
     several_groups_s: float | None
@@ -65,12 +62,9 @@ class PipelineChoice:
 
 @dataclass(frozen=True)
 class MeasuredPasses:
-    """What the microbatches that have run took, stage by stage."""
-
     stages: StagePace = field(default_factory=StagePace)
     pairs: PairPace = field(default_factory=PairPace)
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Adapter rank of each job that trains now."""
 
 
 class Planner(abc.ABC):

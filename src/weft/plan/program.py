@@ -26,8 +26,6 @@ from weft.plan.types import Microbatch, Segment
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One microbatch forward through a stage's layers."""
-
     microbatch: int
 
 
@@ -113,7 +111,6 @@ class Program:
 
     @classmethod
     def from_turns(cls, turns: Iterable[Turn]) -> Program:
-        """The program of one device that takes these turns."""
         microbatches: list[Microbatch] = []
         instructions: list[Instruction] = []
         for turn in turns:

@@ -28,8 +28,6 @@ MOST_PHASES = 8
 
 @dataclass(frozen=True)
 class RemainingJob:
-    """A job, as far as it is still to be trained."""
-
     name: str
     batch_size: int
     lengths: tuple[int, ...]
@@ -48,7 +46,6 @@ class RemainingJob:
 
     @property
     def to_deploy(self) -> DeployJob:
-        """The job for the planner of deployments."""
         return DeployJob(self.name, self.batch_size, KnownLengths(self.lengths), self.is_any_order)
 
 
@@ -67,7 +64,6 @@ class LayoutForecast:
     """None if the present layout cannot hold them."""
     planned: Prediction
     step_tokens: float
-    """Tokens of a global batch of every job."""
     longest: int
 
 
@@ -155,8 +151,6 @@ def decide(now: Layout, forecast: LayoutForecast, pace: float, cost: MoveCost) -
 
 @dataclass(frozen=True)
 class DeviceForecaster:
-    """Forecasts layouts over a number of alike devices."""
-
     cost_for: Callable[[Sequence[RemainingJob]], AnalyticCost]
     capacity: int
     num_devices: int
@@ -227,8 +221,6 @@ class ClusterForecaster:
 
 @dataclass(frozen=True)
 class _PhaseCosts:
-    """The jobs of a phase, priced on replicas."""
-
     batch: Buckets
     models: Mapping[ReplicaLayout, ReplicaModel]
     num_steps: int

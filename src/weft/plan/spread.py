@@ -24,8 +24,6 @@ from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
 @dataclass(frozen=True)
 class SpreadPlanner(Planner):
-    """A planner for replicas of one or more stages."""
-
     replica_sizes: tuple[int, ...]
     costs: tuple[CostModel, ...]
     planned: PlannedReplicas | None = None
@@ -238,8 +236,6 @@ def _with_steps(
 
 @dataclass(frozen=True)
 class DealtQueues:
-    """The samples that one replica runs."""
-
     queues: list[JobQueue]
     """Its own jobs, and its parts of divided jobs, whose samples are counted from 0."""
     indices: dict[tuple[str, int], list[int]]

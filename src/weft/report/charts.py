@@ -264,7 +264,6 @@ def timeline(run: RunData) -> PlotlyFigure | None:
 
 
 def drawn_replicas(spans: Iterable[ReportSpan]) -> list[int]:
-    """The replicas of the timeline's bands, from above."""
     return sorted({span.replica for span in spans})[:MAX_REPLICAS]
 
 

@@ -86,7 +86,6 @@ def job_colours(num_jobs: int) -> list[str]:
 
 
 def faint(colour: str, alpha: float) -> str:
-    """The colour as CSS with an alpha."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha:g})"
 

@@ -247,7 +247,6 @@ def _losses(job: ReportedProgress) -> str:
 
 
 RATE_WINDOW_S = 30.0
-"""Rates are those of the last half minute."""
 MAX_MARKS = 512
 STATES: Mapping[type[Event], JobState] = {
     JobStarted: JobState.RUNNING,

@@ -28,7 +28,6 @@ def layouts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def layout_of(info: Mapping[str, Any]) -> str | None:
-    """The same in words."""
     return ", then ".join("one device" if name == ONE_DEVICE else name for name in layouts_of(info)) or None
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from weft.store.wall_clock import TimeSplit
 
 STATES = ("done", "training", "waiting", "stopped", "failed")
-"""States in the order of display."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,6 @@ class Board:
 
     @property
     def best(self) -> BoardTrial | None:
-        """The first trial that has a value and did not fail."""
         return next((trial for trial in self.trials if trial.value is not None and trial.state != "failed"), None)
 
     @property

@@ -133,7 +133,6 @@ def sweep_figure(board: Board, traces: Sequence[Any], *, x_title: str = "", y_ti
 
 
 def described(board: Board, trial: BoardTrial) -> str:
-    """A trial in a few lines, for hovering."""
     value = "no value" if trial.value is None else f"{board.metric} {trial.value:.5g}"
     params = [f"{name} {shortened(value_label(given), 40)}" for name, given in trial.params.items()]
     return "<br>".join(label(line) for line in (f"{trial.name} ({trial.state})", value, *params))

@@ -64,7 +64,6 @@ class Axis:
         return (self._scaled(number) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
 
     def value_at(self, position: float) -> float:
-        """The value at a position from 0 to 1 of a range."""
         low, high = self._scaled(self.low), self._scaled(self.high)
         scaled = low + position * (high - low)
         return 10.0**scaled if self.kind == "log" else scaled

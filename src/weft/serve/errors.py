@@ -17,44 +17,30 @@ from weft.errors import WeftError
 
 
 class NotFound(WeftError):  # noqa: N818 - these are answers, named as the API's readers know them
-    """There is no such object, or it is another tenant's."""
-
     code = "not_found"
 
 
 class NotPossible(WeftError):  # noqa: N818
-    """The object is in a state in which this cannot be done."""
-
     code = "invalid_state"
 
 
 class Conflict(WeftError):  # noqa: N818
-    """The same idempotency key came with another request."""
-
     code = "idempotency_mismatch"
 
 
 class OverLimit(WeftError):  # noqa: N818
-    """A quota of the tenant is used up."""
-
     code = "quota_exceeded"
 
 
 class Damaged(WeftError):  # noqa: N818
-    """Stored bytes are not those that were stored, or are gone though a row names them."""
-
     code = "stored_data_damaged"
 
 
 class Fenced(WeftError):  # noqa: N818
-    """Another worker has claimed the job since."""
-
     code = "fenced"
 
 
 class Busy(WeftError):  # noqa: N818
-    """The database is locked or away; the same request may succeed later."""
-
     code = "busy"
 
 

@@ -214,8 +214,6 @@ class WorkerActor:
 
 
 class ClusterWorkers:
-    """All workers of a service on a cluster."""
-
     def __init__(self, connection: ClusterConnection, request: ReplicaRequest) -> None:
         self._connection = connection
         self._request = request

@@ -267,7 +267,6 @@ class LocalCopy:
                     shutil.rmtree(entry)
 
     def fetch(self, remote: RemoteDirectory) -> None:
-        """Replaces all files by those at the URL."""
         self.empty()
         arriving = self._folder / _ARRIVING
         whole, torn = whole_names(remote.names())

@@ -40,8 +40,6 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """A process that owns a run, or did."""
-
     term: int
     """Number of the owner of the run, from 1."""
     host: str
@@ -51,7 +49,6 @@ class Owner:
     token: str
     """Random, so that no other run has the same."""
     is_released: bool = False
-    """True if it has released the run."""
 
     @classmethod
     def here(cls, term: int) -> Owner:

@@ -57,7 +57,6 @@ MAX_HEADER_BYTES = 1 << 20
 """Maximum size of a safetensors header, config and template. A LoRA on all linears of 80 layers takes 150 KB."""
 
 LABELS_FILE = "labels.json"
-"""Labels of the logits of an adapter with a head."""
 
 PARTS = (HEAD, *ROWS)
 """Names of an adapter's tensors besides those of its method."""
@@ -74,8 +73,6 @@ _WHOLE_DTYPES = ("I32", "I64")
 
 @dataclass(frozen=True, eq=False)
 class AdapterFiles:
-    """The two files of an adapter, as plain values."""
-
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     was_long: bool = False

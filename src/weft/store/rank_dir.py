@@ -19,8 +19,6 @@ from weft.store.wall_clock import TimeSplit
 
 
 class RankDirectory(RunDirectory):
-    """The directory of a run whose owner is another process."""
-
     def __init__(self, path: Path, rank: int, owner: Owner, permit: Path) -> None:
         """Writes as long as the owner leaves the permit there. StorageError if this is not the directory that the owner
         has, such as on a machine that does not share it."""

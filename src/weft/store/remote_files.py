@@ -66,7 +66,6 @@ class RemoteDirectory:
         return []
 
     def top_names(self) -> list[str]:
-        """Files and folders directly below the URL."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
             return sorted(self._relative(path) for path in self._fs.ls(self._root, detail=False))
         return []
@@ -146,7 +145,6 @@ class RemoteDirectory:
 
 
 BEAT_S = 10.0
-"""Seconds between two heartbeats of an owner."""
 LEASE_S = 60.0
 """An owner without a heartbeat for so long is taken for dead."""
 LOOK_S = 3.0
@@ -160,8 +158,6 @@ def is_lease(name: str) -> bool:
 
 
 class Lease:
-    """The ownership of the run at a URL by this process."""
-
     def __init__(self, remote: RemoteDirectory, owner: Owner, local: Path) -> None:
         self.owner = owner
         self._remote = remote

@@ -37,7 +37,6 @@ def names_in_file(spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], paths
 
 
 def rows_in_file(names: Collection[str]) -> dict[str, str]:
-    """The kind of rows of each tensor of a file that holds rows."""
     result = {}
     for name in names:
         path, leaf = name.removesuffix(_SOME).removesuffix(_ALL), name.rpartition(".")[2]

@@ -127,7 +127,6 @@ class RunDirectory:
         return self._ownership.owner
 
     def check_owned(self) -> None:
-        """StorageError if another process has taken the run over."""
         self._ownership.check()
 
     @property
@@ -158,14 +157,12 @@ class RunDirectory:
 
     @staticmethod
     def record_of(path: Path) -> RunRecord:
-        """The run record of a directory that need not be open."""
         result = _read_json(path / _RUN)
         if result is None:
             raise StorageError("is missing.", where=str(path / _RUN))
         return RunRecord.from_json(result)
 
     def write_time(self, split: TimeSplit) -> None:
-        """Records the run's wall-clock time by activity so far."""
         _write_json(self.path / _TIME, split.to_json())
 
     def read_time(self) -> TimeSplit | None:
@@ -315,7 +312,6 @@ class RunRecord:
     template_clock: str | None = None
     """Time for the run's chat templates, also after a resume: when it began, in local time."""
     template_digest: str | None = None
-    """SHA-256 of the tokenizer's chat template."""
     versions: Mapping[str, str] | None = None
     """Versions of the libraries by name; `write_run` fills them in."""
 

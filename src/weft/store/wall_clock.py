@@ -23,8 +23,6 @@ MOST_SPELLS = 512
 
 
 class Activity(StrEnum):
-    """Categories of wall-clock time, in order of precedence."""
-
     COMPUTING = "computing"
     """Microbatches and optimizer steps; in a service also answers to prompts."""
     EVALUATING = "evaluating"
@@ -41,7 +39,6 @@ class Activity(StrEnum):
 
     @property
     def key(self) -> str:
-        """Name in JSON, as seconds."""
         return f"{self.value.replace(' ', '_')}_s"
 
 

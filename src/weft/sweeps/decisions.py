@@ -30,7 +30,6 @@ class Decisions:
         self._is_free = context.sampler_name in BLIND and not self._rules.is_active and self._budget is None
         """True if no decision depends on results, so that no trial waits for others."""
         self._frees_slots = spec.early_stop.rule == "halving"
-        """True if waiting trials give up their slot."""
         self._is_closed = False
         self._upcoming: deque[Trial] | None = None
         """The remaining trials, if they are known in advance."""

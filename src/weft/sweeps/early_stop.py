@@ -121,7 +121,6 @@ class EarlyStop:
         return StopDecision(tuple(stop), tuple(hold), tuple(release))
 
     def _losers(self, compared: Sequence[Trial], trials: Sequence[Trial], rung: int) -> Iterable[tuple[Trial, str]]:
-        """The compared trials that are not among the best at a rung."""
         seen = {t.name: self._best_until(t, p) for t in trials if (p := self._at_rung(t, rung)) is not None}
         values = sorted(seen.values())
         share = math.ceil(len(values) / self._spec.factor)

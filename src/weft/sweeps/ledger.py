@@ -51,7 +51,6 @@ class Ledger:
         self.one_by_one_seconds: float | None = None
         self.tick = 0
         self.paid_until = -1
-        """Tick up to which a budget of tokens has paid for steps."""
         self.spent_budget: int | None = None
         """Budget of tokens that is used up; no trial starts within it."""
         self._known: set[str] = set()
@@ -208,7 +207,6 @@ class SweepContext:
     startup_s: float
     previous: PreviousSweep | None = None
     copy_trial: Callable[[Mapping[str, Any], Trial], None] = lambda point, trial: None
-    """Copies an ended trial, e.g. to an Optuna storage."""
 
 
 MOST_AHEAD = 1000

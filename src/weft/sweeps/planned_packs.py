@@ -166,5 +166,4 @@ def _targets(adapter: AdapterSpec, facts: ReplicaFacts) -> str | tuple[str, ...]
 
 
 def device_here() -> str:
-    """This machine's device by its driver's name."""
     return device_name(default_device())

@@ -271,14 +271,12 @@ def distribution(optuna: Any, parameter: Parameter) -> Any:
 
 
 def value_of(parameter: Parameter, proposed: Any) -> Any:
-    """The sweep file's value for a proposed one."""
     if isinstance(parameter, Choices):
         return next(value for value in parameter.values if _name_of(value) == proposed)
     return round(proposed) if parameter.whole else float(f"{proposed:.12g}")
 
 
 def proposed_value(parameter: Parameter, value: Any) -> Any:
-    """The proposed value for one of the sweep file."""
     if isinstance(parameter, Choices):
         return _name_of(next(mine for mine in parameter.values if same(mine, value)))
     return value

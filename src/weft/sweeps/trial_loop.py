@@ -71,7 +71,6 @@ class SweepRun:
 
     @property
     def is_out_of_time(self) -> bool:
-        """True if the time budget, start-up included, is used up."""
         most = self.context.spec.max_seconds
         return most is not None and self.ledger.seconds + self.context.startup_s >= most
 

@@ -99,7 +99,6 @@ class TrialsFile:
         self.seconds = 0.0
         self.tick = 0
         self.paid_until = -1
-        """Tick up to which a budget of tokens had paid for steps."""
         self.spent_budget: int | None = None
         """Budget of tokens that was used up; no trial starts within it."""
 

@@ -233,7 +233,6 @@ def read_entry(folder: Path) -> Dataset | None:
 
 
 def read_page(folder: Path) -> dict[str, Any] | None:
-    """The description of an entry; None if it cannot be read."""
     try:
         whole = json.loads((folder / PAGE).read_text())
         page: dict[str, Any] = json.loads(whole["page"])

@@ -55,7 +55,6 @@ class ConvertedChunk:
     account: RowCounts
     data_format: str
     objective: str
-    """Objective that its samples were made for."""
     claimed: str
     """Objective that its columns need."""
 
@@ -176,7 +175,6 @@ def _check_stated(data_format: str, objective: Objective) -> None:
 
 
 def make_samples(rows: Sequence[Row], forms: Sequence[Form], renderer: Renderer) -> Iterator[list[Sample]]:
-    """The samples of each row, in order, of any length."""
     texts = [
         () if isinstance(form, Tokens | Passage | Words) else renderer.render(form, row.where)
         for row, form in zip(rows, forms, strict=True)
@@ -272,8 +270,6 @@ class RowCounts:
 
 @dataclass
 class LengthFilter:
-    """Filters the groups of one row after the other."""
-
     max_length: int
     long_samples: str
     keeps_end: bool = False

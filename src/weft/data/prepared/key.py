@@ -32,8 +32,6 @@ MAX_REMEMBERED = 10_000
 
 
 class FileDigests:
-    """Digests of files, with a record in a folder."""
-
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._folder, self._clock = folder, clock
         self._known: dict[str, list[str | int]] | None = None

@@ -253,7 +253,6 @@ def _stamps(sources: Sequence[Source]) -> list[tuple[int, int, int]]:
 
 
 QUIET_S = 2.0
-"""Data prepared within this time needs no bar."""
 BETWEEN_LINES_S = 10.0
 
 
@@ -280,7 +279,6 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 def shower() -> Show | None:
-    """The display in use; None for standard error."""
     return _shows[-1] if _shows else None
 
 

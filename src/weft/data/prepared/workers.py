@@ -68,7 +68,6 @@ class Workers:
         self._workers = [Worker(converter) for _ in range(number)]
 
     def convert(self, chunks: Iterable[Chunk], objective: str, first_format: str) -> Iterator[ConvertedChunk]:
-        """The result of each chunk of a source, in order."""
         idle, busy = deque(self._workers * IN_MEMORY), deque[Worker]()
         reading, later = iter(chunks), None
         while True:
@@ -100,7 +99,6 @@ class Workers:
 
 
 def main(connection: Connection[Any, Any]) -> None:
-    """Converts chunks until the other side is gone."""
     do_without_torch()
     try:
         converter: Converter = connection.recv()
@@ -176,7 +174,6 @@ class LineChunk:
 
 
 def chunks_of(source: Source) -> Iterator[Chunk]:
-    """All chunks of a source, file by file."""
     if source.is_lines:
         yield from line_chunks(source)
         return

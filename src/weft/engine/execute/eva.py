@@ -105,7 +105,6 @@ class LinearInputs:
 
 
 def _rows(batch: PackedBatch, samples: list[Sample], eva: EvaSpec) -> torch.Tensor:
-    """Rows that are used: of supervised tokens, or of all."""
     if not eva.use_label_mask:
         return torch.arange(batch.num_tokens, device=batch.device)
     own = zip(batch.segments, samples, strict=True)

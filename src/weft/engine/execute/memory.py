@@ -74,7 +74,6 @@ def measure(backbone: Backbone, run: Callable[[], None]) -> MemoryTrial:
 
 
 def _saved_bytes(run: Callable[[], None]) -> int:
-    """Bytes that autograd keeps for the backward pass."""
     saved: dict[int, int] = {}
 
     def remember(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +119,6 @@ class ExpectedJobs:
     adapters: tuple[AdapterSpec, ...]
     most: int
     have_any_order: bool = False
-    """True if some have order-independent sums."""
 
     @classmethod
     def of(cls, jobs: Sequence[JobSpec], most: int | None) -> ExpectedJobs:

@@ -249,8 +249,6 @@ def _setup(backbone: Backbone, row_tile: int, recompute: str) -> Setup:
 
 
 class TensorBytes(TorchDispatchMode):
-    """Counts the bytes of storages made while it is entered."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0

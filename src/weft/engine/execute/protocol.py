@@ -45,8 +45,6 @@ class ReplicaFaultError(Exception):
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """Facts of a replica that do not change."""
-
     base_model: str
     config: Mapping[str, Any]
     modules: tuple[str, ...]
@@ -98,8 +96,6 @@ class AddedJob:
 
 @dataclass(frozen=True)
 class NewJob:
-    """All that an executor needs of a job."""
-
     spec: JobSpec
     batches: GlobalBatches
     eval_data: Dataset | None
@@ -153,8 +149,6 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class StepsWork(Work[Sequence["Updated"]]):
-    """Optimizer steps of some jobs; each job steps as if alone."""
-
     steps: tuple[StepOrder, ...]
     behind: Ticket[MicrobatchOutcome] | None = None
     """A microbatch still on the device; the steps read there whether its losses are finite."""
@@ -175,10 +169,7 @@ class EvaluatedPart:
 
 @dataclass(frozen=True)
 class EvaluationOutcome:
-    """What became of an evaluation, or of a slice of it."""
-
     parts: Sequence[EvaluatedPart]
-    """Parts evaluated so far, by job, in order."""
     seconds: float
     ended_s: float
 
@@ -235,7 +226,6 @@ class AdapterWork(Work[None]):
     best: bool
     """True: the best weights, where early stopping kept any."""
     step: int | None = None
-    """Step of the checkpoint that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -250,9 +240,7 @@ class Replica(Protocol):
     facts: ReplicaFacts
     tokenizer: Tokenizer
 
-    def check_adapter(self, adapter: AdapterSpec) -> None:
-        """ConfigError if an adapter does not fit the backbone."""
-        ...
+    def check_adapter(self, adapter: AdapterSpec) -> None: ...
 
     def row_tile(self, capacity: int) -> int:
         """Rows that every frozen product is computed in: a fact of the device, never of the batch's contents."""
@@ -270,8 +258,6 @@ class Replica(Protocol):
 
 
 class Seats(Protocol):
-    """The jobs of a replica and their tensors."""
-
     def add(self, job: NewJob) -> AddedJob:
         """Makes a job's state, without a seat; ConfigError or AdapterFileError if it does not fit the backbone."""
         ...
@@ -296,9 +282,7 @@ class Seats(Protocol):
         """Keeps a copy of a job's weights as the best so far; ReplicaMemoryError changes nothing."""
         ...
 
-    def use_best(self, job: str) -> None:
-        """Puts the kept copy into the adapter, if there is one."""
-        ...
+    def use_best(self, job: str) -> None: ...
 
     def adapter_of(self, job: str) -> dict[str, tuple[torch.Tensor, ...]]:
         """The tensors of a job's adapter by module path, on the CPU; LoRA's are (A, B)."""

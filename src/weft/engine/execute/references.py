@@ -54,8 +54,6 @@ class ReferenceCache:
 
 
 class WantedValues(NamedTuple):
-    """Values that an objective needs of each supervised token."""
-
     is_whole: bool
     """True: the whole distribution, as the last hidden state for the output head."""
     top_k: int | None
@@ -124,7 +122,6 @@ class JobReference:
         return self._known.backbone.path_of(slot if self._slot is None else self._slot)
 
     def as_read(self, sample: Sample) -> SlotSample:
-        """A sample as the reference reads it."""
         leading = 0 if self._adapter is None else self._adapter.spec.num_leading_rows
         return SlotSample(sample.led_by(leading), self._slot)
 
@@ -154,8 +151,6 @@ def teacher_reference_rows(sample: Sample, top_k: int | None, device: torch.devi
 
 
 class ReferenceRequest(NamedTuple):
-    """A job that compares with a reference."""
-
     reference: JobReference
     slot: int | None
     batches: GlobalBatches
@@ -175,7 +170,6 @@ def requested_rows(
     at_once: dict[str, int] = {}
     """Steps of the jobs of which values are missing now."""
     later_on: dict[str, int] = {}
-    """Steps of all others."""
     for segment, rows in zip(microbatch.segments, batch.references, strict=True):
         request = requests[segment.job]
         if rows is not None:
@@ -209,8 +203,6 @@ def requested_rows(
 
 
 class ReferencePass(NamedTuple):
-    """Samples that run through their references together."""
-
     path: Path
     wanted: WantedValues
     rows: Sequence[RequestedRows]

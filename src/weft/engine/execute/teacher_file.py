@@ -23,7 +23,6 @@ from weft.objectives.distillation import IDS, LOGPROBS
 from weft.store.atomic import storage_errors
 
 UNTRAINED = -100
-"""Label of a token without loss."""
 DIGITS = 5
 """Decimal places of a log-probability."""
 

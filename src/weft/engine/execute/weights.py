@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from weft.engine.execute.microbatch import ExecutedJob
 
 PREFIX = "ema_"
-"""Prefix of its tensors in a checkpoint."""
 COUNT = "ema.count"
 
 

@@ -36,7 +36,6 @@ class StoredAdapter:
     chat_template: str | None = None
     """Chat template it was trained with instead of the base model's."""
     head: HeadObjective | None = None
-    """Objective of its head, if it has one."""
 
 
 @dataclass(frozen=True, eq=False)

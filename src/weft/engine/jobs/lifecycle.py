@@ -217,7 +217,6 @@ class Lifecycle:
         return [job for job in list(self.jobs.values()) if job.is_running]
 
     def with_due_work(self) -> list[LiveJob]:
-        """Jobs with work due after their last step."""
         jobs = list(self.jobs.values())
         return [job for job in jobs if job.state is JobState.RUNNING and not job.is_step_finished]
 

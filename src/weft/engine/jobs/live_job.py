@@ -22,8 +22,6 @@ from weft.spec import JobSpec
 
 @dataclass(frozen=True)
 class EvalResult:
-    """A finished evaluation whose event is pending."""
-
     step: int
     means: MeanScores
     seconds: float
@@ -56,7 +54,6 @@ class FinishedSteps:
     evaluating: int | None = None
     """Step whose evaluation is under way; only `Evaluations` writes it."""
     pending_eval: EvalResult | None = None
-    """Result of the evaluation after the last step."""
 
 
 class LiveJob:
@@ -79,7 +76,6 @@ class LiveJob:
         self.home: int | None = None if spec.gradient_sum == "any_order" else 0
         """Replica that it trains on; None: on all of them."""
         self.has_home_replica = False
-        """True if that replica was chosen for it."""
         self.begun_step: int | None = None
         """Step that stages have already begun to reach: weights may be ahead of `step`."""
         self.kept_step: int | None = None
@@ -155,7 +151,6 @@ class LiveJob:
 
     @property
     def may_end(self) -> bool:
-        """True if work due after its last step may end it."""
         return self.is_eval_due() or self.progress.diverged is not None or self.progress.is_complete
 
     @property

@@ -121,7 +121,6 @@ class JobProgress:
         )
 
     def finish_step(self, rate: float, updated: Updated) -> StepResult:
-        """Counts a step, taken or skipped."""
         batch = self.batches[self.step]
         assert self.index == len(batch.members), "a step needs its whole global batch"
         means = self._scores.means()
@@ -177,7 +176,6 @@ class JobProgress:
         self.index, self._scores = 0, MetricTotals()
 
     def _divergence(self, result: StepResult, largest: float) -> Reason | None:
-        """Why the job cannot continue after this step."""
         advice = f"(step {self.step}, learning rate {result.learning_rate:g}); try a lower learning_rate."
         if self.skipped_in_a_row >= MAX_SKIPPED:
             found = (

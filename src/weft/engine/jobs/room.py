@@ -130,7 +130,6 @@ class Placement:
         return not self._seated
 
     def held_bytes(self) -> int:
-        """Bytes of all seated jobs, once each has a best to keep."""
         return sum(self.bytes_of(job) for job in self._seated_jobs())
 
     @contextmanager
@@ -284,7 +283,6 @@ class CapacityLimit:
         return self._set(max(capacity, self._longest()))
 
     def holders(self) -> list[LiveJob]:
-        """Jobs whose longest sample fills a whole microbatch."""
         return [job for job in self._alive() if job.longest >= self.capacity]
 
     def _alive(self) -> list[LiveJob]:

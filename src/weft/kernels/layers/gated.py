@@ -337,7 +337,6 @@ def _is_held(gu_TJ: torch.Tensor) -> bool:
 
 
 def rounded_gated(gu_TJ: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, Rows8]:
-    """f(g) · u of both halves, and its rows in FP8."""
     if _is_held(gu_TJ):
         return rounded_gated_kernel(gu_TJ, activation)
     act_TI = gated(gu_TJ, activation)

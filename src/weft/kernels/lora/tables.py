@@ -61,7 +61,6 @@ class Site:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each part's outputs begin among the site's."""
         return tuple(itertools.accumulate(self.sizes, initial=0))[:-1]
 
 
@@ -245,7 +244,6 @@ class SlotTable:
         self.needs = Needs.of(widest, drops=any(drops), others=set().union(*others))
 
     def _changed(self, others: OtherParts[int]) -> set[tuple[str, str]]:
-        """Kinds of changes with their roles."""
         return {(kind, self._roles[module]) for kind, changes in vars(others).items() for module in changes}
 
     def _put_others(self, slot: int, others: OtherParts[int]) -> None:
@@ -393,7 +391,6 @@ def _pieces(spans: Sequence[SampleRows], num_rows: int) -> list[tuple[int, int, 
 
 
 def _joined(pieces: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The pieces, with neighbouring ones of one owner joined."""
     runs: list[tuple[int, int, int]] = []
     for start, end, slot in pieces:
         if runs and runs[-1][2] == slot:

@@ -107,13 +107,11 @@ def part_of_block(block, size_0, size_1, NUM_PARTS: tl.constexpr, BN: tl.constex
 
 @jit
 def weight_a(line, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Address of a part's A."""
     return tl.multiple_of(tl.load(line + 2).to(tl.pointer_type(dtype)), 16)
 
 
 @jit
 def weight_b(line, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Address of a part's scale · B."""
     return tl.multiple_of(tl.load(line + 3).to(tl.pointer_type(dtype)), 16)
 
 

@@ -164,7 +164,6 @@ def change_columns_kernel(
 
 
 def owned_copy_kernel(x_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, field: int) -> torch.Tensor:
-    """Copies only the rows of owners."""
     out_TN = torch.empty_like(x_TN)
     options = {"FACTORS": False, "SHIFTS": False, "ALL_ROWS": False}
     _launch_change(x_TN, out_TN, site, rows, table, field, None, **options)

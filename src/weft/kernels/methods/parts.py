@@ -102,7 +102,6 @@ class SparsePart:
     in_starts: torch.Tensor
     """The same for each input, with positions sorted by inputs."""
     in_outputs_V: torch.Tensor
-    """The outputs in that order."""
     in_values_V: torch.Tensor
     """The values in that order: a copy."""
     about: torch.Tensor = field(init=False)

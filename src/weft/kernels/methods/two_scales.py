@@ -15,7 +15,6 @@ import torch
 from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
 
 _NUMBERS = 4096
-"""Numbers that a program holds at a time."""
 _STRETCH = 1024
 """Rows of a program, block after block."""
 

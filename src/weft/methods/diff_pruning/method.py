@@ -47,7 +47,6 @@ class SparseCopy(KernelCopy):
         super().__init__(adapter)
         sizes = [w.params[0].numel() for w in modules.values()]
         self._orders = torch.empty(sum(sizes), dtype=torch.int32, device=adapter.device)
-        """Order by inputs of the values of all modules."""
         self._sorted = torch.empty(sum(sizes), device=adapter.device)
         found, first = {}, 0
         for (path, w), size in zip(modules.items(), sizes, strict=True):

@@ -144,7 +144,6 @@ class SparseDifference(SlotWeights):
 
     @property
     def _shape(self) -> torch.Tensor:
-        """The shape of the weight, for files."""
         return torch.tensor([self.site.out_features, self.site.in_features])
 
     @property

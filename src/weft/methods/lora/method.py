@@ -90,7 +90,6 @@ _REFUSED = {
     "use_qalora": "QALoRA is not supported yet",
     "velora_config": "VeLoRA is not supported yet",
 }
-"""Settings that must be off, with the reason."""
 
 _CHANGES_BACKBONE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 

@@ -46,7 +46,6 @@ _MADE: WeakValueDictionary[tuple[int, int, LinearShape, torch.device], Projectio
 
 
 def projection_for(key: int, rank: int, modules: Collection[LinearShape], device: torch.device) -> Projection:
-    """The projection of an adapter on modules of these sizes."""
     largest = max(num_out for num_out, _ in modules), max(num_in for _, num_in in modules)
     wanted = (key, rank, largest, device)
     found = _MADE.get(wanted)

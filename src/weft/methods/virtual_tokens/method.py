@@ -65,7 +65,6 @@ class VirtualRows(SlotWeights):
 
 TENSOR = "prompt_embeddings"
 INPUT_PATH = "inputs"
-"""Path of a prompt."""
 _SHARED: dict[str, Any] = {
     "auto_mapping": None,
     "base_model_name_or_path": None,
@@ -82,13 +81,10 @@ _SHARED: dict[str, Any] = {
 
 
 def layer_path(layer: int) -> str:
-    """Path of a prefix in one layer."""
     return f"layers.{layer}.keys_and_values"
 
 
 class VirtualTokenFiles(PeftFormat):
-    """The common base of both formats."""
-
     in_peft = True
     suffixes: Mapping[str, str] = {"rows": TENSOR}
     defaults: Mapping[str, Any]
@@ -220,8 +216,6 @@ class RowsCopy(KernelCopy):
 
 
 class VirtualTokens(Method):
-    """The common base of both methods."""
-
     groups: tuple[str, ...] = ("rows",)
 
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:

@@ -89,7 +89,6 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 
 class CompileAhead:
     def __init__(self, request: KernelRequest, marker: Path) -> None:
-        """`marker`: file that exists once all of them are compiled."""
         self._process = subprocess.Popen(
             [*PROGRAM, str(marker)],
             stdin=subprocess.PIPE,

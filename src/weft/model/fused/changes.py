@@ -27,7 +27,6 @@ from weft.kernels.methods.sparse import sparse, sparse_grad, sparse_input
 @dataclass(frozen=True)
 class SavedBlockEnd:
     y_TD: torch.Tensor
-    """The bottlenecks' input rows."""
     a_TW: torch.Tensor
     inner_TW: torch.Tensor
 

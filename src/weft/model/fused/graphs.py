@@ -138,7 +138,6 @@ class CapturedGraphs:
         self._synchronise = synchronise
         self._graphs: dict[GraphKey, Captured] = {}
         self._wasted: Counter[GraphKey] = Counter()
-        """Wasted rows by the key that would have avoided them."""
 
     def graph(self, wanted: GraphKey) -> Captured:
         key = self._choose(wanted)
@@ -269,7 +268,6 @@ class InFlightBuffers:
         return captured.left_TD
 
     def _went(self, *, back: bool, then_back: bool) -> None:
-        """Counts a whole pass of a graph in the ring."""
         if self._model.ring is not None:
             self._model.ring.went(back=back)
             self._model.ring.end(then_back=then_back)

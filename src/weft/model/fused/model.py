@@ -141,7 +141,6 @@ class FusedModel:
 
     @property
     def row_sites(self) -> dict[int, str]:
-        """The table's modules for replaced rows, with their roles."""
         return {**{layer.sites.keys_and_values: "kv" for layer in self.layers}, self.input_rows: "input"}
 
     def added_up(self, part_TD: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,6 @@ class OffloadedLayer:
     device: dict[str, torch.Tensor]
 
     def with_large(self, tensors: dict[str, torch.Tensor]) -> SavedForBackward:
-        """The kept tensors with the large ones replaced."""
         kept: SavedForBackward = replace(self.kept, **tensors)  # type: ignore[arg-type]
         return kept
 

@@ -263,7 +263,6 @@ def _falcon_forward(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Falcon's attention module with rotary positions."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     assert alibi is None and position_embeddings is not None

@@ -20,7 +20,6 @@ LOCAL, AUTO = "local", "auto"
 CLIENT = "ray://"
 CLIENT_PORT = 10001
 ANSWER_S = 10.0
-"""Seconds in which a cluster has to answer."""
 OBJECT_BYTES = 100 * 2**20
 """Object store of our own cluster: it only holds messages."""
 NOT_SERVED = "Starting Ray client server failed"
@@ -104,7 +103,6 @@ def _join(ray: Any, address: str, where: str, settings: Mapping[str, Any]) -> No
 
 
 def _refusal(error: Exception, address: str, where: str) -> ConfigError:
-    """Why a cluster that answers cannot be used."""
     if address == AUTO and isinstance(error, ConnectionError):
         return ConfigError("none runs on this machine, and RAY_ADDRESS names none.", where=where)
     hint, reason = None, first_line(error).rstrip(":")

@@ -27,8 +27,6 @@ LOOK_S = 5.0
 
 @dataclass(frozen=True)
 class ReportBatch:
-    """Reports of a rank since the last request."""
-
     reports: tuple[Report, ...]
     ending: str | None = None
 
@@ -69,7 +67,6 @@ class RankActor:
         self._ending: str | None = None
         self._polled_s = time.monotonic()
         self._early: dict[int, Command] = {}
-        """Commands that arrived before an earlier one."""
         self._num_applied = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._serve, name="weft-rank", daemon=True).start()

@@ -31,7 +31,6 @@ from weft.parallel.replicas.messages import Command, EndRank, RankFailed, RankJo
 ROOM_S = 30.0
 """Seconds in which a cluster has to find room for all replicas."""
 END_S = 10.0
-"""Seconds in which a rank has to exit, and then to be ended."""
 NUM_CALLS = 8
 """Concurrent calls of an actor: one waits for reports, the others are commands."""
 TAKEN_OVER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -154,8 +154,6 @@ def hang_up(connection: Connection) -> None:
 
 
 class RankListener:
-    """Accepts ranks, and puts their reports into an inbox."""
-
     def __init__(
         self,
         address: Address,
@@ -221,8 +219,6 @@ class RankListener:
 
 
 class _Patient(Connection):
-    """A connection with a time limit for reads."""
-
     def __init__(self, connection: Connection) -> None:
         super().__init__(os.dup(connection.fileno()))
 

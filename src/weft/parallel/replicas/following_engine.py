@@ -47,7 +47,6 @@ class FollowingEngine(ReplicatedEngine):
         self._layouts = layouts
         self._load_s = time.monotonic() - begun_s
         self._job_s = 0.0
-        """Measured seconds to save or make one job."""
 
     @property
     def cost(self) -> MoveCost:
@@ -165,7 +164,6 @@ class LayoutKeeper:
         self._again_s: float | None = None
         """Time of the next forecast for the same jobs, by `time.perf_counter`."""
         self._waited_s = 0.0
-        """Seconds between their last two forecasts."""
         self._known: tuple[Prediction, float] | None = None
         """Prediction for the current layout, with the tokens of a step."""
         self._since: tuple[list[tuple[JobRecord, int]], float] = ([], 0.0)
@@ -232,7 +230,6 @@ class LayoutKeeper:
         return event if self._is_reported or event.has_moved else None
 
     def kept(self, reason: str, seconds: float = 0.0) -> LayoutDecided:
-        """The event of a layout that is kept."""
         return LayoutDecided(str(self.layout), str(self.layout), reason, seconds)
 
     def close(self) -> None:

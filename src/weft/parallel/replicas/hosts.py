@@ -232,7 +232,6 @@ class JoinedRanks:
         return self._listener.inbox
 
     def start(self, index: int) -> RankHandle:
-        """Waits for a rank to join with the key."""
         rank = JoinedRank(index)
         with self._lock:
             self._ranks = [*(other for other in self._ranks if other.index != index), rank]
@@ -258,7 +257,6 @@ class JoinedRanks:
         self._listener.close()
 
     def _find(self, joined: RankJoined) -> RankHandle | None:
-        """Takes the first free rank."""
         with self._lock:
             for rank in sorted(self._ranks, key=lambda rank: rank.index):
                 if not rank.is_taken:

@@ -42,7 +42,6 @@ class RankOrder:
     """Tokens of the longest sample that any job may have, on any rank."""
     planner: str
     adapters: tuple[AdapterSpec, ...]
-    """Adapters of the jobs to come."""
     have_any_order: bool = False
     max_jobs: int | None = None
     memory_limit: float | str | None = None
@@ -60,8 +59,6 @@ class Command:
 
 @dataclass(frozen=True)
 class SetUp(Command):
-    """Index and set-up of a rank; its first command."""
-
     index: int
     order: RankOrder
 
@@ -177,7 +174,6 @@ class RankReady(Report):
     facts: ReplicaFacts
     capacity: int
     budget: Budget
-    """Memory for jobs here."""
     weights: str | None
     """Digest of some of the frozen weights; None where no process of the rank has all of them."""
     speed: float = 1.0
@@ -213,8 +209,6 @@ class JobChecked(Report):
 
 @dataclass(frozen=True)
 class JobReleased(Report):
-    """The job is saved and this rank has dropped it."""
-
     job: str
     step: int
 

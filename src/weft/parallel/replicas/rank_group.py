@@ -35,7 +35,6 @@ class RankGroup:
     def __init__(self, ranks: Ranks, number: int, *, silent_s: float = SILENT_S) -> None:
         """Starts the ranks; `await_all` waits until they are loaded. A rank silent for `silent_s` is ended."""
         self.last_end = ""
-        """How the last rank to end did so."""
         self.notes: tuple[str, ...] = ()
         self._pool = ranks
         self._silent_s = silent_s
@@ -43,7 +42,6 @@ class RankGroup:
         self._first: RankReady | None = None
         """Report of the first loaded rank; all others must equal it."""
         self._layouts: dict[int, Layout] = {}
-        """Layout of each loaded rank."""
         self._ranks = {index: RankRecord(ranks.start(index)) for index in range(number)}
 
     def __len__(self) -> int:

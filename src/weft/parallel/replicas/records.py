@@ -42,7 +42,6 @@ class JobRecord:
     num_bytes: int = 0
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """`JobProgress.inputs`."""
     state: JobState = JobState.QUEUED
     reason: Reason | None = None
     step: int = 0

@@ -293,7 +293,6 @@ class ReplicatedEngine:
         return None
 
     def _receive_next(self) -> tuple[RankRecord, Report] | None:
-        """Handles the next report, if it comes soon, and returns it."""
         rank_event = self._ranks.next_report()
         if rank_event is not None:
             self._handle_report(*rank_event)

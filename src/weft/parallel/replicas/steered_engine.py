@@ -85,7 +85,6 @@ class SweepReplicas(ReplicatedEngine):
         job.hold_step = job.step
 
     def pause(self, name: str) -> None:
-        """Saves a job and takes it off its rank."""
         job = self.jobs[name]
         job.is_parked = True
         if job.rank is None:

@@ -152,7 +152,6 @@ class SpreadPart:
 
 
 def receive_part(receive: Receive, share: JobShare) -> Generator[None, None, SpreadPart]:
-    """The part of another device, whose share is known."""
     num_sums = sum(len(sizes) for sizes in share.summed.values())
     head = (yield from receive((3 + 2 * num_sums,), torch.int64)).tolist()
     is_finite, has_coarse, has_penalties = (bool(flag) for flag in head[:3])
@@ -213,5 +212,4 @@ def slices(gradient: Mapping[str, torch.Tensor], shares: Sequence[JobShare]) -> 
 
 
 def _words(flat: torch.Tensor, lengths: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Consecutive words as views by group."""
     return dict(zip(lengths, flat.split([*lengths.values()]), strict=True))

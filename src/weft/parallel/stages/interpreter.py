@@ -41,7 +41,6 @@ class _Begun:
     number: int
     work: StagedWork
     left: int
-    """Instructions that have not run."""
     released_rows: list[set[ReferenceRows]]
     """Reference values of jobs that left before it, until its first microbatch."""
     outcome: StageOutcome = field(default_factory=StageOutcome)

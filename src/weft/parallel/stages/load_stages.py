@@ -45,8 +45,6 @@ UNTRIED = "no layout has been run on several GPUs yet: compare an adapter with o
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Division of replicas, and the schedule of their stages."""
-
     replica_sizes: tuple[int, ...]
     schedule: Schedule | None = None
     shards: tuple[int, ...] = ()
@@ -149,7 +147,6 @@ def _gather_costs(model: ResolvedModel, layout: StageLayout) -> list[GatherCost]
 
 
 def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
-    """Why staged replicas do not group jobs."""
     sizes = layout.replica_sizes
     if len(sizes) == 1 or max(sizes) == 1 or len(spec.jobs) == 1 or spec.planner == "greedy":
         return ()
@@ -251,7 +248,6 @@ def _engine(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor, planner:
 
 
 def stage_planner(model: ResolvedModel, name: str, layout: StageLayout, row_tile: int) -> Planner:
-    """The planner with this name for replicas that are divided."""
     sizes = layout.replica_sizes
     if layout.schedule is not None:
         return PipelinePlanner(layout.schedule, *sizes)

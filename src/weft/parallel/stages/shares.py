@@ -40,7 +40,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def without_tied(tensors: Mapping[str, torch.Tensor], share: JobShare) -> Tensors:
-    """A stage's tensors without those of tied groups."""
     return {name: tensor for name, tensor in tensors.items() if _owner(name)[0] not in share.tied}
 
 
@@ -199,7 +198,6 @@ class StageReferences:
 class StagePassResult:
     left_TD: torch.Tensor | None
     is_enough: bool
-    """True if the stage needs no more passes."""
 
 
 class StageStart:

@@ -197,7 +197,6 @@ class Stage:
         return found
 
     def end_passes(self, job: str, is_given: bool) -> None:
-        """Gives a job its start, or drops it."""
         start = self._starts.pop(job, None)
         if start is not None and is_given:
             start.give()

@@ -181,8 +181,6 @@ def answer_prompts(stage: Stage, work: AnswersWork) -> Generator[None, None, lis
 
 
 class _Group:
-    """Answers that share passes."""
-
     def __init__(self, stage: Stage, rows: Sequence[OpenRequest]) -> None:
         self._stage = stage
         self._ends, self._longest = end_tokens(stage.backbone), stage.backbone.max_positions

@@ -219,7 +219,6 @@ class StageProcesses:
                 self._lose(index, f"gave no sign of life for {self._silent_s:g} s")
 
     def _lose(self, index: int, how: str | None = None) -> NoReturn:
-        """Ends all stages because one is gone."""
         if how is None:
             with suppress(subprocess.TimeoutExpired):
                 self.processes[index].wait(END_S)

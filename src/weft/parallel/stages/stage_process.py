@@ -145,8 +145,6 @@ TOGETHER: dict[str, Callable[..., Generator[None, None, Any]]] = {
 
 
 class RunningStage:
-    """A stage that runs consecutive programs."""
-
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.program = StageProgram(stage)

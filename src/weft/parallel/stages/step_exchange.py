@@ -174,7 +174,6 @@ class StepExchange:
         return None if self._is_cut_off else combine_spread_sums(replicas, stage.optimizer_kind(step[0]).norm_of)
 
     def _left_out(self) -> GradientNorm:
-        """Result that skips the step."""
         return GradientNorm(*torch.zeros(2, device=self._stage.backbone.device).unbind())
 
     def _part(self, device: int, step: StepOf) -> Generator[None, None, Part]:

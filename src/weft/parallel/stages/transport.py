@@ -71,8 +71,6 @@ class StageGoneError(Exception):
 
 
 class Transport(Protocol):
-    """What one stage sends to others and receives from them."""
-
     def open(self, routes: Collection[Route]) -> None:
         """Prepares routes; all stages open the same ones, before anything else."""
         ...

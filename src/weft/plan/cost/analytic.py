@@ -39,7 +39,6 @@ USUAL_RANKS = (16,)
 class BackboneSetup:
     shape: ModelShape
     ranks: tuple[int, ...] = USUAL_RANKS
-    """Ranks of the adapters in a microbatch."""
     quantize: str = "none"
     recompute: str = "none"
 

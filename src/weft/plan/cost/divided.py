@@ -79,7 +79,6 @@ class GatherCost:
 
     @property
     def others(self) -> float:
-        """Share of a layer on other devices."""
         return 1 - 1 / self.memory.shards
 
     @property
@@ -124,7 +123,6 @@ class ShardCost:
     """A `CostModel` of a device that gathers its layers from others while it computes with them."""
 
     cost: AnalyticCost
-    """Cost of the same device with all weights."""
     num_shards: int
 
     @property

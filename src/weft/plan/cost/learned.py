@@ -44,7 +44,6 @@ PassCosts = tuple[CostModel, AdapterTimes | None]
 PASSES = ("forward", "backward")
 ADAPTER_TERMS = ("rank_tokens", "jobs")
 WINDOW = 256
-"""Passes of a stage that are remembered."""
 FEWEST = 12
 """Passes of each stage needed to learn."""
 
@@ -121,7 +120,6 @@ def _guess(loads: Sequence[MicrobatchLoad], seconds: Sequence[float]) -> Fit:
 
 Pair = tuple[MicrobatchLoad, MicrobatchLoad]
 PassOf = tuple[str, int]
-"""Name of a pass, and its stage."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,6 @@ class PairPace:
     _pairs: dict[PassOf, deque[tuple[Pair, float]]] = field(default_factory=dict)
 
     def note_sums(self, name: PassOf, sums_s: float, seconds: float) -> None:
-        """Records a pass that ran alone, and its waiting time."""
         self._sums.setdefault(name, deque(maxlen=WINDOW)).append((sums_s, seconds))
 
     def note_pair(self, name: PassOf, loads: Pair, seconds: float) -> None:

@@ -74,7 +74,6 @@ class MemoryModel:
 
     @property
     def weight_bytes_each(self) -> float:
-        """Bytes of one weight of a frozen linear."""
         if self.quantize == "none":
             return float(self.activation_bytes)
         return STORED_BITS[self.quantize] / 8 * (self.fp8_copies if self.quantize == "fp8" else 1)
@@ -168,7 +167,6 @@ WORD_BYTES = 8
 
 
 def optimizer_bytes(job: JobSpec) -> float:
-    """Bytes of optimizer state per parameter."""
     side = job.adapter.config.smallest_side(job.adapter)
     match job.optim:
         case "adamw_8bit":

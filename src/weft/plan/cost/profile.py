@@ -73,7 +73,6 @@ class Profile:
 
     @property
     def time_error(self) -> FitError:
-        """Error of both passes together on held-out measurements."""
         held = [found for found in self.measurements if found.held_out]
         measured = [found.forward_s + found.backward_s for found in held]
         return FitError.of([self.seconds(found.load) for found in held], measured)
@@ -182,8 +181,6 @@ def check_profile(profile: Profile, shape: ModelShape, quantize: str, recompute:
 
 @dataclass(frozen=True)
 class ProfiledCost:
-    """A `CostModel` from measurements."""
-
     profile: Profile
     num_stages: int = 1
     rank: int = 16

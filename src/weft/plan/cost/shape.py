@@ -20,11 +20,8 @@ ALL_LINEAR = "all-linear"
 
 
 class ModelShape(DecoderSizes):
-    """The sizes of one decoder, with derived counts."""
-
     @staticmethod
     def from_config(config: Config, name: str = "") -> ModelShape:
-        """The shape in a transformers configuration."""
         sizes = describe(config, name).sizes
         return ModelShape(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
 
@@ -156,8 +153,6 @@ LLAMA32_ROPE = {**LLAMA31_ROPE, "factor": 32.0}
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one published model."""
-
     name: str
     family: str
     """Config class of transformers, without `Config`."""
@@ -171,7 +166,6 @@ class Shape:
     head_size: int = 128
     positions: int = 32768
     tied: bool = False
-    """True if the output head is the embedding."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> Any:

@@ -52,7 +52,6 @@ class Buckets:
 
 
 def choose_buckets(lengths: Sequence[int], num_buckets: int = NUM_BUCKETS, grain: int = GRAIN) -> Buckets:
-    """At most `num_buckets` buckets with the least padding."""
     _check(lengths, num_buckets, grain)
     uppers_U, counts_U = np.unique(-(-np.asarray(lengths) // grain) * grain, return_counts=True)
     bounds = uppers_U[_last_intervals(uppers_U, counts_U, num_buckets)]
@@ -150,7 +149,6 @@ class ReplicaTime:
     layout: ReplicaLayout
     most_tokens: int
     time: PaddedTime
-    """Time of one layer at the layout's tensor-parallel degree."""
     num_layers: int
     is_packed: bool = False
 

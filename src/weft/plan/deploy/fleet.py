@@ -69,7 +69,6 @@ class Fleet:
         self.extra_K = np.array([model.layout.stages - 1.0 for model in models])
         """Stages after the first: the chunks that a replica waits while its pipeline fills and drains."""
         self.mean_R = np.asarray(buckets.tokens) / np.asarray(buckets.counts)
-        """Tokens of each bucket's mean sample."""
         self.most_K = np.array([float(model.most_tokens) for model in models])
         self.home_JR = np.array(buckets.at_home, dtype=np.int64).reshape(len(buckets.at_home), len(buckets.bounds))
 

@@ -102,7 +102,6 @@ def chunk_s(cost: CostModel, layout: ReplicaLayout, size: int, length: int) -> f
 
 
 MIN_TOKENS = 512
-"""Tokens that a layout must hold."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ def num_plans(problem: DeployProblem) -> int:
 
 
 def all_plans(problem: DeployProblem) -> IntArray:
-    """Every plan as a row of replicas by kind."""
     rows = np.zeros((1, len(problem.kinds)), dtype=np.int64)
     for pool, num_gpus in problem.pools.items():
         own = [index for index, kind in enumerate(problem.kinds) if kind.pool == pool]
@@ -165,7 +164,6 @@ class RelaxedPlan:
 
     counts: tuple[int, ...]
     bound_s: float
-    """Lower bound of any plan's step."""
 
 
 def relaxed_plan(problem: DeployProblem, *, budget_s: float) -> RelaxedPlan:

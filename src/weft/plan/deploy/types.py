@@ -16,7 +16,6 @@ from weft.plan.layout import Layout, ReplicaLayout
 from weft.plan.level import PlannedReplicas
 
 ONE_POOL = "gpus"
-"""Pool of a cluster of alike GPUs."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,6 @@ class Deployment:
     counts: tuple[int, ...]
     dispatch: Dispatch
     bound_s: float
-    """Lower bound of the step of any plan from these kinds."""
     num_plans: float
     num_tried: int
     is_complete: bool = False
@@ -188,8 +186,6 @@ class KnownLengths:
 
 @dataclass(frozen=True)
 class DeployJob:
-    """A job, as deployment planning needs it."""
-
     name: str
     batch_size: int
     lengths: LengthSpread | KnownLengths

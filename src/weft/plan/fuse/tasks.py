@@ -36,7 +36,6 @@ class FuseTask:
     adapter_s: float = 0.0
     """Seconds of one pass of its adapters alone on one stage, beyond the cost model."""
     adapter_share: float = 1.0
-    """Share of the device that its adapters occupy."""
 
     @property
     def num_tokens(self) -> int:
@@ -140,8 +139,6 @@ CostTable = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """A partition of tasks into fused tasks."""
-
     fused: tuple[FusedTask, ...]
     """From the fewest tokens per task to the most."""
     latency_s: float

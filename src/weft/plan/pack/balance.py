@@ -76,7 +76,6 @@ class _Slots:
         return taken
 
     def put(self, i: int, q: int) -> None:
-        """Moves sample i to slot q, from wherever it is."""
         j, n, old, multiple = self.jobs[i], self.sizes[i], int(self.slot[i]), self.multiple
         if old == q:
             return

@@ -79,7 +79,6 @@ def _decreasing(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def first_fit(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
-    """First fit decreasing."""
     return _fit(segments, limits, lambda free: free[0])
 
 

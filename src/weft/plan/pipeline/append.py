@@ -221,7 +221,6 @@ class ContinuedProgram:
             pending += renumbered(i, numbers, first)
 
     def _overdue(self, replica: int, own: StageList, each: Pass) -> list[str]:
-        """Jobs whose steps of earlier programs come before a pass."""
         play, ends = self._plays[replica], self._ends[replica]
         found = []
         for job, step in sorted(own.measured.items()):

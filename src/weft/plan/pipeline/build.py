@@ -200,8 +200,6 @@ about a fortieth of the time while they fill and drain."""
 
 @dataclass(frozen=True)
 class PipelinePlanner(Planner):
-    """A planner for a replica of several stages."""
-
     schedule: Schedule
     num_stages: int
 

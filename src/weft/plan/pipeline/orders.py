@@ -118,8 +118,6 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Pipe:
-    """The clocks of one replica, and the limits of its stages."""
-
     clocks: Sequence[Clock]
     num_stages: int
     waits_for: Sequence[int]
@@ -191,7 +189,6 @@ def play(
 
 
 def play_all(pipes: Sequence[Pipe]) -> list[list[list[Pass]]]:
-    """The passes of several replicas, by replica and stage."""
     left: Counter[StreamBatch] = Counter()
     for pipe in pipes:
         for batches in pipe.shared:
@@ -229,8 +226,6 @@ def clock_of(
 
 
 class Play:
-    """One replica, played ahead."""
-
     def __init__(self, own: int, pipe: Pipe, wakes: list[tuple[float, int, int]]) -> None:
         self.own, self.wakes = own, wakes
         self.clocks, self.waits_for = list(pipe.clocks), list(pipe.waits_for)

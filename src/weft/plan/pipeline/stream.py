@@ -247,7 +247,6 @@ class SharedSteps:
             self._step(device, batch)
 
     def _step(self, device: int, batch: StreamBatch) -> None:
-        """Schedules a job's next step on a stage, after its measure."""
         job, step = batch
         self._measure(batch)
         left = self._left[device].get(job)

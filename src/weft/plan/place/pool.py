@@ -70,8 +70,6 @@ class _Seats:
 
 
 class PooledRoom:
-    """A `Room` of several replicas."""
-
     def __init__(self, replicas: Sequence[Replica], applicants: Iterable[Applicant], seats: Mapping[str, str]) -> None:
         """`seats`: present or desired replicas, by job."""
         self.order: list[Applicant] = []

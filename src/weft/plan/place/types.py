@@ -40,8 +40,6 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A job that trains or waits to."""
-
     applicant: Applicant
     seconds_left: float
     """Predicted seconds on a replica of speed 1 without other jobs."""

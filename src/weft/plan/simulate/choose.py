@@ -188,7 +188,6 @@ class FastestPipeline(Planner):
         )
 
     def memory_bytes(self, capacity: int) -> list[int]:
-        """Memory of each stage for microbatches in flight."""
         return [2 * self.num_stages * self.cost.held_bytes([capacity], stage) for stage in range(self.num_stages)]
 
     def _seconds(self, program: Program) -> float:

@@ -32,8 +32,6 @@ ROW_TILE = 64
 
 @dataclass(frozen=True)
 class JobOutline:
-    """A job, as a forecast needs it."""
-
     queue: JobQueue
     num_steps: int
     num_tokens: int
@@ -54,7 +52,6 @@ class JobOutline:
 class Forecast:
     jobs: tuple[JobOutline, ...]
     groups: tuple[tuple[str, ...], ...]
-    """Jobs connected by shared microbatches."""
     device: str
     num_stages: int
     stage_layers: tuple[int, ...]
@@ -92,7 +89,6 @@ class Forecast:
 
     @property
     def num_rounds(self) -> int:
-        """Planned global batches of the job that has most."""
         return max(len(job.queue.batches) for job in self.jobs)
 
     @property
@@ -277,7 +273,6 @@ def most_held(timeline: Timeline, stage: int) -> int:
 
 
 def groups_of(jobs: Sequence[str], microbatches: Sequence[Microbatch]) -> tuple[tuple[str, ...], ...]:
-    """Groups of jobs connected by shared microbatches."""
     group = {job: {job} for job in jobs}
     for microbatch in microbatches:
         members = {s.job for s in microbatch.segments}

@@ -18,7 +18,6 @@ RECEIVE = "receive"
 RECEIVE_GRADIENT = "receive gradient"
 IDLE = "·"
 MARKS = {"forward": "▒", "backward": "█", "forward_backward": "█", "step": "|"}
-"""Characters by span name; other spans count as idle."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,6 @@ NUM_THREADS = 100
 
 
 class _App(FastAPI):
-    """FastAPI, with the polled routes answered in front of it."""
-
     polled: PolledRoutes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -180,7 +180,6 @@ _PATTERNS = {
 
 
 def _message(problems: Sequence[Any]) -> str:
-    """States what one field got and what it accepts."""
     if problems[0].get("type") == "value_error":
         return f"{problems[0]['msg'].removeprefix('Value error, ')}."
     # Where a value has one of the accepted types, the other types are not worth mentioning.

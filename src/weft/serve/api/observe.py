@@ -36,8 +36,6 @@ CLIENT_GONE = 499
 
 
 class JsonLines(logging.Formatter):
-    """Formats each log record as one JSON object."""
-
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": f"{_clock(int(record.created))}.{int(record.msecs):03d}Z",

@@ -79,7 +79,6 @@ class PendingAnswer:
         url = urlsplit(worker["address"])
         self._connection = _connection_to(url, SEND_S)
         self.seen_at = time.monotonic()
-        """When the worker last sent something."""
         self._answer: http.client.HTTPResponse | None = None
         self._is_stream = bool(prompt["stream"])
         headers = {"content-type": "application/json", "x-weft-token": worker["token"] or ""}

@@ -117,7 +117,6 @@ class Caller:
 
     tenant: str
     owner: DbRow
-    """The tenant's row, which holds its limits."""
     key: str | None
     scopes: tuple[str, ...]
     request: str

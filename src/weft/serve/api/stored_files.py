@@ -114,7 +114,6 @@ def download(
 
 
 def refuse_problems(report: Report, param: str) -> None:
-    """Raises a 400 that lists the wrong lines, if there are any."""
     if report.problems:
         first, rest = report.problems[0], len(report.problems) - 1
         more = f" (and {counted(rest, 'more problem')})" if rest else ""

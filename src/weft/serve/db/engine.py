@@ -29,7 +29,6 @@ from weft.errors import ConfigError, MissingExtraError, install_command
 from weft.serve.errors import Busy, NotFound, Unsure
 
 Tx = sa.Connection
-"""An open transaction."""
 LOCK_WAIT_S = 10.0
 """How long a writer tries to get SQLite's lock before it raises Busy."""
 PAUSE_S = (0.002, 0.05)

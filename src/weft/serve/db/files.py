@@ -283,7 +283,6 @@ def file_is_needed(tx: Tx) -> sa.ColumnElement[bool]:
 
 
 def named_blobs(tx: Tx) -> set[str]:
-    """Returns the blobs that a row still needs."""
     queries = (
         sa.select(FILES.c.blob).where(file_is_needed(tx)),
         sa.select(MODELS.c.blob).where(MODELS.c.deleted_at.is_(None)),

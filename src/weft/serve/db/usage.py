@@ -76,7 +76,6 @@ class TokenUsage:
 
     trained: int
     reserved: int
-    """What unfinished jobs are still to train."""
 
 
 def token_usage(tx: Tx, tenant: str, *where: sa.ColumnElement[bool]) -> TokenUsage:

@@ -112,8 +112,6 @@ LENGTH = sa.func.coalesce(JOBS.c.settings["max_length"].as_integer(), DEFAULT_LE
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """What a live worker can hold and holds."""
-
     id: str
     num_held: int = 0
     max_jobs: int | None = None

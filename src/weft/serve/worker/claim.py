@@ -79,7 +79,6 @@ class Claim:
     blobs: dict[int, str] = field(default_factory=dict)
     """Archives of checkpoints that are in the file store but not yet in a row, by step."""
     is_unstored: bool = False
-    """The job has ended, and its result could not be stored yet."""
     result: StoredResult | None = None
     first_step: tuple[int, float] | None = None
     """The first step this worker saw and its time; the estimate of the end starts there."""
@@ -124,8 +123,6 @@ PRIVATE: Mapping[str, Any] = {
 
 
 class Tracking:
-    """The trackers of one worker's jobs."""
-
     def __init__(self, directory: Path, warn: Callable[[str, str], None]) -> None:
         """wandb keeps its files in `directory`; `warn` is called, in this thread, with a claim's name and a text."""
         self._directory = directory

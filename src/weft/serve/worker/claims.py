@@ -149,7 +149,6 @@ class Claims:
         discard(self._blobs, unused)
 
     def apply(self, journal: Journal) -> None:
-        """Carries out what a committed journal means for its claim."""
         claim = journal.claim
         for notice in claim.notices:
             if isinstance(notice.event, CheckpointSaved):

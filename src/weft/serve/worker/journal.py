@@ -43,8 +43,6 @@ KEPT_CHECKPOINTS = 3
 
 
 class Fate(enum.Enum):
-    """What becomes of a claim after its notices were written."""
-
     HELD = "held"
     ENDED = "ended"
     PAUSED = "paused"
@@ -58,8 +56,6 @@ class Fate(enum.Enum):
 
 
 class Journal:
-    """The entries of one job in one transaction."""
-
     def __init__(self, tx: Tx, claim: Claim, row: DbRow, at: float) -> None:
         """`row` is the job's row as this transaction holds it; `at` is the database's time."""
         self.claim = claim

@@ -43,7 +43,6 @@ PreparedJob = tuple[JobSpec, JobData]
 
 
 NUM_PREPARERS = 2
-"""How many jobs are prepared at a time."""
 SMALL_BYTES = 2**16
 """A file up to this size is read where it is: another process would take longer to start."""
 

@@ -108,7 +108,6 @@ class PromptBody(BaseModel):
     base: str | None = None
     messages: list[PromptMessage] | None = None
     prompt: str | list[TokenId] | None = None
-    """A text, or the ids of its tokens."""
     max_tokens: int = Field(256, ge=1, lt=2**31)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)

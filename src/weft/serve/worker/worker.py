@@ -53,8 +53,6 @@ RATE_S = 5.0
 
 
 class Worker:
-    """A worker that has loaded its backbone."""
-
     def __init__(self, options: WorkerOptions, database: Database, blobs: Blobs) -> None:
         self._options = options
         self._wall = WallClock(process_start_s())

@@ -52,7 +52,6 @@ class BackboneTrial(tune.Trainable):  # type: ignore[misc]
         self._last = checkpoint
 
     def cleanup(self) -> None:
-        """Cancels the job unless it has ended."""
         ray.get(self._server.cancel.remote(self.trial_id))
 
     def _next(self) -> TrialNews:

@@ -105,7 +105,6 @@ class GatedOptimizer(Optimizer):
         return lambda: [result() for result in started]
 
     def _start(self, is_finite: torch.Tensor, norm: torch.Tensor | None = None) -> Callable[[], Updated]:
-        """Starts the step; returns a function that waits for it."""
         self.make_moments()
         groups = self.adapter.groups.values()
         norm = gradient_norm(group.grad for group in groups) if norm is None else norm

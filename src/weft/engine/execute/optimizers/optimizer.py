@@ -31,7 +31,6 @@ from weft.spec import JobSpec
 Results = Callable[[], list[Updated]]
 """Waits for the device and returns what the steps did; call it before the next steps of the same jobs."""
 PREFIX = "optimizer_"
-"""Prefix of an optimizer's tensors in a checkpoint."""
 
 
 def counting_steps(optimizers: Sequence[Optimizer], wait: Results) -> Results:
@@ -131,7 +130,6 @@ def largest_factor(patterns: Mapping[str, float]) -> float:
 
 
 def refuse_idle_rates(patterns: Mapping[str, float], paths: Sequence[str]) -> None:
-    """ConfigError for a pattern that matches no adapted module."""
     for pattern in patterns:
         if not any(answers_pattern(path, pattern) for path in paths):
             raise ConfigError(

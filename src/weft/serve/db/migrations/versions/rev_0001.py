@@ -15,7 +15,6 @@ BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Makes all tables."""
     op.create_table(
         "tenants",
         sa.Column("id", sa.String(length=64), nullable=False),

@@ -15,7 +15,6 @@ BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Makes the tables of uploads, and the column."""
     op.create_table(
         "uploads",
         sa.Column("seq", BIG, autoincrement=True, nullable=False),

@@ -15,7 +15,6 @@ BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Makes the columns."""
     op.add_column("workers", sa.Column("machine", sa.String(length=256), nullable=True))
     op.add_column("workers", sa.Column("lease_s", sa.Float(), nullable=True))
     op.add_column("workers", sa.Column("wanted", sa.String(length=10), nullable=True))
