@@ -38,7 +38,7 @@ from benchmarks.steps.regimes import BF16, IGNORED, BenchProgram, BenchRun, Work
 from weft.errors import ConfigError
 from weft.kernels.device import is_gpu
 from weft.model.backbone import Backbone
-from weft.model.random_model import build, make_backbone
+from weft.model.load import build, make_backbone
 from weft.plan.cost.shape import Shape, find_shape
 
 BETA = 0.1

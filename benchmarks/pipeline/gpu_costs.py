@@ -33,8 +33,8 @@ from weft.kernels.device_event import median_s
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
 from weft.model.divided import share_layers
+from weft.model.load import make_backbone, random_weight
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
-from weft.model.random_model import make_backbone, random_weight
 from weft.plan.cost.shape import SHAPES, Shape
 from weft.spec import AdapterSpec
 

@@ -37,10 +37,10 @@ from weft.kernels.device import synchronise
 from weft.kernels.device_event import DeviceEvent
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
+from weft.model.load import build
 from weft.model.model_part import ModelPart
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.model.packing import attention
-from weft.model.random_model import build
 from weft.model.stages import StageRunner, stage_runner
 from weft.parallel.stages.load_stages import cut_layers
 from weft.parallel.stages.staged import StagedExecutor

@@ -41,8 +41,8 @@ from weft.errors import ModelError
 from weft.kernels.device import is_cpu
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
+from weft.model.load import make_backbone
 from weft.model.packed import SlotSample, pack_samples
-from weft.model.random_model import make_backbone
 from weft.plan.cost.shape import Shape, find_shape
 from weft.spec import AdapterSpec
 

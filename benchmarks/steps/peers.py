@@ -22,7 +22,7 @@ from benchmarks.steps.regimes import BenchProgram, BenchRun, padded_batch
 from weft.errors import MissingExtraError, install_command
 from weft.kernels.device import is_gpu
 from weft.kernels.device_event import median_s
-from weft.model.random_model import build
+from weft.model.load import build
 from weft.plan.cost.shape import Shape
 
 RANK = 16

@@ -19,7 +19,7 @@ import torch
 from benchmarks.figures import Kind
 from weft.data.samples import Sample
 from weft.errors import ConfigError, closest
-from weft.model.random_model import Storage
+from weft.model.load import Storage
 
 MAIN_SHAPE = "llama-3.1-8b"
 MIXED_RANKS = (8,) * 16 + (16,) * 8 + (32,) * 4 + (64,) * 2 + (128, 256)

@@ -42,7 +42,7 @@ from benchmarks.steps.regimes import MAIN_SHAPE, OURS, PEFT_PROGRAMS, BenchProgr
 from benchmarks.steps.step import measure
 from weft.kernels.device import is_cpu
 from weft.kernels.device_event import median_s
-from weft.model.random_model import make_backbone
+from weft.model.load import make_backbone
 from weft.plan.cost.shape import Shape, find_shape
 
 SIDE = 8192

@@ -20,7 +20,7 @@ import torch
 from benchmarks.processes import timed
 from weft.data.prepared.cache import CACHE_VARIABLE
 from weft.kernels.device import is_gpu
-from weft.model.random_model import build
+from weft.model.load import build
 from weft.model.source import TINY
 from weft.plan.cost.shape import Shape
 from weft.store.atomic import write_file

@@ -13,7 +13,7 @@ import torch
 from test_train_verb import write_jobs
 
 from weft.errors import size
-from weft.model.random_model import build
+from weft.model.load import build
 from weft.model.source import TINY
 from weft.plan.cost.profile import load_profile
 from weft.plan.cost.shape import SHAPES

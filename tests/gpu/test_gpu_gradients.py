@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.steps.gradients import LARGEST_ERROR, measure_agreement, measure_bits
 from benchmarks.steps.regimes import BF16, FP8, INT8, NF4, BenchProgram, BenchRun, Workload
-from weft.model.random_model import Storage, make_backbone
+from weft.model.load import Storage, make_backbone
 from weft.plan.cost.shape import find_shape
 from weft.plan.families import FAMILIES
 

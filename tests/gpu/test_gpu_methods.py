@@ -12,8 +12,8 @@ from benchmarks.steps.regimes import BF16
 from weft.adapters.adapter import Adapter
 from weft.data.samples import Sample
 from weft.model.backbone import Backbone
+from weft.model.load import make_backbone
 from weft.model.packed import SlotSample, pack_samples
-from weft.model.random_model import make_backbone
 from weft.plan.cost.shape import find_shape
 from weft.spec import AdapterSpec
 

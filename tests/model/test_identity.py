@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from weft.model.identity import _weights_digest, model_digests
-from weft.model.source import TINY, find_source, load_tokenizer
+from weft.model.source import TINY, _weights_digest, find_source, load_tokenizer, model_digests
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weft.model.random_model import build, build_empty
+from weft.model.load import build, build_empty
 from weft.plan.cost.shape import SHAPES
 
 CPU = torch.device("cpu")

@@ -143,8 +143,7 @@ def open_backbone(model: str, quantize: str = "none", recompute: str = "none", k
     import torch
 
     from weft.kernels.device import has_gpu
-    from weft.model.load import load_backbone
-    from weft.model.random_model import Storage, make_backbone
+    from weft.model.load import Storage, load_backbone, make_backbone
     from weft.plan.cost.shape import EMBEDDED, SHAPES, find_shape
     from weft.spec import BackboneSpec
 

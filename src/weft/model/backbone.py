@@ -75,7 +75,7 @@ class Backbone:
         self.tokenizer = tokenizer
         self.name = name
         self.digests: dict[str, str] = {}
-        """Digests of the files it was loaded from (`identity.py`); empty if it was made in memory."""
+        """Digests of the files it was loaded from (`source.py`); empty if it was made in memory."""
         self.routing = Routing()
         self.linears: dict[str, SlotLinear] = {}
         self.kernels = "reference: as loaded"

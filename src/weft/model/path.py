@@ -1,27 +1,39 @@
 """The two ways through a frozen model, as one protocol, and the scores of a microbatch that a device still works on.
 
 A path, reference or fused, runs packed microbatches with the adapters on its slots. `Backbone` chooses one when kernels
-are chosen; no other module needs to know which.
+are chosen; no other module needs to know which. The reference path is here: transformers' own modules over slot
+linears, with autograd; plain torch that runs anywhere. The other one is in `fused/`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import Keeps
+from weft.adapters.parts import HeadWeights, TokenRows
+from weft.adapters.routing import Routing
+from weft.adapters.sites import InputRows, SlotLinear
+from weft.kernels.device import is_cpu
 from weft.kernels.device_event import AsyncCopy, DeviceEvent, sent
-from weft.model.loss import DistillationPass
-from weft.model.objective_loss import HeadPass, LossPass, MicrobatchLoss
+from weft.model.loss import BlockedLoss, DistillationPass, head_of, run_distillation
+from weft.model.model_part import AbsentLayer, plain_parameter
+from weft.model.objective_loss import HeadPass, LossPass, MicrobatchLoss, run_heads, run_loss
 from weft.model.packed import PackedBatch
+from weft.model.shards import LayerRing
+from weft.model.trained_rows import loss_of
 from weft.objectives.distillation import MEASURED
 from weft.objectives.objective import ACCURACY, LOSS, MetricSum, MetricTotals, Score
+from weft.plan.cost.shape import CPU_ROW_TILE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PendingScores:
@@ -172,3 +184,161 @@ class Path(Protocol):
         """Upper bound of a microbatch's memory between forward and backward; `keeps`: of its methods."""
 
     def forget(self) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class PendingBackward:
+    grad_TD: torch.Tensor
+    scores: Callable[[DeviceEvent], PendingScores]
+    """Returns the scores, given when the microbatch began; called once all other work has been launched."""
+
+
+class ReferencePath:
+    name: ClassVar[str] = "reference"
+    memory = Memory()
+    copy_bytes = 0
+    captured_s = 0.0
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        linears: Mapping[str, SlotLinear],
+        inputs: InputRows,
+        routing: Routing,
+        heads: Mapping[int, HeadWeights],
+        output_rows: Mapping[int, TokenRows],
+    ) -> None:
+        """`routing` is the table that all sites of the model share, `heads` are those of jobs by slot, and
+        `output_rows` their trained rows of the output head."""
+        self._heads = heads
+        self._output_rows = output_rows
+        self._model = model
+        self._linears = linears
+        self._inputs = inputs
+        self._routing = routing
+        self._num_slots = 0
+        self._ring: LayerRing | None = None
+
+    def gather_by(self, ring: LayerRing) -> None:
+        """Makes every layer wait for its frozen weights, forward and backward."""
+        self._ring = ring
+        layers: Any = self._model.base_model.layers
+        here = [layer for layer in layers if not isinstance(layer, AbsentLayer)]
+        for index, layer in enumerate(here):
+            layer.register_forward_pre_hook(lambda *_, index=index: ring.use(index))
+            layer.register_forward_hook(lambda *given, index=index: _before_gradient(given[-1], ring, index))
+
+    def take_slot(self, adapter: Adapter) -> int:
+        """Gives an adapter a new number below zero; numbers of the fused path are above zero."""
+        self._num_slots += 1
+        return -self._num_slots
+
+    def free_slot(self, slot: int) -> None:
+        """Does nothing: slot linears hold all state."""
+
+    def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> PendingScores:
+        begun = DeviceEvent(plain_parameter(self._model).device)
+        hidden_TD = self.hidden(batch, row_tile, through=through)
+        learnt = self.learn(hidden_TD.detach(), batch)
+        self.go_back(hidden_TD, learnt.grad_TD)
+        return learnt.scores(begun)
+
+    def go_back(self, hidden_TD: torch.Tensor, grad_TD: torch.Tensor | None) -> None:
+        """Runs backward from the gradient of what `hidden` returned to all trained parameters, if there are any."""
+        if self._ring is not None:
+            self._ring.begin(back=True)
+        if hidden_TD.requires_grad:
+            hidden_TD.backward(grad_TD)
+        if self._ring is not None:
+            self._ring.end(then_back=False)
+
+    def learn(self, hidden_TD: torch.Tensor, batch: PackedBatch) -> PendingBackward:
+        rows_ND = hidden_TD[batch.supervised_N]
+        passed = run_loss(self.loss(batch), rows_ND, batch.targets_N, batch.weights_N, batch.scored_groups)
+        assert passed.grad_ND is not None
+        grad_TD = torch.zeros_like(hidden_TD)
+        grad_TD[batch.supervised_N] = passed.grad_ND
+        headed = run_heads(hidden_TD, batch.heads, self._heads, grad_TD)
+        taught = run_distillation(head_of(self._model), hidden_TD, batch.taught, grad_TD)
+        return PendingBackward(grad_TD, lambda begun: PendingScores(passed, batch, begun, headed, taught))
+
+    @torch.no_grad()
+    def look(self, batch: PackedBatch, row_tile: int | None) -> PendingScores:
+        begun = DeviceEvent(plain_parameter(self._model).device)
+        return self.score(self.hidden(batch, row_tile), batch, begun)
+
+    def score(self, hidden_TD: torch.Tensor, batch: PackedBatch, begun: DeviceEvent) -> PendingScores:
+        """The scores of the last hidden states of a microbatch that began at this moment, without gradients."""
+        passed = run_loss(self.loss(batch), hidden_TD[batch.supervised_N], batch.targets_N, None, batch.scored_groups)
+        headed = run_heads(hidden_TD, batch.heads, self._heads)
+        taught = run_distillation(head_of(self._model), hidden_TD, batch.taught)
+        return PendingScores(passed, batch, begun, headed, taught)
+
+    @torch.no_grad()
+    def read(self, batch: PackedBatch, row_tile: int | None) -> torch.Tensor:
+        return self.hidden(batch, row_tile)[batch.supervised_N]
+
+    def hidden(
+        self,
+        batch: PackedBatch,
+        row_tile: int | None,
+        caches: list[Any] | None = None,
+        *,
+        through: bool = False,
+        entering_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Last hidden states (T, D), after the final norm; they continue from `caches` while generating. `entering_TD`:
+        output of the earlier layers, if this is a later part of a model. With gradients enabled, `go_back` must
+        follow."""
+        self._routing.segments, self._routing.slots = batch.segments, batch.slots
+        self._routing.tokens = batch.ids
+        self._routing.bounds, self._routing.longest = batch.bounds, batch.longest
+        self._routing.dropout_keys_T = batch.dropout_keys_T
+        self._routing.row_tile = row_tile
+        self._routing.caches = caches or []
+        if entering_TD is None:
+            embeds_1TD = self._inputs.adapted(self._embedded(batch)[None].requires_grad_(through))
+        else:
+            embeds_1TD = entering_TD[None]
+        goes_back = torch.is_grad_enabled()
+        if self._ring is not None:
+            self._ring.begin(back=False)
+        output = self._model.base_model(
+            inputs_embeds=embeds_1TD,
+            position_ids=batch.positions_T[None],
+            attention_mask=None,
+            use_cache=False,
+        )
+        if self._ring is not None:
+            self._ring.end(then_back=goes_back)
+        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _embedded(self, batch: PackedBatch) -> torch.Tensor:
+        """Embeddings of the tokens (T, D); rows of new tokens are arbitrary until their jobs fill them."""
+        embeddings: Any = self._model.get_input_embeddings()
+        ids_T, num_rows = batch.input_ids_T, embeddings.weight.shape[0]
+        if batch.num_rows and batch.ids.max() >= num_rows:
+            ids_T = ids_T.clamp(max=num_rows - 1)
+        embedded: torch.Tensor = embeddings(ids_T)
+        return embedded
+
+    def row_tile(self, capacity: int) -> int:
+        """A fixed block on a CPU; the whole microbatch on a GPU."""
+        return CPU_ROW_TILE if is_cpu(plain_parameter(self._model).device) else capacity
+
+    def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
+        """Input and output of every linear, once: an upper estimate."""
+        width = sum(sum(linear.share.shape) for linear in self._linears.values())
+        return capacity * plain_parameter(self._model).dtype.itemsize * width
+
+    def loss(self, batch: PackedBatch) -> MicrobatchLoss:
+        return loss_of(BlockedLoss(head_of(self._model)), batch, self._output_rows, plain_parameter(self._model).dtype)
+
+    def forget(self) -> None:
+        """Does nothing: this path keeps no memory."""
+
+
+def _before_gradient(left: torch.Tensor, ring: LayerRing, layer: int) -> None:
+    """Makes a layer's backward wait for its weights: it starts once the gradient of the layer's output is known."""
+    if left.requires_grad:
+        left.register_hook(lambda _: ring.use(layer))

@@ -23,8 +23,7 @@ from weft.model.fused.inputs import InputShape
 from weft.model.fused.path import FusedPath
 from weft.model.model_part import ModelPart
 from weft.model.packed import PackedBatch
-from weft.model.path import PendingScores
-from weft.model.reference import PendingBackward
+from weft.model.path import PendingBackward, PendingScores
 
 
 class StageRunner(Protocol):

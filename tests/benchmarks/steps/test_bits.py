@@ -13,8 +13,8 @@ from benchmarks.steps.regimes import BF16, FEW, BenchProgram, BenchRun
 from weft.adapters.adapter import Adapter
 from weft.errors import ModelError
 from weft.model.backbone import Backbone
+from weft.model.load import make_backbone
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
-from weft.model.random_model import make_backbone
 from weft.plan.cost.shape import SHAPES
 from weft.spec import AdapterSpec
 

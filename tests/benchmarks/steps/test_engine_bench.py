@@ -14,7 +14,7 @@ from benchmarks.steps import step as module
 from benchmarks.steps.regimes import BF16, FEW, BenchProgram, BenchRun
 from benchmarks.steps.step import BenchJobs, measure, measure_engine
 from weft.model.backbone import Backbone
-from weft.model.random_model import make_backbone
+from weft.model.load import make_backbone
 from weft.plan.cost.shape import SHAPES
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from benchmarks.steps.peers import (
     with_adapter,
 )
 from benchmarks.steps.regimes import HANDFUL, BenchProgram, BenchRun, padded_batch
-from weft.model.random_model import build
+from weft.model.load import build
 from weft.plan.cost.shape import SHAPES
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from benchmarks.steps.step import BenchJobs, measure
 from weft.adapters.frozen import Dense
 from weft.errors import JobError
 from weft.model.backbone import Backbone
-from weft.model.random_model import Storage, build, make_backbone
+from weft.model.load import Storage, build, make_backbone
 from weft.plan.cost.shape import SHAPES
 
 CPU = torch.device("cpu")

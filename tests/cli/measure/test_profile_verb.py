@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.planning import parts as plan_cost
-from weft.model.random_model import build
+from weft.model.load import build
 from weft.model.source import TINY
 from weft.plan.cost.profile import load_profile
 from weft.plan.cost.shape import SHAPES

@@ -15,7 +15,7 @@ from weft.engine.execute.profile import (
 )
 from weft.errors import ConfigError
 from weft.model.backbone import Backbone
-from weft.model.random_model import Storage, make_backbone
+from weft.model.load import Storage, make_backbone
 from weft.plan.cost.profile import Profile
 from weft.plan.cost.shape import SHAPES
 

@@ -19,7 +19,7 @@ from weft.engine.execute.memory import weight_bytes
 from weft.engine.jobs.room import Placement
 from weft.errors import JobError
 from weft.methods.registry import cost_ranks
-from weft.model.random_model import Storage, make_backbone
+from weft.model.load import Storage, make_backbone
 from weft.plan.admit import Budget
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import SHAPES, ModelShape, capacities
