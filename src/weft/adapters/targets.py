@@ -27,11 +27,9 @@ _LAYER_INDEX = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
 def choose_modules(
     spec: AdapterSpec, kind: Attachment, paths: Sequence[str], spared: Collection[str] = ()
 ) -> list[str]:
-    """The paths of the sites that an adapter is on, out of `paths`, all sites of a kind, in their order.
-
-    `spared`: names of linears that the words for all sites leave out. A name in target_modules that matches no module
-    is an error, even if other names match.
-    """
+    """The paths of the sites that an adapter is on, out of `paths`, all sites of a kind, in their order. `spared`:
+    names of linears that the words for all sites leave out. A name in target_modules that matches no module is an
+    error, even if other names match."""
     if not paths:
         families = ", ".join(FAMILIES)
         raise ConfigError(f"the backbone has no {kind.value} to adapt; {families} models do.", where="adapter.method")

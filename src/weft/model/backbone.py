@@ -47,8 +47,7 @@ from weft.model.model_part import (
 )
 from weft.model.packed import PackedBatch
 from weft.model.packing import attention, experts, mixers
-from weft.model.path import Memory, Path, PendingScores
-from weft.model.reference import ReferencePath
+from weft.model.path import Memory, Path, PendingScores, ReferencePath
 from weft.model.shards import LayerRing
 from weft.model.trained_rows import Embeddings, logits_of
 from weft.objectives.heads import HeadObjective

@@ -38,9 +38,20 @@ from weft.model.packing.selfcheck import check_packing
 from weft.model.path import Memory
 from weft.model.resolve import ResolvedModel, resolve
 from weft.model.shards import Peers
-from weft.model.source import INDEX, Source, check_weight_files, gguf, load_tokenizer, quiet, readable, reason
+from weft.model.source import (
+    INDEX,
+    Source,
+    check_weight_files,
+    gguf,
+    load_tokenizer,
+    model_digests,
+    quiet,
+    readable,
+    reason,
+)
 from weft.model.text_part import KEY_MAPPING, names_in_files
-from weft.plan.families import OBSTACLES, REFERENCE_FAMILIES, is_described
+from weft.plan.cost.shape import Shape
+from weft.plan.families import OBSTACLES, REFERENCE_FAMILIES, describe, is_described
 from weft.spec import BackboneSpec
 
 SINGLE = "model.safetensors"

@@ -266,10 +266,8 @@ def norm_grad_kernel(
 def add_norm(
     x_TD: torch.Tensor, y_TD: torch.Tensor | None, norm: RmsNorm | None, post: RmsNorm | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x2, h): the sum x + y, which is x itself without y, and its norm, which is the sum itself without `norm`.
-
-    With `post` y is normed before it is added.
-    """
+    """(x2, h): the sum x + y, which is x itself without y, and its norm, which is the sum itself without `norm`. With
+    `post` y is normed before it is added."""
     _check_alike(norm, post)
     return (add_norm_kernel if runs_triton(x_TD) else add_norm_reference)(x_TD, y_TD, norm, post)
 

@@ -157,10 +157,8 @@ def _copy_rest(  # type: ignore[no-untyped-def]
 
 @jit
 def _normed_grad(x1, x2, d1, d2, w1, w2, squares, products, size, eps, IS_WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gradient of a head's norm; all are zero outside the head.
-
-    `squares` and `products`: sums of x² and of x · d · w, over all heads where these are normed at once.
-    """
+    """Gradient of a head's norm; all are zero outside the head. `squares` and `products`: sums of x² and of x · d · w,
+    over all heads where these are normed at once."""
     rstd = tl.rsqrt(squares / size + eps)[:, None]
     x1, x2 = x1 * rstd, x2 * rstd
     d1, d2 = d1 * w1[None, :], d2 * w2[None, :]
@@ -457,12 +455,9 @@ def rotate(
     norms: HeadNorms | None,
     out_TE: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q, k and v, with q and k normed and rotated by their positions.
-
-    In place, unless `out_TE` is given or heads are normed: then the result is another tensor, and qkv_TE stays as it is
-    for the norms' backward. `turns`: for the first half of the rotated numbers of a head; normed heads are rotated
-    whole.
-    """
+    """q, k and v, with q and k normed and rotated by their positions. In place, unless `out_TE` is given or heads are
+    normed: then the result is another tensor, and qkv_TE stays as it is for the norms' backward. `turns`: for the first
+    half of the rotated numbers of a head; normed heads are rotated whole."""
     turned = 2 * turns.cos_TF.shape[1]
     assert turns.cos_TF.shape == turns.sin_TF.shape and len(turns.cos_TF) == len(qkv_TE)
     assert turned == heads.size or (turned < heads.size and norms is None)

@@ -43,9 +43,7 @@ def causal_convolution(
     before: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Each channel's convolution over a sample's last W tokens in fp32, and the W − 1 rows that each sample leaves.
-
-    `before`: the rows that earlier tokens of a sample left; None: it begins here.
-    """
+    `before`: the rows that earlier tokens of a sample left; None: it begins here."""
     num_taps = weight_DW.shape[1]
     nothing = x_TD.new_zeros(num_taps - 1, x_TD.shape[1])
     parts = [part for pair in zip(before, x_TD.split(list(lengths)), strict=True) for part in pair]
@@ -73,10 +71,8 @@ def linear_attention(
     lengths: Sequence[int],
     states_NHKV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (T, H, V) and the state that each sample leaves (N, H, K, V), in fp32.
-
-    `states_NHKV`: the states that earlier tokens left.
-    """
+    """Outputs (T, H, V) and the state that each sample leaves (N, H, K, V), in fp32. `states_NHKV`: the states that
+    earlier tokens left."""
     num_samples, (num_heads, key_size), value_size = len(lengths), query_THK.shape[1:], value_THV.shape[2]
     if states_NHKV is None:
         states_NHKV = query_THK.new_zeros(num_samples, num_heads, key_size, value_size, dtype=torch.float32)
@@ -127,11 +123,9 @@ def one_token(
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Where the rows of samples are once each is cut into whole chunks.
-
-    Chunks that are computed together follow each other: the first ones of all samples, then the second ones, each with
-    long samples first. So all samples take a step at once, and none needs to be selected.
-    """
+    """Where the rows of samples are once each is cut into whole chunks. Chunks that are computed together follow each
+    other: the first ones of all samples, then the second ones, each with long samples first. So all samples take a step
+    at once, and none needs to be selected."""
 
     num_rows: int
     """Rows of all samples."""
