@@ -100,6 +100,43 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "num_kv_shared_layers": 0,
 }
+_GEMMA4_E2B = {
+    **GEMMA4,
+    "initializer_range": 0.3,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+_GPT_OSS = {
+    **SETTINGS,
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {**_YARN, "truncate": False},
+}
+_SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK = {
+    **SETTINGS,
+    **_SIGMOID,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+}
 _GRANITE4 = {
     **SETTINGS,
     **_FACTORS,
@@ -229,6 +266,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 8,
         },
     ),
+    "gemma4": ("Gemma4Text", {**GEMMA4, "final_logit_softcapping": 3.0}),
+    "gemma4_e2b": ("Gemma4Text", _GEMMA4_E2B),
+    "gemma4_31b": ("Gemma4Text", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gpt_oss": ("GptOss", _GPT_OSS),
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
+    "glm4_moe": ("Glm4Moe", {**SETTINGS, **_SIGMOID, "head_dim": 8}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_DEEPSEEK, "mlp_layer_types": ["dense", "sparse"]}),
     "gpt_neox_serial": ("GPTNeoX", {**_NEOX, "rotary_pct": 0.25, "use_parallel_residual": False}),
 }
 """Name of a tiny model to the transformers class it is of and its settings."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.adapters.adapter import Adapter
 from weft.data.samples import Sample
-from weft.errors import ModelError
+from weft.errors import ConfigError, ModelError
 from weft.model.backbone import Backbone
 from weft.model.packed import SlotSample, pack_samples
 from weft.model.packing.selfcheck import check_packing, packing_error
@@ -177,3 +177,16 @@ def test_segment_when_a_neighbour_is_nan_then_every_bit_stays():
     spoiled = [dataclasses.replace(s, tokens=np.full(s.length, 2)) for s in (first, last)]
     assert losses(*spoiled) == losses(first, last)
     assert np.isfinite(losses(*spoiled))
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"r": 2, "new_tokens": ("<hm>",)}, "new_tokens"),
+        ({"method": "prompt_tuning", "num_virtual_tokens": 2}, "prompt"),
+    ],
+)
+def test_embeddings_of_every_layer_when_rows_are_no_tokens_then_refused(settings, what):
+    """Gemma 4's layers add numbers by token, which such rows do not have."""
+    with pytest.raises(ConfigError, match=f"every layer of gemma4_text has embeddings .* {what}.* is not supported"):
+        random_backbone("gemma4_e2b").new_adapter(AdapterSpec(**settings), 0)

@@ -41,6 +41,7 @@ from weft.model.model_part import (
     ModelPart,
     block_paths_of,
     blocks_of,
+    has_per_layer_inputs,
     inputs_of,
     keys_and_values_of,
     plain_parameter,
@@ -215,6 +216,7 @@ class Backbone:
         """A new adapter for this backbone, on its device by default; it trains once attached. `objective` is one that
         needs a head; `gradient_sum` is the job's setting."""
         self._refuse_lossless(spec)
+        self._refuse_rows(spec)
         head = None
         if objective is not None:
             head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
@@ -234,8 +236,19 @@ class Backbone:
 
     def check_adapter(self, spec: AdapterSpec) -> None:
         self._refuse_lossless(spec)
+        self._refuse_rows(spec)
         method_of(spec).check(spec, _shapes(self._targets(spec)))
         self.embeddings.shapes(spec)
+
+    def _refuse_rows(self, spec: AdapterSpec) -> None:
+        """ConfigError for rows that are no tokens of a model whose layers have embeddings of their own."""
+        if has_per_layer_inputs(self.model) and (spec.new_tokens or method_of(spec).attachment is Attachment.INPUT):
+            what = "new_tokens" if spec.new_tokens else spec.method
+            raise ConfigError(
+                f"every layer of {self.model.config.model_type} has embeddings of the known tokens, so {what} is not "
+                "supported; use another method.",
+                where="adapter.new_tokens" if spec.new_tokens else "adapter.method",
+            )
 
     def _refuse_lossless(self, spec: AdapterSpec) -> None:
         # A skeleton does not know how its weights will be stored.

@@ -104,6 +104,11 @@ def model_class_of(kind: Any, reduce: Callable[[Any], None]) -> Any:
     return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})
 
 
+def has_per_layer_inputs(model: Any) -> bool:
+    """True if every layer of a model has embeddings of its own (Gemma 4)."""
+    return bool(getattr(model.config, "hidden_size_per_layer_input", 0))
+
+
 def inputs_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, routing: Routing) -> InputRows:
     embeddings: Any = model.get_input_embeddings()
     width = int(embeddings.weight.shape[1])

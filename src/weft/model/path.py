@@ -23,7 +23,7 @@ from weft.adapters.sites import InputRows, SlotLinear
 from weft.kernels.device import is_cpu
 from weft.kernels.device_event import AsyncCopy, DeviceEvent, sent
 from weft.model.loss import BlockedLoss, DistillationPass, head_of, run_distillation
-from weft.model.model_part import AbsentLayer, plain_parameter
+from weft.model.model_part import AbsentLayer, has_per_layer_inputs, plain_parameter
 from weft.model.objective_loss import HeadPass, LossPass, MicrobatchLoss, run_heads, run_loss
 from weft.model.packed import PackedBatch
 from weft.model.shards import LayerRing
@@ -308,10 +308,18 @@ class ReferencePath:
             position_ids=batch.positions_T[None],
             attention_mask=None,
             use_cache=False,
+            **self._per_layer_inputs(batch, entering_TD),
         )
         if self._ring is not None:
             self._ring.end(then_back=goes_back)
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _per_layer_inputs(self, batch: PackedBatch, entering_TD: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """What a model adds to each layer by the token itself, in families that do so."""
+        if entering_TD is not None or not has_per_layer_inputs(self._model):
+            return {}
+        base: Any = self._model.base_model
+        return {"per_layer_inputs": base.get_per_layer_inputs(batch.input_ids_T[None], None)}
 
     def _embedded(self, batch: PackedBatch) -> torch.Tensor:
         """Embeddings of the tokens (T, D); rows of new tokens are arbitrary until their jobs fill them."""

@@ -186,6 +186,11 @@ REFERENCE_FAMILIES = (
     "qwen3_moe",
     "olmoe",
     "granitemoe",
+    "gemma4_text",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
@@ -209,7 +214,7 @@ SPARED = ("shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 """Linears that `all-linear` leaves out: gates of width 1, and the decays and strengths of a gated delta net's heads."""
 _NOT_IN_PEFT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)),
-    "qwen3_next": ("gate_proj", "up_proj", "down_proj"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"), ("gate_proj", "up_proj", "down_proj")),
 }
 """Names of linears by model type that PEFT refuses, or takes for the routed experts'."""
 
@@ -267,7 +272,6 @@ OBSTACLES: Mapping[str, str] = {
     **dict.fromkeys(_WITH_STATE, _STATE),
     "bloom": _ALIBI,
     "mpt": _ALIBI,
-    "gpt_oss": "has attention sinks, which Weft does not support yet",
 }
 
 

@@ -48,7 +48,19 @@ def with_transformers(model: Any, prompt: list[int], number: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-NAMES = ["llama_bias", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "opt", "gpt_neox"]
+NAMES = [
+    "llama_bias",
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "opt",
+    "gpt_neox",
+    "ministral3",
+    "gemma4_e2b",
+]
+NAMES += ["gpt_oss", "glm4_moe_lite"]
 WITH_STATES = ["qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid_mamba", "nemotron_h", "falcon_h1", "mamba2"]
 
 

@@ -43,13 +43,15 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each segment of the current routing; (1, T, H, C). Padding rows are zero."""
     routing: Routing = module.weft_routing  # type: ignore[assignment]
     if routing.prefixes:
         key_1KTC, value_1KTC = routing.prefixes[module.layer_idx](key_1KTC, value_1KTC)  # type: ignore[index]
-    if routing.bounds is not None and not routing.caches and softcap is None and _fits_kernel(query_1HTC):
+    is_plain = softcap is None and s_aux is None
+    if routing.bounds is not None and not routing.caches and is_plain and _fits_kernel(query_1HTC, value_1KTC):
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query_1HTC, key_1KTC, value_1KTC))
         run = functools.partial(
             varlen, bounds=routing.bounds, longest=routing.longest, scaling=scaling, sliding_window=sliding_window
@@ -66,11 +68,11 @@ def packed_attention(
     outputs: list[torch.Tensor] = []
     for index, (query, key, value) in enumerate(parts):
         if index == len(lengths):
-            outputs.append(torch.zeros_like(query))
+            outputs.append(query.new_zeros((*query.shape[:3], value_1KTC.shape[3])))
             continue
         if routing.caches:
             key, value = _remember(routing.caches[index], module.layer_idx, key, value)  # type: ignore[arg-type]
-        outputs.append(attend(query, key, value, scaling, sliding_window, softcap))
+        outputs.append(attend(query, key, value, scaling, sliding_window, softcap, s_aux))
     # In one piece: some families view it.
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
@@ -106,10 +108,10 @@ def in_fixed_order() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-def _fits_kernel(query_1HTC: torch.Tensor) -> bool:
-    """Whether the variable-length kernel supports the type and head size: half precision and whole vectors."""
+def _fits_kernel(query_1HTC: torch.Tensor, value_1KTC: torch.Tensor) -> bool:
+    """Whether the variable-length kernel supports the type and head sizes: half precision and whole vectors."""
     size = query_1HTC.shape[-1]
-    return query_1HTC.dtype != torch.float32 and size % 8 == 0 and size <= 256
+    return query_1HTC.dtype != torch.float32 and size % 8 == 0 and size <= 256 and value_1KTC.shape[-1] == size
 
 
 @functools.cache
@@ -167,10 +169,19 @@ def attend(
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One segment's causal attention; its last L keys are those of its queries."""
+    """One segment's causal attention; its last L keys are those of its queries.
+
+    `sinks_H`: scores beside those of the keys, one per query head, with values of zero.
+    """
     key_1KMC, value_1KMC = _for_every_query_head(query_1HLC, key_1KMC, value_1KMC)
     num_queries, num_keys = query_1HLC.shape[2], key_1KMC.shape[2]
+    if sinks_H is not None:
+        mask_LM = F.pad(_causal_mask(num_queries, num_keys, sliding_window, query_1HLC.device), (0, 1), value=True)
+        scale = query_1HLC.shape[-1] ** -0.5 if scaling is None else scaling
+        parts = _with_sinks(query_1HLC, key_1KMC, value_1KMC, sinks_H / scale)
+        return F.scaled_dot_product_attention(*parts, attn_mask=mask_LM, scale=scale)
     slides = sliding_window is not None and num_keys > sliding_window
     if softcap is None and not slides and num_queries in (1, num_keys):
         return F.scaled_dot_product_attention(
@@ -183,6 +194,25 @@ def attend(
     scores_1HLM = torch.tanh(query_1HLC @ key_1KMC.transpose(2, 3) * scale / softcap) * softcap
     scores_1HLM = scores_1HLM.masked_fill(~mask_LM, float("-inf"))
     return torch.softmax(scores_1HLM, dim=-1, dtype=torch.float32).to(query_1HLC.dtype) @ value_1KMC
+
+
+def _with_sinks(
+    query_1HLC: torch.Tensor, key_1HMC: torch.Tensor, value_1HMC: torch.Tensor, sinks_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One more key of every head, whose product with any query is the sink: both get numbers for it alone.
+
+    So no mask is as large as all heads together.
+    """
+    query_1HLE = F.pad(F.pad(query_1HLC, (0, 1), value=1.0), (0, SINK_NUMBERS - 1))
+    key_1HME = F.pad(key_1HMC, (0, SINK_NUMBERS, 0, 1))
+    column = F.one_hot(torch.tensor(key_1HMC.shape[3], device=key_1HMC.device), key_1HME.shape[3])
+    last_HE = sinks_H[:, None] * column.to(sinks_H.dtype)
+    key_1HME = torch.cat([key_1HME[:, :, :-1], last_HE.to(key_1HMC.dtype)[None, :, None]], dim=2)
+    return query_1HLE, key_1HME, F.pad(value_1HMC, (0, 0, 0, 1))
+
+
+SINK_NUMBERS = 8
+"""A vector of half precision, so that heads stay whole vectors."""
 
 
 def _for_every_query_head(

@@ -43,7 +43,9 @@ def prepare(model: Any, routing: Routing) -> None:
         if not any(_are_experts(child) for child in holder.children()):
             continue
         for router in holder.children():
-            if not isinstance(router, nn.Linear) and any(p.ndim == 2 for p in router.parameters(recurse=False)):
+            if not (isinstance(router, nn.Linear) or _are_experts(router)) and any(
+                p.ndim == 2 for p in router.parameters(recurse=False)
+            ):
                 object.__setattr__(router, "forward", functools.partial(_by_tiles, router.forward, routing))
 
 
