@@ -62,8 +62,7 @@ class Adapter:
         self._any_order_sums: list[AnyOrderSums] = []
         self._views: dict[str, ModuleTensors] = {}
         self.kernel_copy: KernelCopy | None = None
-        """Copy of the weights for kernels, while it has a slot of the fused path; kernels may leave gradients there
-        too."""
+        """Copy of the weights for kernels, while it has a slot of the fused path; may hold kernels' gradients."""
         self._penalised_at: int | None = None
         """Version of the weights whose penalty is already in the gradients."""
         names = self.method.groups[: len(next(iter(self._shapes.values())))]
@@ -117,8 +116,8 @@ class Adapter:
             group.grad.copy_(devices.add_up(group.grad))
 
     def complete_gradients(self) -> None:
-        """Adds penalties and gradients that kernels left elsewhere to the gradients of a complete global batch. A
-        second call adds nothing."""
+        """Adds penalties and gradients that kernels left elsewhere to the gradients of a complete global batch,
+        once."""
         if self.kernel_copy is not None:
             self.kernel_copy.collect()
         if self._penalised_at == self.version:
@@ -132,8 +131,7 @@ class Adapter:
         self._penalised_at = self.version
 
     def any_order_sums(self) -> dict[str, SumWords]:
-        """The order-independent sums of its samples so far, by group in the order of its buffer, to be added to
-        others."""
+        """The order-independent sums of its samples so far, by group in the order of its buffer."""
         found: dict[str, list[SumWords]] = {name: [] for name in self.groups}
         for sums in self._any_order_sums:
             for group, words in sums.words():
@@ -258,16 +256,14 @@ class Adapter:
                     self.token_rows[end] = TokenRows(shape.ids, rows_KD, self._tied_grad, sums)
 
     def _sums_of(self, groups: Sequence[str], grads: Sequence[torch.Tensor]) -> AnyOrderSums | None:
-        """The sums that take over the gradients of a site if their order must not matter; each gradient is of a
-        group."""
+        """The sums that take over the gradients of a site if their order must not matter."""
         if not self.has_any_order_sums:
             return None
         self._any_order_sums.append(AnyOrderSums(groups, grads))
         return self._any_order_sums[-1]
 
     def split(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, ModuleTensors]:
-        """Views of flat buffers by module path, from buffers of some groups by name in the method's order. A part
-        counts as a module."""
+        """Views of flat buffers by module path, from buffers of some groups by name; a part counts as a module."""
         found: dict[str, list[torch.Tensor]] = {path: [] for path in self._shapes}
         for name, buffer in buffers.items():
             if name in self._parts:

@@ -93,8 +93,7 @@ class FrozenWeight(nn.Module, ABC):
 
     @property
     def gradient_columns(self) -> torch.Tensor | None:
-        """Factors on the columns of dy before `input_gradient` rounds its rows to 8-bit floats (`dy8`); None if it
-        does not."""
+        """Factors on the columns of dy before `input_gradient` rounds its rows (`dy8`); None if it does not."""
         return None
 
     def product(
@@ -198,8 +197,7 @@ class Nf4(FrozenWeight):
 
 
 class Fp8(FrozenWeight):
-    """Eight-bit floats with one scale per output. Forward products are FP8; backward ones too if there is a second
-    copy."""
+    """Eight-bit floats with one scale per output. Backward products are FP8 if there is a second copy."""
 
     kind = "fp8"
     adds_up = False

@@ -104,8 +104,7 @@ class SlotWeights(ABC):
     has_penalty: ClassVar[bool] = False
     """Whether the parameters have a gradient apart from the loss: `penalty_gradients`."""
     any_order_sums: AnyOrderSums | None = None
-    """Sums that take over each sample's gradients where their order must not matter; rows then come sample by
-    sample."""
+    """Sums that take over each sample's gradients where order must not matter; rows then come sample by sample."""
 
     def change_input(self, x_TD: torch.Tensor, rows: SlotRows) -> None:
         """Turns a copy of x into the input of the frozen product; only called if `changes_input`."""
@@ -123,8 +122,7 @@ class SlotWeights(ABC):
     def backward(
         self, x_TD: torch.Tensor, dy_TO: torch.Tensor, dx_TD: torch.Tensor | None, rows: SlotRows, kept: Any
     ) -> None:
-        """Adds to the gradients, and to dx, which holds the gradient through the frozen product; None if dx is not
-        needed."""
+        """Adds to the gradients, and to dx, which holds the gradient through the frozen product, if needed."""
 
     def penalty_gradients(self) -> ModuleTensors:
         """Gradients that every optimizer step adds once; only called if `has_penalty`."""
@@ -314,8 +312,8 @@ class Method(ABC):
         return 0
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
-        """Merges an adapter into one linear. After the module's `tensors` come the shared ones. An adapter of a method
-        without this cannot be merged."""
+        """Merges an adapter into one linear. After the module's `tensors` come the shared ones. Not every method has
+        this."""
         raise AdapterFileError(f"a {self.files.title} adapter cannot be merged into its base model; keep it apart.")
 
     def exported(

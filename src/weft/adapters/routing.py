@@ -51,8 +51,7 @@ class SlotRows:
     windows: tuple[Window, ...]
     """Windows that cover the samples. All have one size, so near the end of the buffer one begins earlier."""
     step_key: int | None = None
-    """Number derived from the job's seed and step, for methods that draw random numbers in each step; None: none are
-    drawn."""
+    """Number derived from the job's seed and step, for methods that draw random numbers; else None."""
 
     @property
     def own(self) -> slice:
@@ -68,8 +67,7 @@ def slot_rows(
     begins: Sequence[int] = (),
     step_key: int | None = None,
 ) -> SlotRows:
-    """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window of all of
-    them."""
+    """Neighbouring segments of a slot in a buffer of `num_rows` rows; without a window size, one window."""
     start, end = segments[0].start, segments[-1].end
     samples = tuple(Sampled(slice(s.start, s.end), slice(s.start - start, s.end - start)) for s in segments)
     if window is None:
@@ -102,7 +100,7 @@ class Routing:
     )
     """By layer, a function that replaces leading keys and values, while adapters train those."""
     caches: list[dict[Any, Any]] = field(default_factory=list)
-    """While generating: per segment, attention's cache of earlier tokens by layer, and states of mixers; empty while
+    """While generating: per segment, attention's cache of earlier tokens by layer, and mixers' states; empty in
     training."""
 
     def kept(self) -> Callable[[], None]:

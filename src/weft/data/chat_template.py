@@ -127,8 +127,8 @@ class ChatTemplate:
         return "" if question.content in opening else opening
 
     def apply_marked(self, form: Conversation, where: str) -> tuple[str, list[tuple[int, int]]] | None:
-        """The conversation as text, with the characters that the template's `{% generation %}` blocks wrote. None for a
-        template without such blocks."""
+        """The conversation as text, with the characters that the template's `{% generation %}` blocks wrote; None
+        without such blocks."""
         if not self._marks_answers:
             return None
         from transformers.utils.chat_template_utils import render_jinja_template

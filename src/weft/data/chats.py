@@ -124,8 +124,8 @@ def read_sharegpt(row: Row, need_answer: bool) -> Conversation:
 
 
 def message_turns(items: list[Any], name: str, where: str, *, opening: bool = True) -> tuple[ChatTurn, ...]:
-    """The turns of a list of OpenAI messages; `name` is the name of the list in errors. `opening`: the first of them
-    opens the conversation."""
+    """The turns of a list of OpenAI messages; `name` is the list's name in errors. `opening`: they open the
+    conversation."""
     return tuple(_message_turn(item, f"{name}[{i}]", where, opening and i == 0) for i, item in enumerate(items))
 
 

@@ -87,8 +87,8 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool, mixtu
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The samples in the global batch of each optimizer step of a job. A batch never crosses epochs; the last one of an
-    epoch may be smaller."""
+    """The samples in the global batch of each optimizer step of a job. No batch crosses epochs; an epoch's last may be
+    smaller."""
 
     num_samples: int
     batch_size: int

@@ -299,8 +299,8 @@ class Landmarks:
         return cls(text, tuple(contents), tuple(turn.role for turn in form.turns))
 
     def surroundings(self, turn: int) -> Hashable:
-        """The text before and after a turn's content, up to the contents of its neighbours. A turn with unknown
-        surroundings equals no other turn."""
+        """The text before and after a turn's content, up to its neighbours' contents. Unknown surroundings equal no
+        others."""
         own, before = self.contents[turn], self.contents[turn - 1]
         is_last = turn + 1 == len(self.contents)
         after = None if is_last else self.contents[turn + 1]

@@ -173,8 +173,8 @@ class JobsGrouped(Event):
     groups: tuple[tuple[str, ...], ...]
     fills: tuple[int, ...]
     gain: float | None
-    """Predicted share of time that these groups save against one group, or one group against the best of several; None
-    without an alternative."""
+    """Predicted share of time that these groups save against one group, or one group against several; None without an
+    alternative."""
     num_measured: int
     """Measured stage passes that the prediction rests on; 0: the hardware table."""
     num_replicas: int = 1
@@ -198,8 +198,7 @@ class JobsGrouped(Event):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchesPaired(Event):
-    """From here on microbatches run side by side on devices that share every layer, or no longer do; no result depends
-    on it."""
+    """From here on microbatches run side by side on devices that share every layer, or not; no result depends on it."""
 
     kind: ClassVar[str] = "paired"
     num_pairs: int

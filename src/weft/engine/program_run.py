@@ -124,8 +124,8 @@ class StartedMicrobatch:
         return max(0.0, min(outcome.seconds, outcome.ended_s - self.started_s))
 
     def count(self) -> MicrobatchOutcome:
-        """Waits for it and adds every segment's score to its job. A job that was rewound meanwhile runs its samples
-        again, and counts them then."""
+        """Waits for it and adds every segment's score to its job. A job rewound meanwhile counts its samples when they
+        run again."""
         outcome, segments = self._executor.wait(self.ticket), self.microbatch.segments
         for job, before, segment, score in zip(self._owners, self._rewinds, segments, outcome.scores, strict=True):
             if job.progress.num_rewinds == before:
@@ -230,7 +230,7 @@ class MicrobatchRun(ProgramRun):
 
     def _until_an_end(self) -> list[Turn]:
         """Turns until other jobs train: all, or up to the steps with which a job ends or is held, and what starts
-        before those are counted."""
+        meanwhile."""
         turns = list(self._rest)
         for index, turn in enumerate(turns, start=1):
             if any(step.step + 1 == self._jobs[step.job].progress.hold_step for step in turn.steps):

@@ -315,8 +315,7 @@ def step_by_kernel(
     launch_update: Callable[[StepTables], None],
     known_J: torch.Tensor | None = None,
 ) -> Callable[[], list[Updated]]:
-    """Computes norms and factors of all jobs, then runs an update kernel, then one read; `known_J`: norms computed
-    before."""
+    """Computes norms and factors of all jobs, then runs an update kernel, then one read; `known_J`: known norms."""
     device = updates[0].lanes[0].params_P.device
     sides = max(2, *(len(update.lanes) for update in updates))
     filled = [(update, lane) for update in updates for lane in _filled_up(update.lanes, sides)]

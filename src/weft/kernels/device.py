@@ -190,8 +190,7 @@ def beside(device: torch.device, stream: Stream) -> Iterator[None]:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """An event after all that was launched to the current stream, for other streams; None for devices without
-    streams."""
+    """An event after all that was launched to the current stream, for others; None without streams."""
     return current_stream(device).record_event() if has_streams(device) else None
 
 

@@ -79,8 +79,7 @@ def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def host_copy(tensor: torch.Tensor) -> AsyncCopy:
-    """A copy of a tensor on the host, as it is when the device gets here; without pinned memory the host waits for the
-    copy."""
+    """A copy of a tensor on the host, as it is when the device gets here; the host waits without pinned memory."""
     if not tensor.is_cuda:
         return AsyncCopy(tensor.clone()).begin()
     try:

@@ -52,8 +52,8 @@ def module_seed(module: int, first: int = 0) -> int:
 
 
 def keep_mask(row_keys_L: torch.Tensor, module: int, num_features: int, p: float, *, first: int = 0) -> torch.Tensor:
-    """Bool [L, num_features]: True where an input is kept, with probability 1 - p. `first`: index of the first of these
-    features among all of the module."""
+    """Bool [L, num_features]: True where an input is kept, with probability 1 - p. `first`: the first feature's index
+    in the module."""
     keys_D = _feature_keys(module, first + num_features, row_keys_L.device)[first:]
     # int32 arithmetic wraps around. The product's upper bits decide, as an unsigned number: with an odd factor of the
     # feature's own, one multiplication is enough.

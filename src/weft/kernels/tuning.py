@@ -36,8 +36,7 @@ SHARED_BYTES = {
 
 Choice = Mapping[str, int]
 Table = Mapping[str, Choice]
-"""Choices by "operation/class", such as "shrink/16"; the classes are those of `RankLaunch`: up to 16, up to 64,
-more."""
+"""Choices by "operation/class", such as "shrink/16"; classes as of `RankLaunch`: up to 16, 64, more."""
 
 H200: Table = {
     # us at 8192 x 4096: 21 for one part of rank 16, 31 with dropout, which wants more and smaller programs

@@ -68,8 +68,7 @@ class Backbone:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, part: ModelPart | None = None
     ) -> None:
-        """Takes over `model`: its linears become slot linears. Use `load.load_backbone`. `part`: the part of a whole
-        model that it is, if not all."""
+        """Takes over `model`: its linears become slot linears. `part`: what it is of a whole model, if not all."""
         self.model = model
         self.part = part
         self.tokenizer = tokenizer
@@ -422,8 +421,7 @@ class Backbone:
         return head_of(self.model)
 
     def _install(self, anchor: torch.Tensor) -> None:
-        """Freezes the model and replaces every linear except the head; attention and mixers find the routing on their
-        module."""
+        """Freezes the model and replaces every linear except the head; attention and mixers find the routing there."""
         self.model.requires_grad_(False)
         self.model.eval()
         self._experts = experts.expert_weights(self.model)

@@ -142,8 +142,7 @@ def _copies(backbone: Backbone, device: torch.device) -> int:
 
 
 def _reader(backbone: Backbone, source: Source, kind: str) -> Callable[[str], FrozenWeight]:
-    """Returns a function that reads the weight of a linear from the model's files and stores it as the backbone
-    does."""
+    """Returns a function that reads the weight of a linear from the files and stores it as the backbone does."""
     originals, device = _originals(backbone, source), backbone.device
     copies = _copies(backbone, device)
 

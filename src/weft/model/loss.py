@@ -79,8 +79,7 @@ class BlockedLoss:
 
     head: Head
     block: int = BLOCK
-    """Number of rows whose logits exist at once: fixed, so that a row's result does not depend on the number of
-    others."""
+    """Number of rows whose logits exist at once: fixed, so no row's result depends on the others."""
     row_losses: RowLosses = cross_entropy_rows_reference
 
     def among(self, rows: np.ndarray) -> BlockedLoss:

@@ -80,8 +80,7 @@ def keep_part(model: Any, part: ModelPart) -> None:
 
 
 def plain_parameter(model: nn.Module) -> nn.Parameter:
-    """A parameter with the device and the type of a model. Linears of layers are unsuitable: they may be quantised,
-    or on other devices."""
+    """A parameter with the device and the type of a model. Linears of layers may be quantised, or on other devices."""
     return next(own for name, own in model.named_parameters() if ".frozen." not in name)
 
 
@@ -94,8 +93,7 @@ def take_out_linears(model: Any) -> None:
 
 
 def model_class_of(kind: Any, reduce: Callable[[Any], None]) -> Any:
-    """A transformers class whose models are made without the weights that `reduce` removes, so that they are never
-    read."""
+    """A transformers class whose models are made without the weights that `reduce` removes."""
 
     def make(self: Any, config: Any, *args: Any, **options: Any) -> None:
         kind.__init__(self, config, *args, **options)

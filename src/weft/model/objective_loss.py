@@ -138,8 +138,7 @@ def run_loss(
     weights_N: torch.Tensor | None,
     scored_groups: Sequence[ScoredGroups],
 ) -> LossPass:
-    """Losses and hits of all rows and, given weights, the gradient; rows of `scored_groups` get theirs from their
-    objective."""
+    """Losses and hits of all rows and, given weights, the gradient; rows of `scored_groups` by objective."""
     results = []
     for scored in scored_groups:
         groups, rows_N = _groups(scored, loss, hidden_ND, targets_N)

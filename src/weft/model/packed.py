@@ -40,13 +40,11 @@ class SlotSample:
     step_key: int | None = None
     """Number derived from its job's seed and step, in training."""
     is_separate: bool = False
-    """Whether its slot processes it alone, as order-independent sums need it; else neighbours of one slot are
-    joined."""
+    """Whether its slot processes it alone, as order-independent sums need; else neighbours of a slot are joined."""
     position: int = 0
     """Position of its first token; above 0 if earlier tokens are cached."""
     objective: LikelihoodObjective | None = None
-    """Objective that weights its tokens by their log-probabilities, if any; its group's samples then follow each
-    other."""
+    """Objective that weights its tokens by their log-probabilities, if any; its group's samples are adjacent."""
     head: HeadObjective | None = None
     """Objective that trains the head of its slot on its labels, if any; then no other loss applies."""
     reference: ReferenceRows | None = None

@@ -141,8 +141,7 @@ class Memory:
     """Trades time for memory; no choice changes a result."""
 
     recompute: Recompute = "none"
-    """Activations that are recomputed in backward: cheap ones only, also the widest product of a layer, or a whole
-    layer."""
+    """Activations that are recomputed in backward: cheap ones, also a layer's widest product, or whole layers."""
     offload: bool = False
     """Whether other activations wait in host memory instead of the GPU's."""
 

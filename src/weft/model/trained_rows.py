@@ -55,8 +55,8 @@ class Embeddings:
         return 1.0 if scale is None else float(torch.as_tensor(scale).to(inputs.weight.dtype))
 
     def shapes(self, spec: AdapterSpec) -> dict[str, RowsShape]:
-        """The rows that an adapter trains, by name; ConfigError if the model has no such rows. For a part of a model
-        they are those of the whole."""
+        """The rows that an adapter trains, by name; ConfigError if the model has none; those of the whole for a
+        part."""
         own = self._resolved(spec)
         self._check(own, spec)
         found = {}

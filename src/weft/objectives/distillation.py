@@ -123,8 +123,7 @@ class Distillation(Supervised):
         return DistillationBlock((losses_B, is_hit_B.float(), kl_B, entropy_B, agrees_B.float()), slopes_BV)
 
     def _compare(self, logs_BV: Tensor, teacher_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The divergence of two distributions given by their logarithms, the forward KL, and the divergence's
-        slopes."""
+        """The divergence of two distributions given by their logarithms, the forward KL, and the slopes."""
         s_BV, p_BV = logs_BV.exp(), teacher_BV.exp()
         kl_B = _expected(p_BV, teacher_BV - logs_BV)
         if self.divergence == "forward_kl":

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class TeacherTopK(NamedTuple):
-    """A teacher's most likely tokens for each supervised token of a sample, the same number for each, most likely
-    first."""
+    """A teacher's most likely tokens for each supervised token of a sample, most likely first."""
 
     ids: Sequence[Sequence[int]]
     logprobs: Sequence[Sequence[float]]
@@ -45,11 +44,9 @@ class Objective(ABC):
     group_size: ClassVar[int] = 1
     """Samples of a row. They form a group, which always shares a microbatch; a global batch counts groups."""
     part_format: ClassVar[str | None] = None
-    """Format of its parts if they have other columns than the row; None: a part is the row itself, in its own
-    format."""
+    """Format of its parts if they have other columns than the row; None: a part is the row itself."""
     reads_reference: ClassVar[bool] = False
-    """Whether it compares with a reference or a teacher: the bare backbone, an adapter that the job names, or the
-    data."""
+    """Whether it compares with a reference or a teacher: the bare backbone, an adapter, or the data."""
 
     def of_job(self, job: JobSpec) -> Self:
         return self

@@ -134,14 +134,12 @@ class StagedRun(ProgramRun):
         return self._plans.program(queues, self._limits, behind, patience_s=self._last_s / 2)
 
     def _is_eval_due(self) -> bool:
-        """True if an evaluation is due at the end of what is under way: it needs the stages, and the weights of that
-        step."""
+        """True if an evaluation is due at the end of what is under way: it needs the stages and those weights."""
         jobs = self._jobs.values()
         return any(job.begun_step is not None and job.is_eval_due_at(job.begun_step) for job in jobs)
 
     def _queues_after(self, more: Sequence[tuple[str, int]] = ()) -> list[JobQueue]:
-        """Queues after all that is under way and these further steps. A job that is to move waits until it has no work
-        under way."""
+        """Queues after all that is under way and these further steps. A job to move waits for its work to end."""
         leaving = find_homes(self._training, self._plans, self._limits)
         steps = [*(step for begun in self._begun for step in sorted(begun.rates)), *more]
         turns = [Turn(Microbatch(()), (Step(*step),)) for step in steps]
@@ -265,8 +263,8 @@ class StagedRun(ProgramRun):
 
 
 def find_homes(jobs: Sequence[LiveJob], plans: LookaheadPlanner, limits: Limits) -> set[str]:
-    """Sets the replica of every job that is not on all of them. Jobs with work under way stay; those that are to move
-    once it is done are returned."""
+    """Sets the replica of every job that is not on all of them. Jobs with work under way stay; those to move later are
+    returned."""
     own = {job.name: job for job in jobs if job.home is not None}
     before = {name: job.home for name, job in own.items() if job.has_home_replica and job.home is not None}
     loads = {name: HomeLoad(own[name].step_tokens, own[name].longest) for name in sorted(own)}

@@ -82,8 +82,7 @@ class Layout:
 
 
 def copies(num_replicas: int, shards: Sequence[int]) -> tuple[range, ...]:
-    """The replicas that share each copy of the frozen weights. `shards`: the number that share each copy, in order;
-    empty: none do."""
+    """The replicas that share each copy of the frozen weights. `shards`: how many share each; empty: none do."""
     ends = [*itertools.accumulate(shards or (1,) * num_replicas)]
     return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
 

@@ -163,8 +163,7 @@ class Program:
         return [Turn(microbatch, tuple(steps)) for microbatch, steps in found]
 
     def to_json(self) -> dict[str, Any]:
-        """The program as plain values. A segment is [job, step, index, length]; an instruction is its kind and its
-        fields in order."""
+        """The program as plain values. A segment is [job, step, index, length]; an instruction kind and fields."""
         return {
             "replica_sizes": list(self.replica_sizes),
             "shards": list(self.shards),

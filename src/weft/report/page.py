@@ -150,8 +150,8 @@ Cell = tuple[str, str, float | None]
 
 
 class Page:
-    """A template with its style sheets and scripts; all other values in it are escaped. Made before any work, so that a
-    missing plotly is reported first."""
+    """A template with its style sheets and scripts; all other values in it are escaped. Made first, to report a missing
+    plotly."""
 
     def __init__(self, template: str, *files: str) -> None:
         self._plotly = packed_plotly()

@@ -174,8 +174,7 @@ class _Preparing:
 
 
 def num_processes(sources: Sequence[Source], converter: Converter) -> int:
-    """Number of processes that convert the sources: one per core if they are large and their tokenizer can be
-    pickled."""
+    """Number of processes that convert the sources: one per core if they are large and the tokenizer pickles."""
     if sum(file.num_text_bytes for source in sources for file in source.files) < PARALLEL_BYTES:
         return 1
     # Code that came with a model is not there in other processes; and one that was started for a file keeps to itself.

@@ -127,8 +127,8 @@ class JobWeights:
         return lambda: {name: copy.get() for name, copy in copies.items()}
 
     def modules(self, flat: Mapping[str, torch.Tensor], *, best: bool) -> dict[str, ModuleTensors]:
-        """Adapter tensors by module path from a snapshot: the best, if requested and kept, else the average, if any,
-        else the last."""
+        """Adapter tensors by module path from a snapshot: the best, if requested and kept, else the average, else the
+        last."""
         trained = self.adapter.groups
         kind = "ema" if COUNT in flat and int(flat[COUNT]) else "params"
         kind = "best" if best and all(f"best_{group}" in flat for group in trained) else kind

@@ -124,8 +124,7 @@ def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_mod
 
 
 def own_part(backbone: Backbone, stored: StoredAdapter) -> StoredAdapter | None:
-    """The tensors of an adapter that belong to this part of a model or fit nowhere; None if there are none. For a whole
-    model that is the adapter itself."""
+    """The tensors of an adapter that belong to this part of a model or fit nowhere; None if there are none."""
     if backbone.part is None:
         return stored
     method = method_of(stored.spec)

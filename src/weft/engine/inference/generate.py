@@ -124,8 +124,8 @@ def advance(backbone: Backbone, going: Sequence[Continuation], ends: Collection[
 
 
 def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
-    """Reads the first of the new tokens and writes nothing, so that a long request takes several passes. At least one
-    must be left for `advance`."""
+    """Reads the first of the new tokens and writes nothing, for requests of several passes; one must be left for
+    `advance`."""
     assert 0 < num_tokens < len(item.new)
     rest, item.new = item.new[num_tokens:], item.new[:num_tokens]
     batch = pack_new([item], [backbone.leading_rows(item.request.slot)], backbone.device)

@@ -44,8 +44,7 @@ class JobProgress:
     def __init__(self, spec: JobSpec, data: JobData) -> None:
         self._spec = spec
         self.inputs: dict[str, Any] = {"data": data.train.fingerprint}
-        """Everything that the job reads besides its settings and the backbone, mostly digests; `same_inputs` compares
-        it with a checkpoint's."""
+        """Everything that the job reads besides its settings and the backbone, mostly digests, for `same_inputs`."""
         if data.eval is not None:
             self.inputs["eval_data"] = data.eval.fingerprint
         self.order = BatchSchedule.of(spec, *data.train.sizes)

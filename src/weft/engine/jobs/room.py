@@ -240,8 +240,7 @@ class CapacityLimit:
     """Most tokens of a microbatch: as requested, or fewer once the memory has run out."""
 
     def __init__(self, replica: Replica, allowed: Sequence[int], jobs: Mapping[str, LiveJob]) -> None:
-        """`allowed`: the requested capacity, then smaller ones that may replace it so that microbatches are full;
-        `jobs`: the engine's, live."""
+        """`allowed`: the requested capacity, then smaller ones that may replace it so that microbatches are full."""
         self.requested, self._least_allowed = allowed[0], allowed[-1]
         self.limits = Limits(self.requested)
         self.row_tile = replica.row_tile(self.requested)

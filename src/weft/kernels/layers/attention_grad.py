@@ -48,8 +48,7 @@ def attend_grad_reference(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """The reference implementation of `attend_grad`, in fp64 inside, from q, k and v alone; rows in no sample are
-    zero."""
+    """The reference implementation of `attend_grad`, in fp64 inside, from q, k, v; rows in no sample are zero."""
     groups = (k_TKC.shape[1], -1)
     dqkv_TE = torch.zeros((len(q_THC), (q_THC.shape[1] + 2 * k_TKC.shape[1]) * q_THC.shape[2]), device=q_THC.device)
     for span in blocks.spans:

@@ -131,8 +131,8 @@ def cross_entropy_rows_kernel(
 def cross_entropy_rows(
     logits_BV: torch.Tensor, targets_B: torch.Tensor, weights_B: torch.Tensor | None, softcap: float | None = None
 ) -> torch.Tensor:
-    """Loss (unweighted) and hit of every row (2, B, fp32); given weights, the logits become the gradient of the
-    weighted sum of the losses."""
+    """Loss (unweighted) and hit of every row (2, B, fp32); given weights, the logits become the weighted loss's
+    gradient."""
     assert logits_BV.stride(1) == 1 and targets_B.is_contiguous() and (weights_B is None or weights_B.is_contiguous())
     run = cross_entropy_rows_kernel if runs_triton(logits_BV) else cross_entropy_rows_reference
     return run(logits_BV, targets_B, weights_B, softcap)

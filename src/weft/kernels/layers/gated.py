@@ -84,8 +84,7 @@ def gate_input_grad(d, g, u, gate_value, GELU: tl.constexpr):  # type: ignore[no
 
 @jit
 def _block(x, wide, stride, offset, row_mask, first, edge, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of columns as it is stored. It is loaded one round before it is used: Triton prefetches only operands of
-    products."""
+    """A block of columns as it is stored. Loaded one round ahead: Triton prefetches only operands of products."""
     columns = first + tl.arange(0, BN)
     mask = row_mask[:, None] & (columns < edge)[None, :]
     return tl.load(x + wide * stride + (offset + columns)[None, :], mask=mask, other=0.0)

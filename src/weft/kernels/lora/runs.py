@@ -76,8 +76,8 @@ def add_all_out(  # type: ignore[no-untyped-def]
     NARROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Half a block from `row` on with the parts of all its runs; `owner` is that of the first; `columns` are counted
-    within the module's outputs."""
+    """Half a block from `row` on with the parts of all its runs; `owner` is the first one's; `columns` count within the
+    module's outputs."""
     rows = row + tl.arange(0, half.shape[0])
     inside = columns < size
     if last - first == 1:

@@ -80,8 +80,8 @@ class Entry:
     key: int
     """Stable number of the module, part of every dropout key."""
     words_a: Words | None = None
-    """Sums of the gradient of A whose order does not matter (`fixed_point.Words`), used instead of the gradient if A is
-    trained."""
+    """Sums of the gradient of A whose order does not matter (`fixed_point.Words`), instead of a trained A's
+    gradient."""
     words_b: Words | None = None
     first_input: int = 0
     """Index of the first of A's columns among all inputs of the module, which may be divided over devices."""
@@ -97,8 +97,7 @@ def padded(rank: int) -> int:
 
 
 def rank_classes(ranks: Collection[int]) -> tuple[int, ...]:
-    """Rank classes that some rank needs: up to 16, up to 64, and the power of two above the widest where that is
-    more."""
+    """Rank classes that some rank needs: up to 16, up to 64, and the power of two above a wider one."""
     narrow = (16,) if not ranks or min(ranks) <= 16 else ()
     middle = (64,) if any(16 < rank <= 64 for rank in ranks) else ()
     widest = next_power_of_2(max(ranks, default=0))
@@ -144,8 +143,7 @@ class Needs:
 
 class SlotTable:
     def __init__(self, sites: Sequence[Site], device: torch.device, row_sites: Mapping[int, str] | None = None) -> None:
-        """`row_sites`: modules numbered after those of the sites at which rows of samples are replaced, with their
-        roles."""
+        """`row_sites`: modules numbered after those of the sites where rows of samples are replaced, by role."""
         self._roles = {site.module + part: site.role for site in sites for part in range(len(site.sizes))}
         self._roles |= row_sites or {}
         self.num_modules = len(self._roles)

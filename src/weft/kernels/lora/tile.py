@@ -93,8 +93,7 @@ def part_bounds(part, size_0, size_1, size_2, NUM_PARTS: tl.constexpr):  # type:
 
 @jit
 def part_of_block(block, size_0, size_1, NUM_PARTS: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The part a block of outputs belongs to, and its number there: blocks are counted part by part, so that none has
-    outputs of two."""
+    """The part a block of outputs belongs to, and its number there: blocks are counted part by part."""
     part = 0
     if NUM_PARTS > 1 and block >= tl.cdiv(size_0, BN):
         block -= tl.cdiv(size_0, BN)

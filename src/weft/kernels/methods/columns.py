@@ -340,7 +340,6 @@ def column_sums(
     field: int,
     divides: bool = False,
 ) -> None:
-    """Adds to each owner's gradients of factors and shifts; with `divides` one of the two is a value after the
-    change."""
+    """Adds to each owner's gradients of factors and shifts; with `divides` one of the two is after the change."""
     run = column_sums_kernel if runs_triton(dy_TN) else column_sums_reference
     run(dy_TN, x_TN, site, rows, table, field, divides)

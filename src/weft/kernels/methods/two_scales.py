@@ -134,7 +134,6 @@ def scale(shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tens
 def scales_grad(
     grad_MOR: torch.Tensor, shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the scales of rows (M, O) and columns (M, R) from those of the scaled matrices, which are
-    cleared."""
+    """The gradients of the scales of rows (M, O) and columns (M, R) from those of the scaled matrices, then cleared."""
     run = scales_grad_kernel if runs_triton(grad_MOR) else scales_grad_reference
     return run(grad_MOR, shared_OR, rows_MO, columns_MR)

@@ -47,8 +47,7 @@ def updated_norms(
     scale: float,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda part_O: part_O,
 ) -> torch.Tensor:
-    """Row norms of W + scale · B A, given the squared norms of W. `add_up`: adds the parts of several devices that each
-    hold some inputs."""
+    """Row norms of W + scale · B A, given W's squared norms. `add_up`: over devices that each hold some inputs."""
     a_DR = a_RD.t()
     shared_OR = torch.cat([rows_ND.float().mm(a_DR) for rows_ND in weight_OD.split(_ROWS)])
     both_OR = shared_OR.mul_(2 * scale).add_(b_OR.mm(a_RD.mm(a_DR)), alpha=scale * scale)

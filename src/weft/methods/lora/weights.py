@@ -159,12 +159,10 @@ class ComputeCopy(KernelCopy):
         aligned = all(entry.rank % 8 == 0 for entry in self.entries.values())
         is_whole = [adapter.flat()[group].numel() for group in groups] == [self._a.numel(), self._b.numel()]
         self._scale = scales.pop() if aligned and is_whole and len(scales) == 1 else None
-        """The scale of all modules if it is the same and the copy has the layout of the masters: it then updates in
-        two calls."""
+        """The scale of all modules if it is one and the copy has the masters' layout: two calls update it."""
 
     def collect(self) -> None:
-        """Adds order-independent sums to the gradients, each rounded once, and gradients that kernels left
-        elsewhere."""
+        """Adds order-independent sums to the gradients, each rounded once, and what kernels left elsewhere."""
         for grad_RD, left_RD in self._parts:
             grad_RD.add_(left_RD)
             left_RD.zero_()

@@ -72,8 +72,8 @@ class OtherChanges:
     def outputs_grad_in_place(
         self, site: Site, dy_TO: torch.Tensor, own_TO: torch.Tensor | None, *, is_changed: bool = False
     ) -> bool:
-        """Turns dy into the gradient of y before the change, given that y, or with `is_changed` the changed one.
-        Returns whether it could."""
+        """Turns dy into the gradient of y before the change, given that y, or with `is_changed` changed. Returns
+        whether it could."""
         if own_TO is None:
             return False
         column_sums(dy_TO, own_TO, site, self.rows, self.table, OUTPUTS, divides=is_changed)

@@ -176,8 +176,7 @@ Tile = Callable[[int, int | None], int | None]
 
 
 class InFlightBuffers:
-    """Runs a microbatch forward and, once its gradient is known, backward: as graphs on a GPU, line by line
-    elsewhere."""
+    """Runs a microbatch forward and, once its gradient is known, backward: as graphs on a GPU."""
 
     def __init__(self, model: FusedModel, table: SlotTable, memory: Memory, tile: Tile, lane: int = 0) -> None:
         """`lane`: buffers of one lane are never in use at the same time."""

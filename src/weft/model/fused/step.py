@@ -57,8 +57,8 @@ def run_forward(
     *,
     needs_grad: bool,
 ) -> Passed:
-    """The hidden states of a microbatch and, with `needs_grad`, the state for its backward. `entering_TD`: output of
-    the previous part of the model."""
+    """The hidden states of a microbatch and, with `needs_grad`, the state for its backward. `entering_TD`: from the
+    part before."""
     turns = tuple(rotary.turns(inputs.part("positions"), model.dtype) for rotary in model.rotaries)
     context = Context(model, inputs, table, turns, row_tile, memory.recompute, needs_grad)
     stream = ResidualStream(_embedded(context) if entering_TD is None else entering_TD)

@@ -116,8 +116,7 @@ def _fits_kernel(query_1HTC: torch.Tensor, value_1KTC: torch.Tensor) -> bool:
 
 @functools.cache
 def _options() -> dict[str, Any]:
-    """Options of torch after 2.11: queries share key heads, and keys are not split by the longest sample's length,
-    which may be a neighbour's."""
+    """Options of torch after 2.11: queries share key heads, and keys are not split by a neighbour's length."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters

@@ -157,8 +157,7 @@ class LayoutKeeper:
         self._pending: Future[LayoutForecast] | None = None
         self._planned_for = frozenset(planned_for)
         self._is_first = False
-        """True if the forecast is for the jobs that the layout was chosen for: it only serves for comparison with
-        measurements."""
+        """True if the forecast is for the jobs that the layout was chosen for: only compared with measurements."""
         self._is_reported = False
         """True if the decision is an event even if nothing moves: once for each change."""
         self._again_s: float | None = None
@@ -205,8 +204,8 @@ class LayoutKeeper:
         cost: MoveCost,
         move: Callable[[Decision], LayoutDecided],
     ) -> LayoutDecided | None:
-        """Decides by a finished forecast, and calls `move` if the run moves; returns the event, if any. `jobs`: all of
-        the run; `cost`: of a move."""
+        """Decides by a finished forecast, and calls `move` if the run moves; returns the event. `jobs`: all; `cost`: of
+        a move."""
         assert self._pending is not None, "a forecast is ready"
         pending, self._pending = self._pending, None
         error = pending.exception()

@@ -90,8 +90,7 @@ def part_of_step(norm: torch.Tensor, shares: Sequence[JobShare], stage: int) -> 
 def combine_gradient_norm(
     parts: Sequence[torch.Tensor], shares: Sequence[JobShare], norm_of: Callable[[list[torch.Tensor]], torch.Tensor]
 ) -> tuple[GradientNorm, dict[str, torch.Tensor]]:
-    """The norm of a gradient and its tied groups, from the parts of all stages in order. `norm_of` computes the norm of
-    its groups."""
+    """The norm of a gradient and its tied groups, from all stages' parts in order. `norm_of`: of its groups."""
     pieces: dict[str, list[torch.Tensor]] = {}
     for part, share in zip(parts, shares, strict=True):
         own = by_group(part[1:], share)

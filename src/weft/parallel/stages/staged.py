@@ -289,8 +289,7 @@ def _kept(write: Callable[[], None]) -> Callable[[], None]:
 
 
 def facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], shards: Sequence[int]) -> ReplicaFacts:
-    """Facts of all replicas from those of their stages; the configuration is the last stage's, which is the model's
-    own."""
+    """Facts of all replicas from those of their stages; the configuration is the last stage's."""
     sizes = tuple(len(devices) for devices in replicas)
     return dataclasses.replace(
         stages[-1],

@@ -150,8 +150,7 @@ class StepExchange:
     def _summed(
         self, step: StepOf, is_finite: torch.Tensor
     ) -> Generator[None, None, tuple[GradientNorm, dict[str, torch.Tensor]] | None]:
-        """Sum over all replicas; None if one of them is gone. What the others send is received nevertheless: they wait
-        for that."""
+        """Sum over all replicas; None if one of them is gone. What the others send is received all the same."""
         stage, measuring = self._stage, {*self._measuring[Measure(*step)]}
         replicas: list[tuple[Sequence[SpreadPart], Sequence[JobShare]]] = []
         for replica, shares in stage.shares[step[0]].items():

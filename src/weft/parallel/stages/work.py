@@ -50,8 +50,7 @@ class StagedWork(Work[StagedOutcome]):
     """For consecutive programs: instructions of every stage now, with the rest of the program before."""
     first: int = 0
     kept: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """Jobs and steps after which the job's state is copied for a checkpoint, with the first step whose copy may still
-    be needed."""
+    """Jobs and steps after which the job's state is copied for a checkpoint, with the first step still needed."""
     reads_references: bool = False
     """True if a job of it has a reference: devices in step then exchange who has passes to run."""
 
@@ -103,8 +102,8 @@ class StageGroup(Protocol):
         ...
 
     def append(self, work: StagedWork, lists: Lists, due: Due) -> int:
-        """Starts a consecutive program after all earlier ones; returns its number. Each stage runs its list now. `due`:
-        messages about steps meanwhile."""
+        """Starts a consecutive program after all earlier ones; returns its number. `due`: messages about steps
+        meanwhile."""
         ...
 
     def go_on(self, lists: Lists, due: Due) -> None: ...

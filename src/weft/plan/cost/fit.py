@@ -128,8 +128,7 @@ def solve_nonnegative(x_NK: np.ndarray, y_N: np.ndarray) -> list[float]:
 
 @dataclass
 class OnlineFit:
-    """A fit that learns during training and measures its own error. `observe` takes microseconds; `learn` solves and
-    belongs into another thread."""
+    """A fit that learns during training and measures its own error. `learn` belongs into another thread."""
 
     terms: tuple[str, ...]
     window: int = 256

@@ -97,8 +97,7 @@ class StagePace:
     def learn(
         self, num_stages: int, table: CostModel, ranks: Mapping[str, int], first: int = 0
     ) -> tuple[LearnedCost, AdapterTimes] | None:
-        """The costs of the backbone, and of adapters; None before enough passes were seen. `first`: the replica's first
-        stage."""
+        """The costs of the backbone, and of adapters; None before enough passes. `first`: the replica's first stage."""
         wanted = [(name, stage) for name in PASSES for stage in range(num_stages)]
         if any(len(self._passes.get((name, first + stage), ())) < FEWEST for name, stage in wanted):
             return None

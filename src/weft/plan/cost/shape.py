@@ -109,8 +109,7 @@ GPU_CAPACITY = 8192
 
 
 def choose_capacity(wanted: Capacity, device: str, longest: int = 0) -> int:
-    """Tokens of a run's microbatches; `auto` depends on the device and the longest sample only. `device` is `cpu` or a
-    GPU of any name."""
+    """Tokens of a run's microbatches; `auto` depends on device (`cpu` or any GPU's name) and longest sample only."""
     if wanted != "auto":
         return wanted
     usual = CPU_CAPACITY if device == "cpu" else GPU_CAPACITY

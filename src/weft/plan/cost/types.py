@@ -31,8 +31,7 @@ class CostModel(Protocol):
 
 
 def slot_seconds(cost: CostModel, num_stages: int, lengths: Sequence[int]) -> float:
-    """Seconds of a microbatch on the slowest stage, with its transfers: the interval between microbatches in a pipeline
-    that never waits."""
+    """Seconds of a microbatch on the slowest stage, with its transfers: the interval in a pipeline that never waits."""
     slowest = max(cost.forward_s(lengths, stage) + cost.backward_s(lengths, stage) for stage in range(num_stages))
     return slowest + (2 * cost.transfer_s(sum(lengths)) if num_stages > 1 else 0.0)
 

@@ -97,8 +97,7 @@ class Deployment:
     num_plans: float
     num_tried: int
     is_complete: bool = False
-    """True if every plan was tried or cannot beat the best. Dispatch itself may be above its optimum, which the gap
-    includes."""
+    """True if every plan was tried or cannot beat the best. The gap includes that of dispatch."""
 
     @property
     def step_s(self) -> float:

@@ -88,8 +88,7 @@ class _Slots:
 
 
 def balance(items: Items, num_slots: int, room: int, multiple: int, level: float) -> Whole | None:
-    """The slot of every sample, or None if they do not fit. No slot can be brought below the level; the search ends
-    close to it."""
+    """The slot of every sample, or None if they do not fit. The search ends close to the level."""
     slots = _Slots.empty(items, num_slots, room, multiple)
     _longest_first(slots)
     rng = np.random.default_rng(_SEED)

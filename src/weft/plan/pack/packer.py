@@ -25,8 +25,7 @@ _SOLVE_S = 1.0
 _ROOMS_MEASURED = 16
 """Full microbatches over which a sample's share is taken with whole tiles, so that empty rows hardly count."""
 _UNEVEN_SHARE = 0.3
-"""Weight of a slot's excess above the mean where slots are filled by tiles: the better of 0.3 and 1 on four unlike
-jobs."""
+"""Weight of a slot's excess above the mean where slots are filled by tiles: better than 1 on four unlike jobs."""
 
 
 @dataclass

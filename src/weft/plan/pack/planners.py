@@ -132,8 +132,8 @@ def _chains(program: Program) -> list[list[Segment]]:
 def _search(
     chains: list[list[Segment]], capacity: int, limit: int, max_states: int, until: float
 ) -> list[State] | None:
-    """States after each microbatch of a plan with fewer than `limit`; None if none was found. Raises TimeoutError once
-    the clock has passed `until`."""
+    """States after each microbatch of a plan with fewer than `limit`; None if none was found. TimeoutError after
+    `until`."""
     end = tuple(len(c) for c in chains)
     sums = [_prefix_sums(c) for c in chains]
     start: State = (0,) * len(chains)

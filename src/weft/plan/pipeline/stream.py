@@ -87,8 +87,8 @@ Bucket = TypeVar("Bucket", tuple[str, ...], tuple[int, ...])
 
 
 def by_rounds(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
-    """All jobs' first global batches, job after job, then all second ones: mLoRA's order. Every microbatch must hold
-    samples of one global batch only."""
+    """All jobs' first global batches, job after job, then all second ones: mLoRA's order. A microbatch holds one global
+    batch's samples only."""
     queues: dict[str, dict[int, list[Microbatch]]] = {}
     for k, microbatch in enumerate(microbatches):
         owners = {(s.job, s.step) for s in microbatch.segments}

@@ -213,8 +213,7 @@ def forecast(
 
 
 def forward_s(job: JobOutline, capacity: int, times: CostModel, num_stages: int) -> float:
-    """Seconds of a job's forward-only tokens in full microbatches of mean length, which follow each other through all
-    stages."""
+    """Seconds of a job's forward-only tokens in full microbatches of mean length, through all stages."""
     lengths = [length for batch in job.queue.batches for length in batch.lengths]
     mean = max(1, sum(lengths) // len(lengths))
     full = [mean] * (capacity // mean)
@@ -223,7 +222,7 @@ def forward_s(job: JobOutline, capacity: int, times: CostModel, num_stages: int)
 
 
 def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) -> int:
-    """Bytes of the jobs on a stage that differ from the memory model, which assumes linear adapters with AdamW; may be
+    """Bytes of the jobs on a stage that differ from the memory model, of linear adapters with AdamW; may be
     negative."""
     memory = cost.memory
     numbers = [memory.adapter_bytes(job.cost_rank, stage=stage) / memory.adapter_bytes_each for job in jobs]

@@ -109,8 +109,7 @@ class AdamW(Optimizer):
 
     @classmethod
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
-        """All steps in one call of the fused kernel. Memory is allocated before any change, so running out of it leaves
-        every job as it was."""
+        """All steps in one call of the fused kernel. Memory is allocated before any change is made."""
         updates = [optimizer.update(is_finite) for optimizer, is_finite in zip(optimizers, finite, strict=True)]
         return counting_steps(optimizers, adamw(updates, finite_J))
 

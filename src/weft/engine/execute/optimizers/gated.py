@@ -91,8 +91,7 @@ class GatedOptimizer(Optimizer):
 
     @classmethod
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
-        """Starts one job's step after another. An error, also of memory, is that job's result: the jobs before it have
-        already changed."""
+        """Starts one job's step after another. An error is that job's result: jobs before it have changed."""
         started: list[Callable[[], Updated]] = []
         for index, (optimizer, is_finite) in enumerate(zip(optimizers, finite, strict=True)):
             # A tensor made from a host number would make the host wait.
