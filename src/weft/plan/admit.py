@@ -34,6 +34,8 @@ QUANTUM_TOKENS = 1_000_000
 tenth of a second, so fairness costs less than 0.1 %."""
 
 
+EVALUATED_PER_TRAINED = 3
+"""Evaluated tokens that count as one trained token in a tenant's share: they have no backward pass."""
 MARGIN = 0.05
 """Share of a GPU's memory kept free: allocators round up, and microbatches differ."""
 

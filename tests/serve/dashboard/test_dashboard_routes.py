@@ -176,7 +176,12 @@ def test_overview_usage_when_summed_over_months_equals_the_total(stage: Stage, h
     """The months are a division of what was used, the latest last."""
     stage.full()
     usage = overview(http, stage.key, months=3)["usage"]
-    assert usage["totals"] == {"trained": 2048 * (120 + 120 + 14 + 73 + 31), "prompt": 31_000, "completion": 52_000}
+    assert usage["totals"] == {
+        "trained": 2048 * (120 + 120 + 14 + 73 + 31),
+        "evaluated": 0,
+        "prompt": 31_000,
+        "completion": 52_000,
+    }
     assert [month["trained"] for month in usage["months"]] == [0, 0, usage["totals"]["trained"]]
     assert "usage" not in overview(http, stage.key)
 

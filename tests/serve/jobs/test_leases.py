@@ -10,8 +10,9 @@ import sqlalchemy as sa
 from weft.serve.db.engine import now
 from weft.serve.db.jobs import create_job, move, request_change, update_job
 from weft.serve.db.leases import MAX_ATTEMPTS, claim_jobs, give_up, has_free, release, renew
-from weft.serve.db.tables import EVENTS, JOBS, METADATA, WORKERS
+from weft.serve.db.tables import EVENTS, JOBS, METADATA, USAGE, WORKERS
 from weft.serve.db.tenants import create_tenant, update_tenant
+from weft.serve.db.usage import EVALUATED, add_usage
 from weft.serve.db.workers import put_worker
 from weft.serve.errors import Fenced
 
@@ -131,6 +132,17 @@ def test_claim_when_a_tenant_has_had_fewer_tokens_per_weight_then_it_goes_first(
         queue(tx, tenant, status="succeeded", trained_tokens=tokens, finished_at=int(now(tx)))
     ash, birch, cedar = (queue(tx, tenant) for tenant in ("ash", "birch", "cedar"))
     assert claimed(tx) == [cedar, birch, ash]
+
+
+def test_claim_when_a_tenant_has_evaluated_much_lately_then_that_counts_as_a_third_of_training(tx):
+    queue(tx, "birch", status="succeeded", trained_tokens=1000, finished_at=int(now(tx)))
+    for tenant, tokens in (("ash", 3300), ("cedar", 2700)):
+        add_usage(tx, tenant, f"ftjob-{tenant}:1", kind=EVALUATED, tokens=tokens)
+    ash, birch, cedar = (queue(tx, tenant) for tenant in ("ash", "birch", "cedar"))
+    assert claimed(tx, num_seats=1) == [cedar]
+    tx.execute(sa.update(USAGE).values(created_at=int(now(tx)) - 7200))
+    expire(tx, cedar)
+    assert claimed(tx, "w2") == [ash, cedar, birch], "what was long ago does not count"
 
 
 def test_claim_when_what_a_tenant_had_is_long_ago_then_it_does_not_count(tx):

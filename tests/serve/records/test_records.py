@@ -93,7 +93,7 @@ def test_usage_when_told_twice_then_counts_once(database: Database):
             usage.add_usage(tx, "acme", "req_1", kind="prompt", tokens=5, model="tiny")
         usage.add_usage(tx, "acme", "req_1", kind="completion", tokens=2, model="tiny")
         usage.add_usage(tx, "globex", "req_2", kind="prompt", tokens=100, model="tiny")
-        assert usage.usage_of(tx, "acme")["totals"] == {"trained": 0, "prompt": 5, "completion": 2}
+        assert usage.usage_of(tx, "acme")["totals"] == {"trained": 0, "evaluated": 0, "prompt": 5, "completion": 2}
 
 
 def test_idempotency_when_old_then_the_key_is_free_again(database: Database):

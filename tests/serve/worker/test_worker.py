@@ -10,6 +10,7 @@ from worker_bench import PATIENCE_S, Bench, wait_until
 
 from weft.plan.cost.shape import choose_capacity
 from weft.serve.db.files import delete_file, get_file, list_checkpoints
+from weft.serve.db.usage import usage_of
 from weft.serve.db.workers import live_workers
 from weft.serve.errors import Busy
 
@@ -70,6 +71,8 @@ def test_job_when_it_succeeds_then_its_whole_story_is_in_the_database(bench):
         (file,) = job["result_files"]
         table = get_file(tx, "default", file)
         assert live_workers(tx) == []
+        used = usage_of(tx, "default")["totals"]
+    assert (used["trained"], used["evaluated"]) == (job["trained_tokens"], 2 * 13), "two evaluations of 13 tokens"
     assert [row["step"] for row in kept] == [6, 5, 4]
     assert kept[0]["model"] == f"{job['fine_tuned_model']}:ckpt-step-6"
     for name in ("train_loss", "train_mean_token_accuracy"):

@@ -21,14 +21,12 @@ from weft.engine.execute.protocol import Executor, PeakMemory, Replica, ReplicaM
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import ConfigError, JobError
 from weft.job_state import JobState, Reason, ReasonCode
-from weft.plan.admit import MARGIN, Admission, Applicant, Budget, Share, admit
+from weft.plan.admit import EVALUATED_PER_TRAINED, MARGIN, Admission, Applicant, Budget, Share, admit
 from weft.plan.cost.memory import best_bytes, job_state_bytes, passing_bytes
 from weft.plan.types import Limits
 from weft.spec import AdapterSpec
 from weft.spec.run import Capacity
 
-EVALUATED_PER_TRAINED = 3
-"""Evaluated tokens that count as one trained token in a tenant's share: they have no backward pass."""
 
 
 class Placement:

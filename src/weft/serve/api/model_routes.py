@@ -146,7 +146,7 @@ UnixTime = Annotated[int | None, Query(ge=0, lt=2**53)]
 def read_usage(
     request: Request, user: UsageUser, start_time: UnixTime = None, end_time: UnixTime = None
 ) -> dict[str, Any]:
-    """Trained, prompt and completion tokens of what began within [start_time, end_time); and the limits as of now."""
+    """Trained, evaluated, prompt and completion tokens of what began within [start_time, end_time); and the limits as of now."""
     with service_of(request).database.read() as tx:
         used = usage.usage_of(tx, user.tenant, start=start_time, end=end_time)
         tokens = token_usage(tx, user.tenant)
@@ -162,6 +162,7 @@ def read_usage(
         "object": "usage",
         "organization_id": user.tenant,
         "trained_tokens": used["totals"]["trained"],
+        "evaluated_tokens": used["totals"]["evaluated"],
         "prompt_tokens": used["totals"]["prompt"],
         "completion_tokens": used["totals"]["completion"],
         "by_model": used["by_model"],

@@ -181,7 +181,7 @@ class _DatabaseFigures(Collector):
                 jobs.add_metric((state,), counts.get(state, 0))
             trained = tx.execute(sa.select(sa.func.coalesce(sa.func.sum(JOBS.c.trained_tokens), 0))).scalar_one()
             used = tx.execute(sa.select(USAGE.c.kind, sa.func.sum(USAGE.c.tokens)).group_by(USAGE.c.kind))
-            for kind, count in {"trained": trained, "prompt": 0, "completion": 0, **dict(used.all())}.items():
+            for kind, count in {"trained": trained, "evaluated": 0, "prompt": 0, "completion": 0, **dict(used.all())}.items():
                 tokens.add_metric((kind,), float(count))
             for kind, table in (("files", FILES), ("models", MODELS)):
                 query = sa.select(sa.func.coalesce(sa.func.sum(table.c.bytes), 0)).where(table.c.deleted_at.is_(None))

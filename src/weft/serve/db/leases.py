@@ -28,10 +28,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from weft.plan.admit import Share
+from weft.plan.admit import EVALUATED_PER_TRAINED, Share
 from weft.serve.db.engine import DbRow, Tx, every, now
 from weft.serve.db.jobs import add_event, move, update_job
-from weft.serve.db.tables import JOBS, TENANTS, WORKERS
+from weft.serve.db.tables import JOBS, TENANTS, USAGE, WORKERS
+from weft.serve.db.usage import EVALUATED
 from weft.serve.db.workers import (
     LENGTH,
     all_workers,
@@ -52,8 +53,8 @@ SUSPECT_AFTER = 2
 SUSPECTS_TOGETHER = 8
 """With 32 jobs on a worker this makes about as many groups as there are jobs to try alone once a group fails."""
 SHARE_WINDOW_S = 3600.0
-"""A tenant's share counts the jobs that are under way or ended in the last so many seconds: having used an
-idle machine does not count against a tenant for ever."""
+"""A tenant's share counts the jobs that are under way or ended in the last so many seconds, and evaluations of
+that time: having used an idle machine does not count against a tenant for ever."""
 _COLUMNS = ("id", "tenant", "seq", "status", "priority", "fence", "worker", "lease_until", "attempts", "wanted")
 _LOST = {
     "code": "worker_lost",
@@ -201,10 +202,15 @@ def shares_of(tx: Tx, tenants: set[str], at: float) -> dict[str, Share]:
     """Returns each tenant's weight and the tokens it was served lately."""
     recent = sa.or_(JOBS.c.finished_at.is_(None), JOBS.c.finished_at > at - SHARE_WINDOW_S)
     served = sa.select(JOBS.c.tenant, sa.func.sum(JOBS.c.trained_tokens)).where(JOBS.c.tenant.in_(tenants), recent)
-    tokens = {tenant: int(total) for tenant, total in tx.execute(served.group_by(JOBS.c.tenant))}
+    tokens = Counter({tenant: int(total) for tenant, total in tx.execute(served.group_by(JOBS.c.tenant))})
+    evaluated = sa.select(USAGE.c.tenant, sa.func.sum(USAGE.c.tokens)).where(
+        USAGE.c.tenant.in_(tenants), USAGE.c.kind == EVALUATED, USAGE.c.created_at > at - SHARE_WINDOW_S
+    )
+    for tenant, total in tx.execute(evaluated.group_by(USAGE.c.tenant)):
+        tokens[tenant] += int(total) // EVALUATED_PER_TRAINED
     weights = tx.execute(sa.select(TENANTS.c.id, TENANTS.c.weight).where(TENANTS.c.id.in_(tenants)))
     # A weight of zero cannot divide; the smallest weight waits for all others instead.
-    return {tenant: Share(max(float(weight), 1e-9), tokens.get(tenant, 0)) for tenant, weight in weights}
+    return {tenant: Share(max(float(weight), 1e-9), tokens[tenant]) for tenant, weight in weights}
 
 
 def _take(tx: Tx, job: DbRow, worker: str, lease_until: float) -> DbRow:

@@ -191,9 +191,9 @@ USAGE = sa.Table(
     _tenant(),
     sa.Column("job", sa.String(64)),
     sa.Column("model", sa.String(512)),
-    sa.Column("kind", sa.String(16), nullable=False),  # prompt, completion; trained tokens are in `jobs`
+    sa.Column("kind", sa.String(16), nullable=False),  # evaluated, prompt, completion; trained tokens are in `jobs`
     sa.Column("tokens", BIG, nullable=False),
-    sa.Column("request", sa.String(64), nullable=False),
+    sa.Column("request", sa.String(64), nullable=False),  # of an evaluation: its job and step
     sa.Column("created_at", BIG, nullable=False),
     sa.UniqueConstraint("request", "kind"),
 )

@@ -27,10 +27,12 @@ from weft.serve.errors import OverLimit
 from weft.spec import JobSpec
 
 
-def add_usage(tx: Tx, tenant: str, request: str, *, kind: str, tokens: int, model: str | None = None) -> None:
-    """Counts the tokens of one request; a request that is reported again is counted once."""
+def add_usage(
+    tx: Tx, tenant: str, request: str, *, kind: str, tokens: int, model: str | None = None, job: str | None = None
+) -> None:
+    """Counts the tokens of one request or evaluation; one that is reported again is counted once."""
     if first(tx, sa.select(USAGE).where(USAGE.c.request == request, USAGE.c.kind == kind)) is None:
-        row = {"tenant": tenant, "model": model, "kind": kind, "tokens": tokens, "request": request}
+        row = {"tenant": tenant, "job": job, "model": model, "kind": kind, "tokens": tokens, "request": request}
         tx.execute(sa.insert(USAGE).values({**row, "created_at": int(now(tx))}))
 
 
@@ -53,7 +55,8 @@ def usage_of(tx: Tx, tenant: str, *, start: int | None = None, end: int | None =
     return {"totals": totals, "by_model": by_model}
 
 
-KINDS = ("trained", "prompt", "completion")
+EVALUATED = "evaluated"
+KINDS = ("trained", EVALUATED, "prompt", "completion")
 
 
 def _between(column: Any, start: int | None, end: int | None) -> list[sa.ColumnElement[bool]]:

@@ -33,6 +33,8 @@ class EngineNotice:
     event: Event
     tokens: int = 0
     """Tokens the job had trained by then, as the engine counts them."""
+    evaluated: int = 0
+    """Tokens of its evaluation data, where the event is an evaluation."""
     export: Path | None = None
     """The directory to which the adapter was exported at that moment."""
     error: dict[str, Any] | None = None

@@ -34,6 +34,7 @@ from weft.serve.db.engine import DbRow, Tx, every, first
 from weft.serve.db.files import RESULTS, add_checkpoint, create_file, create_model, model_name
 from weft.serve.db.jobs import add_event, event_row, move, update_job
 from weft.serve.db.tables import CHECKPOINTS, EVENTS
+from weft.serve.db.usage import EVALUATED, add_usage
 from weft.serve.errors import Damaged, OverLimit
 from weft.serve.worker.claim import GIVE_BACK, Claim, EngineNotice, StoredResult
 from weft.store import json_text
@@ -78,10 +79,13 @@ class Journal:
 
     def _write(self, notice: EngineNotice) -> None:
         event, claim, tx = notice.event, self.claim, self._tx
+        counts: dict[str, Any]
         if isinstance(event, StepDone):
             self._note_step(event)
         elif isinstance(event, EvalDone):
             self._write_eval(event.fields())
+            counts = {"kind": EVALUATED, "tokens": notice.evaluated, "model": claim.job["model"], "job": claim.id}
+            add_usage(tx, claim.tenant, f"{claim.id}:{event.step}", **counts)
         elif isinstance(event, JobStarted):
             self._note_start(event)
         elif isinstance(event, CheckpointSaved):
@@ -96,7 +100,7 @@ class Journal:
         elif isinstance(event, JobFailed):
             self._flush()
             error = notice.error or error_of_reason(event.reason)
-            counts: dict[str, Any] = {"trained_tokens": notice.tokens} if claim.is_training else {}
+            counts = {"trained_tokens": notice.tokens} if claim.is_training else {}
             counts |= {"message": error["message"], "error": error}
             move(tx, claim.tenant, claim.id, "failed", fence=claim.fence, **counts)
             self.fate = Fate.ENDED

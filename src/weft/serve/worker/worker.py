@@ -21,6 +21,7 @@ import weft
 from weft.engine.engine import Engine
 from weft.engine.events import (
     CheckpointSaved,
+    EvalDone,
     EvalSliceDone,
     Event,
     JobEnded,
@@ -140,9 +141,11 @@ class Worker:
         job = self.engine.jobs.get(event.job)
         tokens = job.num_tokens if job is not None else 0
         export = self._exported(event) if isinstance(event, CheckpointSaved) else None
+        data = job.data.eval if job is not None and isinstance(event, EvalDone) else None
+        evaluated = 0 if data is None else data.summary.num_tokens
         is_end = isinstance(event, JobEnded)
         is_news = is_end or isinstance(event, JobStarted | JobPaused)
-        self.sync.add_notice(event.job, EngineNotice(event, tokens, export), hurry=is_news)
+        self.sync.add_notice(event.job, EngineNotice(event, tokens, evaluated, export), hurry=is_news)
         if is_end and job is not None:
             self.engine.forget(event.job)
 

@@ -7,7 +7,7 @@ import { ago, bytes, count, when } from "../format.js";
 import { CALM } from "../palette.js";
 import { nameOf } from "../training.js";
 
-const KINDS = [["trained", "trained", CALM[0]], ["prompt", "prompts", CALM[2]], ["completion", "answers", CALM[1]]];
+const KINDS = [["trained", "trained", CALM[0]], ["prompt", "prompts", CALM[2]], ["completion", "answers", CALM[1]], ["evaluated", "evaluations", CALM[3]]];
 
 export function usageScreen(root, { signal, overview }) {
   show(root, h("p", { class: "loading" }, "Loading…"));
