@@ -135,10 +135,11 @@ def test_resume_when_an_input_has_changed_then_refused_unwritten_and_goes_on_onc
     kept = shutil.copytree(stopped, tmp_path_factory.mktemp("kept") / "run")
     apply(stopped)
     before = files(stopped / "out")
-    refused = weft("train", "jobs.yaml", "--resume")
-    assert refused.code == 2 and refused.err.count("\n") == 1, refused
-    assert sentence in refused.err
-    assert files(stopped / "out") == before
+    for flags in ((), ("--dry-run",)):
+        refused = weft("train", "jobs.yaml", "--resume", *flags)
+        assert refused.code == 2 and refused.err.count("\n") == 1, refused
+        assert sentence in refused.err
+        assert files(stopped / "out") == before
     for path in kept.iterdir():
         if path.name == "out":
             continue
@@ -150,6 +151,16 @@ def test_resume_when_an_input_has_changed_then_refused_unwritten_and_goes_on_onc
     result = weft("train", "jobs.yaml", "--resume")
     assert result.code == 0, result
     assert json.loads((stopped / "out" / "pairs" / "status.json").read_text())["state"] == "succeeded"
+
+
+def test_dry_run_when_a_run_is_to_go_on_then_shows_what_is_left_and_writes_nothing(weft, stopped: Path):
+    before = files(stopped / "out")
+    shown = weft("train", "jobs.yaml", "--resume", "--dry-run", "jobs.0.save_steps=7")
+    assert shown.code == 0, shown
+    assert "takes over  plain: save_steps 1 -> 7" in shown.out
+    refused = weft("train", "jobs.yaml", "--resume", "--dry-run", "jobs.0.learning_rate=0.5")
+    assert refused.code == 2 and "a resumed job keeps its settings" in refused.err
+    assert files(stopped / "out") == before
 
 
 def test_resume_when_the_dtype_is_another_then_refused_as_for_quantize(weft, stopped: Path):

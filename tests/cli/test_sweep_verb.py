@@ -53,6 +53,10 @@ def test_sweep_when_it_ends_then_tells_the_best_and_where_everything_is(weft, fo
     assert mine == best
     more = weft("sweep", "sweep.yaml", "--resume")
     assert more.code == 0 and "started" not in more.out and "best      t001" in more.out
+    Path("rows.jsonl").write_text("".join(reversed(Path("rows.jsonl").read_text().splitlines(keepends=True))))
+    for flags in (("--dry-run",), ()):
+        refused = weft("sweep", "sweep.yaml", "--resume", *flags)
+        assert refused.code == 2 and "_data is not what" in refused.err, refused
 
 
 def test_sweep_when_plotly_is_missing_then_ends_well_and_says_so(weft, folder, monkeypatch):
@@ -80,8 +84,10 @@ def test_dry_run_when_asked_for_then_checks_everything_and_writes_nothing(weft, 
 
 
 def test_dry_run_when_its_directory_can_never_be_made_then_says_so(weft, folder):
-    result = weft("sweep", "sweep.yaml", "--dry-run", "--out", "/proc/never/out")
-    assert result.code == 2 and result.err.startswith("error: /proc/never")
+    for flags in (("--dry-run",), ()):
+        result = weft("sweep", "sweep.yaml", "--out", "/proc/never/out", *flags)
+        assert result.code == 2 and result.err.startswith("error: /proc/never")
+        assert "backbone" not in result.out, "before anything is loaded"
 
 
 def test_dry_run_when_asked_for_then_shows_the_plan_for_this_device_or_for_others(weft, folder):

@@ -139,8 +139,10 @@ def test_dry_run_when_its_directory_can_never_be_made_then_says_so(weft, tmp_pat
     monkeypatch.chdir(tmp_path)
     write_jobs(tmp_path, broken=False)
     before = sorted(os.listdir(tmp_path))
-    result = weft("train", "jobs.yaml", "--dry-run", "--out", "/proc/never/out")
-    assert result.code == 2 and result.err.startswith("error: /proc/never")
+    for flags in (("--dry-run",), ()):
+        result = weft("train", "jobs.yaml", "--out", "/proc/never/out", *flags)
+        assert result.code == 2 and result.err.startswith("error: /proc/never")
+        assert "backbone" not in result.out, "before anything is loaded"
     assert weft("train", "jobs.yaml", "--dry-run", "--out", "new/folder/out").code == 0
     assert sorted(os.listdir(tmp_path)) == before
 
@@ -196,6 +198,18 @@ def test_train_when_a_batch_is_larger_than_the_data_then_says_what_a_step_takes(
     assert found.code == 0
     notes = [line for line in found.out.splitlines() if line.startswith("note")]
     assert notes == ["note      shout: a batch of 13 samples is more than its data has; every step takes all 12."]
+
+
+def test_train_when_a_setting_has_no_effect_then_says_so(weft, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jobs(tmp_path, broken=False)
+    found = weft("train", "jobs.yaml", "jobs.shout.eval_steps=3", "tenant_weights={acme: 2, default: 1}", "--dry-run")
+    assert found.code == 0, found.err
+    notes = [line for line in found.out.splitlines() if line.startswith("note")]
+    assert notes == [
+        "note      shout: eval_steps has no effect without eval_data.",
+        "note      tenant_weights: no job is of tenant acme.",
+    ]
 
 
 def test_train_when_memory_is_limited_on_a_cpu_then_says_that_it_limits_nothing(weft, tmp_path, monkeypatch):

@@ -279,8 +279,7 @@ def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall
 
     resume = order.resume
     spec = check_folder(order.spec, folder, resume=resume)
-    if order.dry_run:
-        RunDirectory.check_writable(folder)
+    RunDirectory.check_writable(folder)
     clock = (begun_at(folder) if resume else None) or datetime.datetime.now()
     base_dir = order.file.parent
     with loading(console), contextlib.ExitStack() as end:
@@ -303,11 +302,13 @@ def _sweep_in(folder: Path, order: Order, console: Console, begun_s: float, wall
 def _train(prepared: PreparedSweep, order: Order, folder: Path, console: Console) -> int | None:
     """Trains or only shows a prepared sweep; returns the exit code, or None if the user stopped it."""
     from weft.cli.watch import StopRequest, stop_signals
-    from weft.sweeps.api import conclude, open_run
+    from weft.sweeps.api import check_same_inputs, conclude, open_run
     from weft.sweeps.live_board import LiveBoard
 
     _introduce(prepared, order.hosts, console)
     if order.dry_run:
+        if order.resume:
+            check_same_inputs(prepared, folder)
         for note in order.layout.notes(order.spec, order.model) if order.model is not None else ():
             print_note(console, note)
         if order.layout.stages is not None:

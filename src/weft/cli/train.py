@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from weft.parallel.replicas.rank_group import RankGroup
     from weft.plan.choose_layout import LayoutOption
     from weft.plan.replan import DeviceForecaster, Forecaster, Prediction
-    from weft.store.run_dir import RunDirectory
+    from weft.store.run_dir import RunDirectory, RunFiles
     from weft.store.run_url import RunUrl
 
 
@@ -113,35 +113,25 @@ def train(
     console = output_console()
     for reason in reasons:
         print_line(console, f"layout    {reason}")
-    if dry_run:
-        from weft.store.run_dir import RunDirectory
-
-        with open_for_reading(location) as directory:
-            is_taken = RunDirectory.holds_run(directory)
-            if resume or not is_taken:
-                RunDirectory.check(directory, resume=resume)
-            RunDirectory.check_writable(directory)
-        if is_taken and not resume:
-            print_note(console, f"{location} holds a run: train with --resume, or into another --out")
-        options.check(spec.backbone)
-        alone = replace(order, replicas=ReplicaOptions(), layout=LayoutOptions(), model=None, forecast=None)
-        run = _prepare(alone, console)
-        forecast_lines: tuple[str, ...] = ()
-        if not reasons and stages.layout is not None:
-            from weft.model.resolve import resolve
-            from weft.parallel.auto_layout import machine_here, predicted_on
-
-            model = model or resolve(spec.backbone)
-            # There is no prediction for GPUs that are not in the hardware table.
-            with suppress(ConfigError):
-                predicted, _, forecast_lines = predicted_on(
-                    spec, model, stages.layout, jobs_file.parent, machine_here(spec)
-                )
-        if predicted is not None and predicted.layout.is_one_device:
-            predicted = None
-        _show_plan(run, forecast_lines, () if model is None else stages.notes(spec, model), predicted, console)
+    if not dry_run:
+        train_order(order, location, resume=resume)
+    run = _checked(order, location, console, resume=resume)
+    if run is None:
         return
-    train_order(order, location, resume=resume)
+    forecast_lines: tuple[str, ...] = ()
+    if not reasons and stages.layout is not None:
+        from weft.model.resolve import resolve
+        from weft.parallel.auto_layout import machine_here, predicted_on
+
+        model = model or resolve(spec.backbone)
+        # There is no prediction for GPUs that are not in the hardware table.
+        with suppress(ConfigError):
+            predicted, _, forecast_lines = predicted_on(
+                spec, model, stages.layout, jobs_file.parent, machine_here(spec)
+            )
+    if predicted is not None and predicted.layout.is_one_device:
+        predicted = None
+    _show_plan(run, forecast_lines, () if model is None else stages.notes(spec, model), predicted, console)
 
 
 def _forecaster(
@@ -216,6 +206,43 @@ class Order:
         return locate(setting, self.jobs_file, self.overrides)
 
 
+def _checked(order: Order, location: Path | RunUrl, console: Console, *, resume: bool) -> PreparedRun | None:
+    """The run on one device, all of it checked and nothing written; None if there is nothing to resume."""
+    from weft.store.run_dir import RunDirectory, RunFiles
+
+    alone = replace(order, replicas=ReplicaOptions(), layout=LayoutOptions(), model=None, forecast=None)
+    with open_for_reading(location) as directory:
+        is_taken = RunDirectory.holds_run(directory)
+        if resume or not is_taken:
+            RunDirectory.check(directory, resume=resume)
+        RunDirectory.check_writable(directory)
+        order.replicas.check(order.spec.backbone)
+        if resume:
+            return _prepare_resumed(alone, RunFiles(directory), console)
+    if is_taken:
+        print_note(console, f"{location} holds a run: train with --resume, or into another --out")
+    return _prepare(alone, console)
+
+
+def _prepare_resumed(
+    order: Order, files: RunFiles, console: Console, wall: WallClock | None = None
+) -> PreparedRun | None:
+    """The rest of the run in a directory, which it is compared with; None if every job has ended."""
+    from weft.engine.resume import check_same_inputs, plan_resume, with_recorded_capacity
+    from weft.engine.train import clock_of
+
+    plan = plan_resume(order.spec, files, locate=order.locate)
+    if len(plan.done) == len(order.spec.jobs):
+        console.print("nothing to resume: every job has ended")
+        return None
+    order = replace(order, spec=with_recorded_capacity(order.spec, files))
+    if plan.changes:
+        print_line(console, f"takes over  {'; '.join(plan.changes)}")
+    run = _prepare(order, console, plan.done, clock_of(files.read_run()), wall)
+    check_same_inputs(run, files)
+    return run
+
+
 def _train(order: Order, out: Path, console: Console, *, resume: bool, location: Path | RunUrl, wall: WallClock) -> int:
     """Runs or resumes in the directory `out`, which the user knows as `location`; returns the exit code."""
     from weft.cli.watch import conclude
@@ -223,21 +250,14 @@ def _train(order: Order, out: Path, console: Console, *, resume: bool, location:
 
     RunDirectory.check(out, resume=resume)
     if resume:
-        from weft.engine.resume import check_same_inputs, plan_resume, with_recorded_capacity
-        from weft.engine.train import clock_of
-
         with RunDirectory.open(out, resume=True) as directory:
-            plan = plan_resume(order.spec, directory, locate=order.locate)
-            if len(plan.done) == len(order.spec.jobs):
-                console.print("nothing to resume: every job has ended")
-                conclude(out, console, location=location)
-                return _failures(order, directory)
-            order = replace(order, spec=with_recorded_capacity(order.spec, directory))
-            if plan.changes:
-                print_line(console, f"takes over  {'; '.join(plan.changes)}")
-            run = _prepare(order, console, plan.done, clock_of(directory.read_run()), wall)
-            check_same_inputs(run, directory)
-            return _train_in(directory, order, run, console, location=location, wall=wall)
+            resumed = _prepare_resumed(order, directory, console, wall)
+            if resumed is not None:
+                return _train_in(directory, order, resumed, console, location=location, wall=wall)
+            conclude(out, console, location=location)
+            return _failures(order, directory)
+    # Before minutes of loading: a directory that cannot be made stops the run.
+    RunDirectory.check_writable(out)
     run = _prepare(order, console, wall=wall)
     with RunDirectory.open(out, resume=False) as directory:
         return _train_in(directory, order, run, console, location=location, wall=wall)

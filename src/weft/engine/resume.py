@@ -27,7 +27,7 @@ from weft.job_state import FINAL_STATES, JobState
 from weft.settings import as_named_now
 from weft.spec import JobSpec, RunSpec
 from weft.store.checkpoint import latest_checkpoint, newest_content
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory, RunFiles, RunRecord
 
 if TYPE_CHECKING:
     from weft.engine.jobs.live_job import LiveJob
@@ -54,7 +54,7 @@ def job_settings(job: JobSpec) -> dict[str, Any]:
     return settings
 
 
-def plan_resume(spec: RunSpec, directory: RunDirectory, *, locate: Locate = str) -> ResumePlan:
+def plan_resume(spec: RunSpec, directory: RunFiles, *, locate: Locate = str) -> ResumePlan:
     """Finished jobs of a run and its accepted changes; ConfigError for a change that is not possible. A job that failed
     before it could start, such as one set aside for its data, gets another try."""
     _check_run(spec, directory, locate)
@@ -93,7 +93,7 @@ def _within(prefix: str, locate: Locate) -> Locate:
     return lambda setting: locate(f"{prefix}.{setting}")
 
 
-def check_recorded(job: JobSpec, directory: RunDirectory) -> None:
+def check_recorded(job: JobSpec, directory: RunFiles) -> None:
     """ConfigError if an engine's job has changed settings that cannot change."""
     recorded, status = directory.read_job(job.name), directory.read_status(job.name) or {}
     if recorded is not None:
@@ -125,20 +125,20 @@ def open_run_directory(
     return directory
 
 
-def with_recorded_capacity(spec: RunSpec, directory: RunDirectory) -> RunSpec:
+def with_recorded_capacity(spec: RunSpec, directory: RunFiles) -> RunSpec:
     """The run with its recorded capacity, where the file sets `auto`."""
     recorded = directory.read_run().capacity
     return dataclasses.replace(spec, capacity=recorded) if spec.capacity == "auto" and recorded else spec
 
 
-def check_same_inputs(run: PreparedRun, directory: RunDirectory) -> None:
+def check_same_inputs(run: PreparedRun, directory: RunFiles) -> None:
     """Raises before anything is written if the backbone, or what a job reads, is not what the run began with."""
     check_same_backbone(run.engine.executor, directory)
     for name, job in run.engine.jobs.items():
         check_job_inputs(name, job.inputs, directory)
 
 
-def check_same_backbone(replica: ReplicaSide, directory: RunDirectory) -> None:
+def check_same_backbone(replica: ReplicaSide, directory: RunFiles) -> None:
     """CheckpointError if the run in a directory has trained on another backbone, also for jobs that have ended."""
     environment = replica.facts.environment
     digest = directory.read_run().template_digest
@@ -152,13 +152,13 @@ def check_same_backbone(replica: ReplicaSide, directory: RunDirectory) -> None:
             check_backbone(found[1], environment, name)
 
 
-def check_job_inputs(name: str, inputs: Mapping[str, Any], directory: RunDirectory) -> None:
+def check_job_inputs(name: str, inputs: Mapping[str, Any], directory: RunFiles) -> None:
     found = newest_content(directory.checkpoints_dir(name))
     if found is not None:
         check_inputs(found[0], inputs, name)
 
 
-def _check_run(spec: RunSpec, directory: RunDirectory, locate: Locate) -> None:
+def _check_run(spec: RunSpec, directory: RunFiles, locate: Locate) -> None:
     """ConfigError if a setting of the whole run changes, or a job is missing."""
     record = directory.read_run()
     recorded: dict[str, Any] = {**record.to_json(), "quantize": record.quantize or "none"}
@@ -180,7 +180,7 @@ def _check_run(spec: RunSpec, directory: RunDirectory, locate: Locate) -> None:
         )
 
 
-def _check_engine(now: RunRecord, directory: RunDirectory, any_capacity: bool) -> None:
+def _check_engine(now: RunRecord, directory: RunFiles, any_capacity: bool) -> None:
     recorded = directory.read_run()
     pairs = {"base_model": (recorded.base_model, now.base_model), "capacity": (recorded.capacity, now.capacity)}
     for setting, (was, wanted) in pairs.items():

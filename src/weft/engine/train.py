@@ -93,7 +93,7 @@ def prepare_run(
     if not keep_going:
         _check_sources(spec, base_dir, skip)
     spec, engine, notes = open_engine(spec, spec.jobs, wall)
-    run = PreparedRun(spec, engine, notes=notes, clock=clock or datetime.datetime.now())
+    run = PreparedRun(spec, engine, notes=(*notes, *_idle_settings(spec)), clock=clock or datetime.datetime.now())
     for index, job in enumerate(spec.jobs):
         if job.name in skip:
             continue
@@ -123,6 +123,17 @@ def prepare_run(
     if not engine.jobs and run.failed and not skip:
         raise next(iter(run.failed.values()))
     return run
+
+
+def _idle_settings(spec: RunSpec) -> list[str]:
+    """A note about each setting without effect, such as one that all jobs have from the defaults."""
+    notes = [
+        f"{job.name}: eval_steps has no effect without eval_data."
+        for job in spec.jobs
+        if job.eval_steps is not None and job.eval_data is None
+    ]
+    unknown = sorted(spec.tenant_weights.keys() - {job.tenant for job in spec.jobs})
+    return notes + [f"tenant_weights: no job is of tenant {tenant}." for tenant in unknown]
 
 
 def _check_sources(spec: RunSpec, base_dir: Path, skip: frozenset[str]) -> None:

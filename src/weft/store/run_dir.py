@@ -53,12 +53,63 @@ PERMIT = ".permit-"
 _JOB, _STATUS, _METRICS = "job.json", "status.json", "metrics.jsonl"
 
 
-class RunDirectory:
+class RunFiles:
+    """The files of a run, to read; another process may be training there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def checkpoints_dir(self, name: str) -> Path:
+        return self._job_path(name) / "checkpoints"
+
+    def adapter_dir(self, name: str) -> Path:
+        return self._job_path(name) / "adapter"
+
+    def read_run(self) -> RunRecord:
+        return self.record_of(self.path)
+
+    @staticmethod
+    def record_of(path: Path) -> RunRecord:
+        result = _read_json(path / _RUN)
+        if result is None:
+            raise StorageError("is missing.", where=str(path / _RUN))
+        return RunRecord.from_json(result)
+
+    def read_time(self) -> TimeSplit | None:
+        """The recorded times; None if they cannot be read, since no run ends because of that."""
+        try:
+            return TimeSplit.from_json(_read_json(self.path / _TIME))
+        except StorageError:
+            return None
+
+    def recorded_jobs(self) -> list[str]:
+        return sorted(path.parent.name for path in self.path.glob(f"*/{_JOB}"))
+
+    def read_job(self, name: str) -> dict[str, Any] | None:
+        return _read_json(self._job_path(name) / _JOB)
+
+    def read_status(self, name: str) -> dict[str, Any] | None:
+        """The status of one job; None before the first `write_status`, or where a machine died during it."""
+        path = self._job_path(name) / _STATUS
+        with storage_errors(path):
+            is_empty = path.exists() and path.stat().st_size == 0
+        return None if is_empty else _read_json(path)
+
+    def metrics_path(self, name: str) -> Path:
+        return self._job_path(name) / _METRICS
+
+    def _job_path(self, name: str) -> Path:
+        if not JOB_NAME.fullmatch(name) or name in (_RUN, _TIMELINE, _TIME, _REPORT):
+            raise StorageError(f"{name!r} cannot be the name of a job's directory.", where=str(self.path))
+        return self.path / name
+
+
+class RunDirectory(RunFiles):
     """An open run directory, locked against other processes until it is closed. If it is closed before `write_run`, its
     former contents are restored."""
 
     def __init__(self, path: Path, lock: int, ownership: Ownership, undo: contextlib.ExitStack) -> None:
-        self.path = path
+        super().__init__(path)
         self._ownership = ownership
         self._lock: int | None = lock
         self._undo = undo
@@ -141,45 +192,16 @@ class RunDirectory:
         make_directory(path)
         return path
 
-    def checkpoints_dir(self, name: str) -> Path:
-        return self._job_path(name) / "checkpoints"
-
-    def adapter_dir(self, name: str) -> Path:
-        return self._job_path(name) / "adapter"
-
     def write_run(self, run: RunRecord) -> None:
         """Records the resolved run and the library versions; from now on the directory holds a run."""
         self._write_new(self.path / _RUN, dataclasses.replace(run, versions=library_versions()).to_json())
         self._holds_run = True
 
-    def read_run(self) -> RunRecord:
-        return self.record_of(self.path)
-
-    @staticmethod
-    def record_of(path: Path) -> RunRecord:
-        result = _read_json(path / _RUN)
-        if result is None:
-            raise StorageError("is missing.", where=str(path / _RUN))
-        return RunRecord.from_json(result)
-
     def write_time(self, split: TimeSplit) -> None:
         _write_json(self.path / _TIME, split.to_json())
 
-    def read_time(self) -> TimeSplit | None:
-        """The recorded times; None if they cannot be read, since no run ends because of that."""
-        try:
-            return TimeSplit.from_json(_read_json(self.path / _TIME))
-        except StorageError:
-            return None
-
     def write_job(self, name: str, job: Mapping[str, Any]) -> None:
         self._write_new(self.job_dir(name) / _JOB, dict(job))
-
-    def recorded_jobs(self) -> list[str]:
-        return sorted(path.parent.name for path in self.path.glob(f"*/{_JOB}"))
-
-    def read_job(self, name: str) -> dict[str, Any] | None:
-        return _read_json(self._job_path(name) / _JOB)
 
     def write_status(self, name: str, state: JobState, *, reason: Reason | None = None, **fields: Any) -> None:
         """Replaces the status of one job. While the job trains its checkpoints count, and this does not wait for the
@@ -187,16 +209,6 @@ class RunDirectory:
         text, code = (None, None) if reason is None else (reason.text, reason.code.value)
         known = {"state": state.value, "reason": text, "reason_code": code, **fields}
         _write_json(self.job_dir(name) / _STATUS, known, durable=state is not JobState.RUNNING)
-
-    def read_status(self, name: str) -> dict[str, Any] | None:
-        """The status of one job; None before the first `write_status`, or where a machine died during it."""
-        path = self._job_path(name) / _STATUS
-        with storage_errors(path):
-            is_empty = path.exists() and path.stat().st_size == 0
-        return None if is_empty else _read_json(path)
-
-    def metrics_path(self, name: str) -> Path:
-        return self._job_path(name) / _METRICS
 
     def append_metrics(self, name: str, record: Mapping[str, Any]) -> None:
         """Adds one line; it survives the death of the process. NaN and infinity become null."""
@@ -218,11 +230,6 @@ class RunDirectory:
         if not self._holds_run and not path.exists():
             self._undo.callback(forget, path.unlink)
         _write_json(path, value)
-
-    def _job_path(self, name: str) -> Path:
-        if not JOB_NAME.fullmatch(name) or name in (_RUN, _TIMELINE, _TIME, _REPORT):
-            raise StorageError(f"{name!r} cannot be the name of a job's directory.", where=str(self.path))
-        return self.path / name
 
 
 def _refuse(root: Path, resume: bool, content: str = "run") -> None:

@@ -29,7 +29,7 @@ from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of,
 from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec, resolved_sweep
 from weft.store.atomic import add_guard, remove_leftovers, write_file
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, RunFiles
 from weft.store.wall_clock import Activity, TimeSplit, WallClock
 from weft.sweeps.configure import Configurations, SweepEngine
 from weft.sweeps.leaderboard import TRIALS, PreviousSweep, read_previous
@@ -201,7 +201,7 @@ def open_run(
         # Undoes what a killed process left unfinished; no other process can be writing here now.
         remove_leftovers(folder)
         if resume:
-            _check_same_inputs(prepared, folder, directory)
+            check_same_inputs(prepared, folder)
         copy_trial = _storage(prepared, name)
         write_file(
             folder / SETTINGS, yaml.safe_dump(resolved_sweep(spec), sort_keys=False, allow_unicode=True, width=120)
@@ -227,9 +227,10 @@ def open_run(
         yield SweepRun(context, on_news)
 
 
-def _check_same_inputs(prepared: PreparedSweep, folder: Path, directory: RunDirectory) -> None:
+def check_same_inputs(prepared: PreparedSweep, folder: Path) -> None:
     """Raises before a trial starts if the backbone, or what a trial reads, is not what the sweep began with. Also for
     trials that have ended: others are compared with them."""
+    directory = RunFiles(folder / TRIALS)
     check_same_backbone(prepared.engine.executor, directory)
     for trial in TrialsFile(folder).read():
         if directory.checkpoints_dir(trial.name).is_dir():

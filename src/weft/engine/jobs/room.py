@@ -28,7 +28,6 @@ from weft.spec import AdapterSpec
 from weft.spec.run import Capacity
 
 
-
 class Placement:
     """Seats on one backbone: how many the memory allows, and which jobs have one."""
 

@@ -28,6 +28,7 @@ from weft.serve.api.errors import ApiError, as_api_error
 from weft.serve.db.engine import Database
 from weft.serve.db.jobs import STATES
 from weft.serve.db.tables import FILES, JOBS, MODELS, USAGE
+from weft.serve.db.usage import KINDS
 from weft.serve.db.workers import live_workers
 
 LOG = logging.getLogger("weft.serve")
@@ -181,7 +182,8 @@ class _DatabaseFigures(Collector):
                 jobs.add_metric((state,), counts.get(state, 0))
             trained = tx.execute(sa.select(sa.func.coalesce(sa.func.sum(JOBS.c.trained_tokens), 0))).scalar_one()
             used = tx.execute(sa.select(USAGE.c.kind, sa.func.sum(USAGE.c.tokens)).group_by(USAGE.c.kind))
-            for kind, count in {"trained": trained, "evaluated": 0, "prompt": 0, "completion": 0, **dict(used.all())}.items():
+            by_kind = {**dict.fromkeys(KINDS, 0), "trained": trained, **dict(used.all())}
+            for kind, count in by_kind.items():
                 tokens.add_metric((kind,), float(count))
             for kind, table in (("files", FILES), ("models", MODELS)):
                 query = sa.select(sa.func.coalesce(sa.func.sum(table.c.bytes), 0)).where(table.c.deleted_at.is_(None))
