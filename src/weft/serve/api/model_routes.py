@@ -146,7 +146,7 @@ UnixTime = Annotated[int | None, Query(ge=0, lt=2**53)]
 def read_usage(
     request: Request, user: UsageUser, start_time: UnixTime = None, end_time: UnixTime = None
 ) -> dict[str, Any]:
-    """Tokens trained, evaluated, prompted and answered by what began within [start_time, end_time); limits as of now."""
+    """Tokens trained, evaluated, prompted and answered by what began within [start_time, end_time); limits now."""
     with service_of(request).database.read() as tx:
         used = usage.usage_of(tx, user.tenant, start=start_time, end=end_time)
         tokens = token_usage(tx, user.tenant)
