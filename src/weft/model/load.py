@@ -10,9 +10,9 @@ to the bit.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import copy
 import importlib.util
-import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from weft.adapters.devices import Devices, SiteShare
@@ -39,7 +38,6 @@ from weft.model.path import Memory
 from weft.model.resolve import ResolvedModel, resolve
 from weft.model.shards import Peers
 from weft.model.source import (
-    INDEX,
     Source,
     check_weight_files,
     gguf,
@@ -49,12 +47,11 @@ from weft.model.source import (
     readable,
     reason,
 )
+from weft.model.stored_forms import ModelFiles, stored_form
 from weft.model.text_part import KEY_MAPPING, names_in_files
 from weft.plan.cost.shape import Shape
 from weft.plan.families import OBSTACLES, REFERENCE_FAMILIES, describe, is_described
 from weft.spec import BackboneSpec
-
-SINGLE = "model.safetensors"
 
 
 def load_backbone(
@@ -190,7 +187,7 @@ def _read_model(
     """The transformers model of a directory or a Hub name, directly on a GPU if possible, or on the CPU. `packed`: to
     run on packed samples. `part`: the part to read. `is_spread`: all but the weights of its linears. `waits`: it stays
     on the CPU."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
     spec, source, device = resolved.spec, resolved.source, resolved.device
     config = resolved.transformers_config
@@ -208,9 +205,17 @@ def _read_model(
         kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], lambda model: keep_part(model, part))
     if is_spread:
         kind = model_class_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if part is None else kind, take_out_linears)
+    location: str | None = source.path
+    if stored_form(resolved.whole_config, resolved.where) is not None:
+        # Read here, without the packages and the kernels that transformers need.
+        config = copy.deepcopy(config)
+        config.__dict__.pop("quantization_config", None)
+        state = dict(ModelFiles(source.path, fetches=True).state(resolved.dtype))
+        options = {**options, "config": config, "state_dict": state, "key_mapping": None}
+        kind, location = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if kind is AutoModelForCausalLM else kind, None
     with quiet(), readable(source, f"the {config.model_type} model cannot be loaded", _cause):
         loaded: Any = kind.from_pretrained(
-            source.path,
+            location,
             dtype=resolved.dtype,
             use_safetensors=None if source.gguf_file else True,
             # Found below, with their names; transformers would only point to a report.
@@ -220,6 +225,9 @@ def _read_model(
             **options,
         )
     model, found = loaded
+    if location is None:
+        with contextlib.suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(source.path)
     _check_weights(found, source)
     if part is not None:
         _check_tie(model, source)
@@ -263,7 +271,8 @@ class OriginalWeights:
     def __init__(self, name: str, path: str, prefix: str, dtype: torch.dtype) -> None:
         """`name`: the user's name of the model; `path`: a directory or a Hub name; `prefix`: prefix of the decoder's
         paths, which some files omit; `dtype`: the type of the backbone."""
-        self._where, self._path = f"base_model {name}", path
+        # They have been loaded from there a moment ago, so nothing is fetched.
+        self._where, self._files = f"base_model {name}", ModelFiles(path)
         self._prefix, self._dtype = f"{prefix}.", dtype
 
     def find(self, path: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -301,33 +310,8 @@ class OriginalWeights:
         """Candidates for the weight: files may omit the decoder's prefix, and store the weight transposed."""
         for name in dict.fromkeys(names_in_files(path, self._prefix)):
             if name in self._files:
-                with safe_open(self._files[name], framework="pt") as opened:
-                    weight: torch.Tensor = opened.get_tensor(name)
+                weight = self._files.tensor(name, self._dtype)
                 yield from (weight, weight.t())
-
-    @functools.cached_property
-    def _files(self) -> dict[str, str]:
-        """The file of each tensor; empty if the files are not safetensors."""
-        index = self._file(INDEX)
-        if index is not None:
-            named: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            files = {file: self._file(file) for file in set(named.values())}
-            return {name: found for name, file in named.items() if (found := files[file]) is not None}
-        single = self._file(SINGLE)
-        if single is None:
-            return {}
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single)
-
-    def _file(self, name: str) -> str | None:
-        if os.path.isdir(self._path):
-            file = Path(self._path) / name
-            return str(file) if file.is_file() else None
-        from transformers.utils.hub import cached_file
-
-        # It has been loaded from there a moment ago, so nothing is fetched.
-        found: Any = cached_file(self._path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-        return None if found is None else str(found)
 
 
 def _is_stored_as(weight_OD: torch.Tensor, stored: FrozenWeight, share: SiteShare) -> bool:

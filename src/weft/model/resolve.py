@@ -39,12 +39,13 @@ class ResolvedModel:
 
         Of a model that also takes images it is that of the text model.
         """
-        config = text_config_of(self._whole_config) or self._whole_config
+        config = text_config_of(self.whole_config) or self.whole_config
         _check_family(config, self.where)
         return config
 
     @functools.cached_property
-    def _whole_config(self) -> Any:
+    def whole_config(self) -> Any:
+        """That of all that is in its files."""
         from transformers import AutoConfig
 
         with quiet(), readable(self.source, "config.json cannot be loaded"):
@@ -53,7 +54,7 @@ class ResolvedModel:
     @property
     def is_text_part(self) -> bool:
         """True if its files have a whole vision-language model, of which only the text model is loaded."""
-        return self.transformers_config is not self._whole_config
+        return self.transformers_config is not self.whole_config
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
