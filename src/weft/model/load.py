@@ -35,7 +35,7 @@ from weft.model.model_part import TIED, ModelPart, keep_part, model_class_of, pl
 from weft.model.packing import attention
 from weft.model.packing.selfcheck import check_packing
 from weft.model.path import Memory
-from weft.model.resolve import ResolvedModel, resolve
+from weft.model.resolve import KEY_MAPPING, ResolvedModel, names_in_files, resolve
 from weft.model.shards import Peers
 from weft.model.source import (
     Source,
@@ -48,7 +48,6 @@ from weft.model.source import (
     reason,
 )
 from weft.model.stored_forms import ModelFiles, stored_form
-from weft.model.text_part import KEY_MAPPING, names_in_files
 from weft.plan.cost.shape import Shape
 from weft.plan.families import OBSTACLES, REFERENCE_FAMILIES, describe, is_described
 from weft.spec import BackboneSpec

@@ -109,7 +109,7 @@ def _whole_class(stored: StoredAdapter, server: str) -> str | None:
     if server == "peft":
         from transformers import AutoConfig
 
-        from weft.model.text_part import is_auto_class
+        from weft.model.resolve import is_auto_class
 
         if is_auto_class(AutoConfig.from_pretrained(base)):
             return None
