@@ -23,8 +23,8 @@ import torch
 from safetensors import safe_open
 
 from weft.errors import ModelError
+from weft.model.resolve import KEY_MAPPING
 from weft.model.source import INDEX
-from weft.model.text_part import KEY_MAPPING
 
 SINGLE = "model.safetensors"
 STORED_FORMS = ("fp8", "mxfp4")
