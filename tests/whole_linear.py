@@ -11,6 +11,10 @@ class WholeLinear(nn.Linear):
     """What methods may ask of it, without slots."""
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.out_features, self.in_features
+
+    @property
     def share(self) -> SiteShare:
         """All of it."""
         return SiteShare.whole(self.out_features, self.in_features)

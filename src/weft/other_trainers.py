@@ -29,7 +29,7 @@ _PEFT = {
     "ensure_weight_tying": ForeignSetting("rows of trainable_token_indices are tied where the backbone's are."),
     "layer_replication": ForeignSetting("layers belong to the shared backbone and are not repeated."),
     "layers_pattern": ForeignSetting("layers are found by their number; use layers_to_transform alone."),
-    "target_parameters": ForeignSetting("adapters on bare parameters, such as experts, are not supported yet."),
+    "target_parameters": ForeignSetting("bare parameters are not named; for routed experts set `experts: full`."),
     "loftq_config": ForeignSetting("loftq makes up for `quantize` of the run; leave it out.", (*_OFF, {})),
     "rho": ForeignSetting("eva moves no ranks from module to module; r and rank_pattern set them.", (None, 1, 1.0)),
     "whiten": ForeignSetting("eva's directions are not whitened here."),

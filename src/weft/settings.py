@@ -389,6 +389,16 @@ def first_match(patterns: Mapping[str, V], module: str, default: V) -> V:
     return next((value for pattern, value in patterns.items() if answers_pattern(module, pattern)), default)
 
 
+GATE_UP, GATE, UP, DOWN = "gate_up_proj", "gate_proj", "up_proj", "down_proj"
+"""Names of the products of a layer's routed experts."""
+_EXPERTS = re.compile(rf"(?:.*\.)?experts\.(?:{GATE_UP}|{GATE}|{UP}|{DOWN})")
+
+
+def is_expert_path(path: str) -> bool:
+    """Whether a module path is that of a product of all experts of a layer."""
+    return _EXPERTS.fullmatch(path) is not None
+
+
 def check_pattern(pattern: str, where: str) -> None:
     try:
         re.compile(pattern)

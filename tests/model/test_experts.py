@@ -1,39 +1,16 @@
-"""Frozen experts: a row's result depends on that row alone, and no adapter can ask for their weights."""
+"""Experts: a row's result depends on that row alone, and only `experts` chooses their weights."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny_models import random_backbone
 
 from weft.errors import ConfigError
 from weft.model.packing import experts
-from weft.model.packing.selfcheck import keeps_bits
 from weft.spec import AdapterSpec
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"]
-
-
-@pytest.mark.parametrize("num_rows", [1, 40, 150])
-def test_experts_when_they_have_any_number_of_rows_then_multiply_blocks_of_one_size(monkeypatch, num_rows):
-    """The bits of a product depend on how many rows it has, where the machine's library chooses by that."""
-    backbone = random_backbone("mixtral")
-    assert keeps_bits(backbone)
-    seen: list[int] = []
-
-    def linear(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        seen.append(len(x))
-        return F.linear(x, *rest)
-
-    module = next(m for m in backbone.model.modules() if hasattr(m, "has_gate"))
-    monkeypatch.setattr(experts, "F", SimpleNamespace(linear=linear))
-    experts.packed_experts(
-        module, torch.randn(num_rows, 32), torch.randint(0, 4, (num_rows, 2)), torch.rand(num_rows, 2)
-    )
-    assert len(seen) >= 2 and set(seen) == {experts.BLOCK}
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -53,7 +30,7 @@ def test_router_when_there_are_several_tiles_then_sees_one_at_a_time(name):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_when_a_row_is_nan_then_no_other_notices(name):
     backbone = random_backbone(name)
-    module = next(m for m in backbone.model.modules() if hasattr(m, "has_gate"))
+    module = next(m for m in backbone.model.modules() if hasattr(m, "weft_sites"))
     x_TD, index_TK = torch.randn(40, 32), torch.randint(0, 4, (40, 2))
     weights_TK = torch.rand(40, 2)
     clean = experts.packed_experts(module, x_TD, index_TK, weights_TK)
@@ -66,7 +43,7 @@ def test_experts_when_a_row_is_nan_then_no_other_notices(name):
 @pytest.mark.parametrize("targets", [["q_proj", "gate_proj"], ["w1"], ["gate_up_proj"], r".*\.experts\..*", r".*mlp.*"])
 def test_adapter_when_it_asks_for_experts_then_refused(targets):
     backbone = random_backbone("qwen2_moe")
-    with pytest.raises(ConfigError, match=r"mlp\.experts\..* is a weight of experts, which stay frozen") as caught:
+    with pytest.raises(ConfigError, match=r"mlp\.experts\..* is a weight of routed experts") as caught:
         backbone.new_adapter(AdapterSpec(r=1, target_modules=targets), 0)
     assert caught.value.where == "adapter.target_modules"
 
@@ -75,4 +52,17 @@ def test_adapter_when_it_asks_for_experts_then_refused(targets):
 def test_adapter_when_it_asks_for_linears_beside_experts_then_has_them(targets):
     adapter = random_backbone("qwen2_moe").new_adapter(AdapterSpec(r=1, target_modules=targets), 0)
     assert adapter.modules
-    assert not any(".experts." in path for path in adapter.modules)
+    assert not any(".experts." in path or path.endswith("shared_expert_gate") for path in adapter.modules)
+
+
+def test_router_when_it_is_named_then_adapted():
+    adapter = random_backbone("qwen2_moe").new_adapter(AdapterSpec(r=1, target_modules=["shared_expert_gate"]), 0)
+    assert len(adapter.modules) == 2
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_router_when_scores_are_equal_then_takes_the_lower_index(name):
+    backbone = random_backbone(name)
+    router = next(module for module in backbone.model.modules() if "forward" in vars(module))
+    *_, index_TK = router.forward(torch.zeros(5, 32))
+    assert index_TK.tolist() == [[0, 1]] * 5

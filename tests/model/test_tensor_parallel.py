@@ -210,7 +210,7 @@ def test_weights_when_parts_would_not_hold_whole_blocks_then_a_sentence_says_so(
 @pytest.mark.parametrize("kind", ["phi3", "gpt2"])
 def test_model_when_its_linears_are_others_then_a_sentence_says_which_families_fit(kind):
     why = why_not_divisible({"model_type": kind, **SETTINGS}, 2)
-    assert why is not None and kind in why and why.endswith("llama, mistral, qwen2, qwen3, gemma3_text")
+    assert why is not None and kind in why and "tensor parallel is for llama, mistral, qwen2, " in why
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3"])

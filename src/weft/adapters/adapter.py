@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.adapters.devices import Devices
+from weft.adapters.experts import ExpertSite
 from weft.adapters.method import KernelCopy, Method, ModuleTensors, Site, SlotWeights
 from weft.adapters.parts import HEAD, INPUT_ROWS, HeadWeights, PartShape, RowsShape, TokenRows
 from weft.adapters.routing import AnyOrderSums
@@ -43,7 +44,7 @@ class Adapter:
         the order of samples does not change a bit of the gradients once `complete_gradients` is done."""
         self.spec = spec
         self.method = method
-        shapes = {path: (site.out_features, site.in_features) for path, site in sites.items()}
+        shapes = {path: site.shape for path, site in sites.items()}
         self.method.check(spec, shapes)
         self._sites = sites
         self._linears = shapes
@@ -84,6 +85,11 @@ class Adapter:
     @property
     def parts(self) -> Collection[str]:
         return self._parts.keys()
+
+    @property
+    def has_gates_in_turns(self) -> bool:
+        """Whether outputs of experts' gate and up take turns in the backbone's weights."""
+        return any(isinstance(site, ExpertSite) and site.columns.step == 2 for site in self._sites.values())
 
     @property
     def num_parameters(self) -> int:
@@ -236,6 +242,8 @@ class Adapter:
     def _own(self, path: str, tensors: ModuleTensors) -> ModuleTensors:
         """Views of a module's tensors, cut to the module's share on this device."""
         share = self._sites[path].share
+        if share.devices is None:
+            return tensors
         shapes = self.method.shapes(self.spec, path, share.shape)
         return tuple(share.view(x, shape) if x.numel() else x for x, shape in zip(tensors, shapes, strict=False))
 

@@ -38,8 +38,8 @@ from weft.spec import AdapterSpec, JobSpec
 if TYPE_CHECKING:
     from weft.adapters.adapter import Adapter
 
-LinearShape = tuple[int, int]
-"""(out, in) of a linear module; of a block's output both are its width."""
+LinearShape = tuple[int, ...]
+"""(out, in) of a linear module; of a block's output both are its width; (experts, out, in) of a product of experts."""
 ModuleTensors = tuple[torch.Tensor, ...]
 """An adapter's tensors at one site, in the order of its method's groups."""
 
@@ -56,6 +56,9 @@ class Site(Protocol):
     @property
     def out_features(self) -> int:
         """O, of all devices together."""
+
+    @property
+    def shape(self) -> LinearShape: ...
 
     @property
     def share(self) -> SiteShare: ...
@@ -200,6 +203,8 @@ class PeftFormat(ABC):
     defaults: Mapping[str, Any]
     """Every key that PEFT writes and its default, except peft_version, which PEFT adds to files without one."""
     refused: Mapping[str, str] = {}
+    has_experts: bool = False
+    """Whether files may have factors of routed experts."""
 
     own_settings: tuple[str, ...] = ()
     """The method's settings that its files have under the same names; the first one is required."""
@@ -231,7 +236,7 @@ class PeftFormat(ABC):
     ) -> None:
         """AdapterFileError if those tensors do not fit the spec; only called if the file has some."""
 
-    def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, int | None]:
+    def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, ...]:
         """(out, in) of the module that tensors belong to; None where they do not show it."""
         return None, None
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.adapters.devices import Devices, Side, SiteShare, sum_forward
 from weft.adapters.frozen import Dense, FrozenWeight
 from weft.adapters.frozen import tiled_mm as tiled_mm
-from weft.adapters.method import SlotWeights
+from weft.adapters.method import LinearShape, SlotWeights
 from weft.adapters.routing import Routing
 from weft.adapters.slots import active_slots, apply_slots
 
@@ -74,6 +74,10 @@ class SlotLinear(nn.Module):
         """Reads the original W (O, D) of a quantised weight; None if W is not quantised."""
         self.elsewhere: Callable[[], FrozenWeight | None] | None = None
         """Reads a W that is stored elsewhere; returns None while W is here."""
+
+    @property
+    def shape(self) -> LinearShape:
+        return self.out_features, self.in_features
 
     @property
     def weight(self) -> torch.Tensor:
@@ -132,6 +136,10 @@ class RowSite:
         self.routing = routing
         self.share = SiteShare.whole(width, width)
         self.slots: dict[int, SlotWeights] = {}
+
+    @property
+    def shape(self) -> LinearShape:
+        return self.width, self.width
 
     def put(self, slot: int, weights: SlotWeights) -> None:
         self.slots[slot] = weights

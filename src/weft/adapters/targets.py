@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from weft.adapters.method import Attachment
 from weft.errors import ConfigError, closest
 from weft.plan.families import FAMILIES
-from weft.settings import answers_pattern
+from weft.settings import DOWN, GATE_UP, answers_pattern, is_expert_path
 from weft.spec import AdapterSpec
 
 ALL = {
@@ -33,20 +33,22 @@ def choose_modules(
     if not paths:
         families = ", ".join(FAMILIES)
         raise ConfigError(f"the backbone has no {kind.value} to adapt; {families} models do.", where="adapter.method")
-    chosen = [p for p in paths if _matches(spec.target_modules, p, kind)]
+    plain = [p for p in paths if not is_expert_path(p)]
+    matched = {p for p in plain if _matches(spec.target_modules, p, kind)}
     if spec.target_modules in ALL[kind]:
-        chosen = [p for p in chosen if p.rpartition(".")[2] not in spared]
+        matched = {p for p in matched if not any(_named(name, p) for name in spared)}
+    matched.update(expert_products(spec, paths))
+    chosen = [p for p in paths if p in matched]
     if isinstance(spec.target_modules, tuple):
-        leaves = {p.rsplit(".", 1)[-1] for p in paths}
         for name in spec.target_modules:
-            if not any(_named(name, p) for p in paths):
-                raise _unknown_module(name, sorted(leaves), kind)
+            if not any(_named(name, p) for p in plain):
+                raise _unknown_module(name, sorted({p.rsplit(".", 1)[-1] for p in plain}), kind)
     if spec.exclude_modules is not None:
         chosen = [p for p in chosen if not _matches(spec.exclude_modules, p, kind)]
     if spec.layers_to_transform is not None:
         chosen = _in_layers(chosen, spec.layers_to_transform)
     if not chosen:
-        raise _no_module_chosen(spec, paths, kind)
+        raise _no_module_chosen(spec, plain, kind)
     _refuse_idle_patterns(spec, chosen)
     return chosen
 
@@ -111,25 +113,48 @@ def _no_module_chosen(spec: AdapterSpec, paths: Sequence[str], kind: Attachment)
     return ConfigError(f"{found} target_modules once {limit} is applied.", where=f"adapter.{limit}")
 
 
+def expert_products(spec: AdapterSpec, paths: Iterable[str]) -> list[str]:
+    """The products of experts that an adapter is on by its `experts`; ConfigError if there are none."""
+    if spec.experts == "none":
+        return []
+    products = [p for p in paths if is_expert_path(p)]
+    if not products:
+        raise ConfigError("the backbone has no routed experts that can be trained.", where="adapter.experts")
+    if spec.experts != "full":
+        return [p for p in products if not p.endswith(GATE_UP)]
+    gated = {p.rpartition(".")[0] for p in products if p.endswith(GATE_UP)}
+    return [p for p in products if p.endswith((GATE_UP, DOWN)) or p.rpartition(".")[0] not in gated]
+
+
 def refuse_experts(spec: AdapterSpec, experts: Iterable[str]) -> None:
-    """ConfigError if an adapter targets weights of experts, given their paths: these stay frozen."""
+    """ConfigError if `target_modules` matches weights of experts, given their paths: `experts` chooses those."""
     targets = spec.target_modules
     if targets in (*ALL[Attachment.LINEAR], spec.config.auto_targets):
         return
     targeted = next((path for path in experts if _answers(targets, path)), None)
     if targeted is not None:
-        raise ConfigError(
-            f"{targeted} is a weight of experts, which stay frozen; name linears outside of them, or use all-linear.",
-            where="adapter.target_modules",
-        )
+        raise _targets_expert(targeted)
+
+
+def _targets_expert(path: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is a weight of routed experts, which target_modules does not choose; name linears outside of them, "
+        "and set experts: shared, separate or full to train them too.",
+        where="adapter.target_modules",
+    )
 
 
 def leaf_names(chosen: Iterable[str], paths: Iterable[str]) -> list[str] | None:
-    """The last names of the chosen modules if these names choose exactly those modules, else None."""
-    chosen = set(chosen)
+    """The last names of the chosen modules if these names choose exactly those modules, else None.
+
+    Products of experts are left out. PEFT applies their names to routed experts too.
+    """
+    paths = list(paths)
+    chosen = {p for p in chosen if not is_expert_path(p)}
     leaves = {p.rsplit(".", 1)[-1] for p in chosen}
-    same = {p for p in paths if p.rsplit(".", 1)[-1] in leaves}
-    return sorted(leaves) if same == chosen else None
+    products = {p.rsplit(".", 1)[-1] for p in paths if is_expert_path(p)}
+    same = {p for p in paths if p.rsplit(".", 1)[-1] in leaves and not is_expert_path(p)}
+    return sorted(leaves) if same == chosen and not leaves & products else None
 
 
 def _matches(targets: str | tuple[str, ...], path: str, kind: Attachment) -> bool:

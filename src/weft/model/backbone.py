@@ -11,6 +11,7 @@ import torch
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.devices import Devices
+from weft.adapters.experts import ExpertSite
 from weft.adapters.frozen import Fp8, quantisation
 from weft.adapters.method import Attachment, LinearShape, Method
 from weft.adapters.parts import (
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 
     from weft.model.ahead.compile_ahead import CompileAhead
 
+AnySite = SlotLinear | RowSite | ExpertSite
+
 
 class Backbone:
     def __init__(
@@ -92,8 +95,8 @@ class Backbone:
         self.reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads, self._output_rows)
         """The path through transformers' own modules, for adapters whose method has no kernels."""
         self.path: Path = self.reference
-        self._sites: dict[Attachment, Mapping[str, SlotLinear | RowSite]] = {
-            Attachment.LINEAR: self.linears,
+        self._sites: dict[Attachment, Mapping[str, AnySite]] = {
+            Attachment.LINEAR: {**self.linears, **self.experts},
             Attachment.BLOCK_OUTPUT: self.blocks,
             Attachment.INPUT: {INPUT_PATH: inputs} if part is None or part.is_first else {},
             Attachment.KEYS_AND_VALUES: keys_and_values_of(model, part, self.routing),
@@ -264,6 +267,9 @@ class Backbone:
         """True if gradients are added in any order; ConfigError if that is not supported."""
         if gradient_sum != "any_order":
             return False
+        if spec.experts == "full":
+            reason = "any_order keeps 16 more bytes for each of the parameters, of which experts: full has many"
+            raise ConfigError(f"{reason}; use in_order, or experts: shared.", where="gradient_sum")
         if self._path_for(spec) is not self.reference:
             if not method_of(spec).has_any_order_kernels:
                 reason = f"any_order has fused kernels for lora only, not for {_named(spec)}"
@@ -324,19 +330,19 @@ class Backbone:
         """All sites for adapters of a method by path, as (out, in)."""
         return _shapes(self._sites[method.attachment])
 
-    def sites(self, attachment: Attachment) -> Mapping[str, SlotLinear | RowSite]:
+    def sites(self, attachment: Attachment) -> Mapping[str, AnySite]:
         return self._sites[attachment]
 
     def paths_for(self, method: Method) -> list[str]:
         return self._paths[method.attachment]
 
     def targets(self, spec: AdapterSpec) -> list[str]:
-        refuse_experts(spec, self._experts)
+        refuse_experts(spec, self._expert_weights)
         method = method_of(spec)
         family = self.model.config.model_type
         return choose_modules(spec, method.attachment, self.paths_for(method), spared(family))
 
-    def _targets(self, spec: AdapterSpec) -> dict[str, SlotLinear | RowSite]:
+    def _targets(self, spec: AdapterSpec) -> dict[str, AnySite]:
         sites = self._sites[method_of(spec).attachment]
         return {path: sites[path] for path in self.targets(spec) if path in sites}
 
@@ -424,10 +430,11 @@ class Backbone:
         """Freezes the model and replaces every linear except the head; attention and mixers find the routing there."""
         self.model.requires_grad_(False)
         self.model.eval()
-        self._experts = experts.expert_weights(self.model)
+        self._expert_weights = experts.expert_weights(self.model)
         attention.prepare_attention(self.model)
         mixers.prepare_mixers(self.model)
-        experts.prepare(self.model, self.routing)
+        self.experts = experts.prepare(self.model, self.routing)
+        """The products of routed experts, by path."""
         for path, linear in linear_modules(self.model).items():
             parent, _, leaf = path.rpartition(".")
             slotted = SlotLinear(linear, self.routing, anchor)
@@ -443,8 +450,8 @@ def _named(spec: AdapterSpec) -> str:
     return f"{spec.method} with {start}" if isinstance(start, str) and spec.method == "lora" else spec.method
 
 
-def _shapes(sites: Mapping[str, SlotLinear | RowSite]) -> dict[str, LinearShape]:
-    return {path: (site.out_features, site.in_features) for path, site in sites.items()}
+def _shapes(sites: Mapping[str, AnySite]) -> dict[str, LinearShape]:
+    return {path: site.shape for path, site in sites.items()}
 
 
 def why_reference(device: torch.device, dtype: torch.dtype) -> str | None:

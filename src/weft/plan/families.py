@@ -210,8 +210,9 @@ LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *J
 """Names of the linears of a layer in any family."""
 
 
-SPARED = ("shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
-"""Linears that `all-linear` leaves out: gates of width 1, and the decays and strengths of a gated delta net's heads."""
+SPARED = ("gate", "router", "router.proj", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
+"""Linears that `all-linear` leaves out: routers, gates of width 1, and the decays and strengths of a gated delta net's
+heads."""
 _NOT_IN_PEFT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)),
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"), ("gate_proj", "up_proj", "down_proj")),

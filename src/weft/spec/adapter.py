@@ -49,7 +49,7 @@ class AdapterSpec(MethodSettings, Targets, LoraStrength, MethodChoice, KnownKeyw
             if isinstance(pattern, str):
                 check_pattern(pattern, where)
         self.config.check(self)
-        if not self.target_modules:
+        if not self.target_modules and self.experts == "none":
             raise ConfigError("the list is empty; name modules or use all-linear.", where="target_modules")
 
     @property

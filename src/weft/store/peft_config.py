@@ -18,6 +18,7 @@ from weft.errors import AdapterFileError, ConfigError
 from weft.methods.registry import METHODS, cost_ranks, method_of
 from weft.settings import describe, listed, read
 from weft.spec import AdapterSpec
+from weft.store.expert_files import ORDER_KEY
 
 TASKS = ("SEQ_CLS", "TOKEN_CLS")
 HEADS = (HEAD, "classifier")
@@ -55,7 +56,12 @@ def method_named(config: Mapping[str, Any], where: str) -> str:
 
 
 def spec_of(
-    config: Mapping[str, Any], module_paths: Collection[str], *, where: str, has_head: bool = False
+    config: Mapping[str, Any],
+    module_paths: Collection[str],
+    *,
+    where: str,
+    has_head: bool = False,
+    has_experts: bool = False,
 ) -> AdapterSpec:
     """The adapter that a PEFT config and the paths of its weights describe; AdapterFileError if it cannot be
     trained."""
@@ -67,14 +73,20 @@ def spec_of(
     config = {key: value for key, value in config.items() if value is not None}
     targets = config.get("target_modules")
     layers = config.get("layers_to_transform")
-    if not targets and "target_modules" in files.defaults:
+    if not targets and "target_modules" in files.defaults and not has_experts:
         raise AdapterFileError("target_modules is missing; name the adapted modules.", where=where)
     if config.get("layers_pattern"):
         # Our spec has no layers_pattern; the weights show which modules it meant.
         targets, layers = list(module_paths), None
+    if has_experts:
+        # Names of experts' linears are names of linears beside them too, where there are such.
+        targets = sorted(
+            path for path in module_paths if not isinstance(targets, list) or path.endswith(tuple(targets))
+        )
     values = {
         "method": method,
-        **({"target_modules": targets} if targets else {}),
+        **({"target_modules": targets} if targets or has_experts else {}),
+        **({"experts": "full"} if has_experts else {}),
         "exclude_modules": config.get("exclude_modules") or None,
         "layers_to_transform": None if layers == [] else layers,
         **files.settings(config),
@@ -106,7 +118,7 @@ def _refuse_unsupported(config: Mapping[str, Any], files: PeftFormat, where: str
     for key, reason in files.refused.items():
         if config.get(key):
             raise AdapterFileError(f"{key} is set, and {reason}.", where=where)
-    for key in sorted(config.keys() - {*files.defaults, "peft_version", "runtime_config"}):
+    for key in sorted(config.keys() - {*files.defaults, "peft_version", "runtime_config", ORDER_KEY}):
         if config[key]:
             raise AdapterFileError(
                 f"has the unknown setting {key} = {describe(config[key])}; what PEFT 0.21 writes can be read.",

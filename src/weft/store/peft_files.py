@@ -30,11 +30,13 @@ from weft.adapters.targets import is_target
 from weft.errors import AdapterFileError
 from weft.methods.registry import METHODS, method_of
 from weft.objectives.heads import Classification, HeadObjective, Reward, TokenClassification
+from weft.settings import is_expert_path
 from weft.spec import AdapterSpec
 from weft.spec.run import EMBEDDED
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
 from weft.store.checkpoint import file_pieces
+from weft.store.expert_files import fused_files, is_expert_name, read_experts
 from weft.store.peft_config import config_of, method_named, spec_of
 from weft.store.row_files import (
     ROWS,
@@ -91,6 +93,7 @@ def write_adapter(
     head: HeadObjective | None = None,
     row_modules: Mapping[str, str] | None = None,
     tokenizer: Any = None,
+    in_turns: bool = False,
 ) -> None:
     """Writes the whole adapter into the directory; an existing adapter is replaced.
 
@@ -98,7 +101,7 @@ def write_adapter(
     these mean no other module of the backbone. `chat_template` is the one that the adapter was trained with instead of
     the base's. `shared` are the frozen tensors of all modules together, if the method has any. `head` is the objective
     of an adapter that has a head among its tensors, `row_modules` the paths of the modules that it has rows of, and
-    `tokenizer` that of an adapter with new tokens.
+    `tokenizer` that of an adapter with new tokens. `in_turns`: outputs of experts' gate and up take turns.
     """
     parts = {path: own for path, own in tensors.items() if path in PARTS}
     spec, modules = method_of(spec).exported(spec, {path: tensors[path] for path in tensors if path not in parts})
@@ -109,6 +112,7 @@ def write_adapter(
         target_names=target_names,
         shared=shared,
         row_modules=row_modules or {},
+        in_turns=in_turns,
     )
     if head is not None:
         saved = [*(files.config.get("modules_to_save") or ()), HEAD]
@@ -147,11 +151,20 @@ def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors]
     heads = {name: read.tensors[name] for name in _head_names(files) if name in read.tensors}
     rows = rows_in_file([name for name in read.tensors if name.startswith(_PREFIX)])
     own = {name: tensor for name, tensor in read.tensors.items() if name not in {*heads, *shared, *rows}}
-    modules = files.part(own, read.config, where) if isinstance(files, JoinedFormat) else _modules(own, files, where)
+    names = {name: name.removeprefix(_PREFIX) for name in own if files.has_experts}
+    experts = {short: own.pop(name) for name, short in names.items() if is_expert_name(short)}
+    modules: dict[str, ModuleTensors] = {}
+    if own or not experts:
+        joined = files if isinstance(files, JoinedFormat) else None
+        modules = _modules(own, files, where) if joined is None else joined.part(own, read.config, where)
     config = renamed_config(read.config, modules, is_long=False) if read.was_long else read.config
-    spec = spec_of(config, modules, where=str(directory / CONFIG_FILE), has_head=bool(heads))
+    config_file, has_experts = str(directory / CONFIG_FILE), bool(experts)
+    spec = spec_of(config, modules, where=config_file, has_head=bool(heads), has_experts=has_experts)
+    if experts:
+        spec, factors = read_experts(experts, spec, config, where)
+        modules |= factors
     for path, tensors in modules.items():
-        if not is_target(spec, method_of(spec).attachment, path):
+        if not is_expert_path(path) and not is_target(spec, method_of(spec).attachment, path):
             raise AdapterFileError(f"holds weights of {path}, which {CONFIG_FILE} does not target.", where=where)
         files.check_tensors(spec, path, tensors, where)
         if not all(tensor.isfinite().all() for tensor in tensors):
@@ -236,6 +249,7 @@ def adapter_files(
     target_names: list[str],
     shared: Mapping[str, torch.Tensor] | None = None,
     row_modules: Mapping[str, str] = MappingProxyType({}),
+    in_turns: bool = False,
 ) -> AdapterFiles:
     files = method_of(spec).files
     heads = {name: x.detach().cpu() for name, x in zip(_head_names(files), tensors.get(HEAD, ()), strict=False)}
@@ -248,7 +262,12 @@ def adapter_files(
         return AdapterFiles(config, joined | heads)
     named: dict[str, torch.Tensor] = {}
     written = dataclasses.replace(spec, target_modules=tuple(target_names))
-    for path, own in tensors.items():
+    experts = {path: own for path, own in tensors.items() if is_expert_path(path)}
+    if experts:
+        factors, keys = fused_files(spec, experts, in_turns=in_turns)
+        config.update(keys)
+        named |= {f"{_PREFIX}{name}": tensor.detach().cpu() for name, tensor in factors.items()}
+    for path, own in ((path, own) for path, own in tensors.items() if path not in experts):
         assert is_target(written, method_of(written).attachment, path), f"no reader would find {path} by {target_names}"
         for suffix, tensor in zip(files.suffixes.values(), own, strict=True):
             named[f"{_PREFIX}{path}.{suffix}"] = tensor.detach().cpu()

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weft.settings import is_expert_path
+
 T = TypeVar("T")
 _PREFIX = "base_model.model."
 _LONG = re.compile(r"(?:model\.language_model|language_model\.model)\.")
@@ -73,7 +75,9 @@ def renamed_tensors(tensors: Mapping[str, T], *, is_long: bool) -> dict[str, T]:
 def renamed_config(config: Mapping[str, Any], modules: Iterable[str], *, is_long: bool) -> dict[str, Any]:
     """adapter_config.json where it targets exactly these modules, by their paths."""
     rename = long_name if is_long else short_name
-    result = {**config, "target_modules": sorted(modules)}
+    result = {**config, "target_modules": sorted(path for path in modules if not is_expert_path(path))}
+    if config.get("target_parameters"):
+        result["target_parameters"] = [rename(name) for name in config["target_parameters"]]
     if isinstance(config.get("feedforward_modules"), list):
         result["feedforward_modules"] = [rename(name) for name in config["feedforward_modules"]]
     return {**result, **{key: None for key in _NARROWING if key in config}}

@@ -209,6 +209,7 @@ def writing(
             head=job.given.batches.data.head,
             row_modules=rows.paths,
             tokenizer=tokenizer,
+            in_turns=job.weights.adapter.has_gates_in_turns,
         )
 
     return write

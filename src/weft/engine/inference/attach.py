@@ -18,6 +18,7 @@ from weft.methods.registry import method_of
 from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.objectives.heads import HeadObjective
+from weft.settings import is_expert_path
 from weft.spec import AdapterSpec, BackboneSpec
 from weft.store.peft_files import CONFIG_FILE, PARTS, TEMPLATE_FILE, read_adapter, read_chat_template, read_head
 from weft.store.row_files import ROWS
@@ -113,11 +114,13 @@ def check_fit(stored: StoredAdapter, shapes: Mapping[str, LinearShape], base_mod
             found = " x ".join("any" if size is None else str(size) for size in given)
             raise AdapterFileError(
                 f"{path} is for a module of {found}; in base_model {base_model} it is "
-                f"{shapes[path][0]} x {shapes[path][1]}.",
+                f"{' x '.join(map(str, shapes[path]))}.",
                 where=where,
             )
     for path in shapes:
-        if path not in stored.tensors and is_target(stored.spec, method.attachment, path):
+        # A config names experts by suffixes, in all layers or in some.
+        is_named = not is_expert_path(path) and is_target(stored.spec, method.attachment, path)
+        if path not in stored.tensors and is_named:
             raise AdapterFileError(
                 f"has no weights for {path} of base_model {base_model}, which its config targets.", where=where
             )

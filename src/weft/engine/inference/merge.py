@@ -11,14 +11,16 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from weft.adapters.method import Attachment
+from weft.adapters.method import Attachment, LinearShape
 from weft.adapters.parts import OUTPUT_ROWS
 from weft.adapters.sites import linear_modules
 from weft.data.tokenise import with_new_tokens
 from weft.engine.inference.attach import StoredAdapter, check_fit
 from weft.errors import AdapterFileError, ConfigError, StorageError
+from weft.methods.lora.expert_weights import merge_factors
 from weft.methods.registry import method_of
 from weft.model.load import load_plain_model
+from weft.model.packing.experts import expert_products_of
 from weft.model.source import load_tokenizer
 from weft.model.trained_rows import Embeddings
 from weft.spec import BackboneSpec
@@ -45,13 +47,19 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     model = load_plain_model(spec)
     tokenizer = load_tokenizer(spec.base_model)
     linears = linear_modules(model)
-    check_fit(stored, {path: (m.out_features, m.in_features) for path, m in linears.items()}, spec.base_model)
+    products = expert_products_of(model)
+    all_shapes: dict[str, LinearShape] = {path: (m.out_features, m.in_features) for path, m in linears.items()}
+    check_fit(stored, all_shapes | {path: site.shape for path, (site, _) in products.items()}, spec.base_model)
     modules = {path: tensors for path, tensors in stored.tensors.items() if path not in ROWS}
-    shapes = {path: (linears[path].out_features, linears[path].in_features) for path in modules}
+    shapes = {path: all_shapes[path] for path in modules if path in linears}
     shared = method.shared(stored.spec, shapes, torch.device("cpu")).values()
     try:
         for path, tensors in modules.items():
-            method.merge(stored.spec, path, (*tensors, *shared), linears[path])
+            if path in products:
+                site, weight_EOD = products[path]
+                merge_factors(weight_EOD[:, site.columns], tensors, stored.spec.scale_for(path))
+            else:
+                method.merge(stored.spec, path, (*tensors, *shared), linears[path])
     except AdapterFileError as error:
         raise error.at(str(stored.path)) from None
     tokenizer = merge_rows(stored, model, tokenizer)

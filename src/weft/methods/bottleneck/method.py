@@ -203,7 +203,7 @@ class Bottleneck(Method):
 
     def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
         """Uniform in ±1/sqrt(width) for D, as in every torch Linear; zero for the rest."""
-        down, *others = self.shapes(spec, path, (site.out_features, site.in_features))
+        down, *others = self.shapes(spec, path, site.shape)
         uniform = (torch.rand(down, generator=generator) * 2 - 1) / math.sqrt(site.in_features)
         return uniform, *(torch.zeros(shape) for shape in others)
 

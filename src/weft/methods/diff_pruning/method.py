@@ -147,7 +147,7 @@ class DiffPruning(Method):
         return ((number,),) if spec.mask == "magnitude" else ((number,), (number,))
 
     def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
-        (number,), *gated = self.shapes(spec, path, (site.out_features, site.in_features))
+        (number,), *gated = self.shapes(spec, path, site.shape)
         return torch.zeros(number), *(torch.full(shape, GATE_START) for shape in gated)
 
     def weights(

@@ -151,7 +151,7 @@ class DoraFiles(LoraFiles):
                 where=where,
             )
 
-    def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, int | None]:
+    def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, ...]:
         return super().linear_shape(tensors[:2])
 
     def what_it_is(self, name: str) -> str:

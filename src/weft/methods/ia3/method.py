@@ -181,7 +181,7 @@ class Ia3(Method):
         return ((1, linear[1]) if spec.is_feedforward(path) else (linear[0], 1),)
 
     def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
-        (shape,) = self.shapes(spec, path, (site.out_features, site.in_features))
+        (shape,) = self.shapes(spec, path, site.shape)
         return (torch.ones(shape) if spec.init_ia3_weights else torch.randn(shape, generator=generator),)
 
     def weights(

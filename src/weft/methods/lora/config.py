@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weft.errors import ConfigError
 from weft.methods.config import MethodConfig
 from weft.other_trainers import STARTS_ELSEWHERE
-from weft.settings import KnownKeywords, above, at_least, between, check_pattern, first_match, setting, validate
+from weft.settings import (
+    KnownKeywords,
+    above,
+    at_least,
+    between,
+    check_pattern,
+    first_match,
+    is_expert_path,
+    setting,
+    validate,
+)
 
 if TYPE_CHECKING:
     from weft.spec.adapter import AdapterSpec
@@ -43,6 +53,7 @@ class LoraConfig(MethodConfig):
         if spec.init_lora_weights == "orthogonal" and any(rank % 2 for rank in ranks):
             raise ConfigError("orthogonal needs even ranks.", where="init_lora_weights")
         _check_worked_out_start(spec)
+        _check_experts(spec)
         OwnRows.of(spec.trainable_token_indices, spec.modules_to_save)
         _check_new_tokens(spec)
 
@@ -102,6 +113,14 @@ class LoraSettings(LoraStrength):
     the quantised weights (loftq)."""
     eva_config: EvaSpec | None = setting(None, methods=LORA_KINDS)
     """How `eva` reads the data."""
+    experts: str = setting("none", choices=("none", "full", "separate", "shared"), methods=("lora",))
+    """Routed experts of a mixture. none: frozen; full: each expert has an A and a B for gate and up together and for
+    down, as by PEFT's target_parameters; separate: for gate and up apart; shared: as separate, but one A of gate and of
+    up and one B of down serve all experts of a layer, a third of the numbers."""
+    expert_r: int | None = setting(None, rule=at_least(1), methods=("lora",))
+    """Rank on experts; r divided by the experts of a token is usual. Default: r."""
+    expert_alpha: float | None = setting(None, rule=at_least(0), methods=("lora",))
+    """Alpha on experts. Default: lora_alpha times expert_r / r, which keeps the scale."""
     freeze_a: bool = setting(False, aliases=("lora_fa",), methods=LORA_KINDS)
     """LoRA-FA: train B alone, which saves A's gradients and moments."""
     trainable_token_indices: TokenIds | dict[str, TokenIds] | None = setting(None, methods=LORA_KINDS)
@@ -137,11 +156,24 @@ class LoraSettings(LoraStrength):
         """The alpha of modules that match no pattern."""
         return 2.0 * self.r if self.lora_alpha is None else self.lora_alpha
 
+    @property
+    def rank_of_experts(self) -> int:
+        """The rank of experts that match no pattern."""
+        return self.r if self.expert_r is None else self.expert_r
+
+    @property
+    def alpha_of_experts(self) -> float:
+        """The alpha of experts that match no pattern."""
+        kept = self.default_alpha * self.rank_of_experts / self.r
+        return kept if self.expert_alpha is None else self.expert_alpha
+
     def rank_for(self, module: str) -> int:
-        return first_match(self.rank_pattern, module, self.r)
+        default = self.rank_of_experts if is_expert_path(module) else self.r
+        return first_match(self.rank_pattern, module, default)
 
     def alpha_for(self, module: str) -> float:
-        return first_match(self.alpha_pattern, module, self.default_alpha)
+        default = self.alpha_of_experts if is_expert_path(module) else self.default_alpha
+        return first_match(self.alpha_pattern, module, default)
 
     def scale_for(self, module: str) -> float:
         """Factor on the update of one module."""
@@ -159,6 +191,25 @@ def _check_new_tokens(spec: AdapterSpec) -> None:
         raise ConfigError(
             "modules_to_save copies the backbone's rows, among which new tokens have none; keep one of the two.",
             where="new_tokens",
+        )
+
+
+def _check_experts(spec: AdapterSpec) -> None:
+    if spec.experts == "none":
+        for name in ("expert_r", "expert_alpha"):
+            if getattr(spec, name) is not None:
+                raise ConfigError(
+                    "is for routed experts, which stay frozen; set experts to full, separate or shared.", where=name
+                )
+        return
+    if spec.lora_dropout:
+        raise ConfigError(
+            "experts have no dropout, neither here nor in PEFT; use 0, or experts: none.",
+            where="lora_dropout",
+        )
+    if spec.init_lora_weights not in (True, False, "gaussian"):
+        raise ConfigError(
+            f"{spec.init_lora_weights} is not possible on experts; use true or gaussian.", where="init_lora_weights"
         )
 
 

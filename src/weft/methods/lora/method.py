@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.experts import ExpertSite
 from weft.adapters.method import (
     Attachment,
     CostRanks,
@@ -29,9 +30,10 @@ from weft.adapters.method import (
 from weft.errors import AdapterFileError, ConfigError
 from weft.kernels.dropout import module_key
 from weft.methods.lora.config import WORKED_OUT_STARTS, TokenIds
+from weft.methods.lora.expert_weights import ExpertLoraWeights
 from weft.methods.lora.principal import starting_part
 from weft.methods.lora.weights import ComputeCopy, LoraWeights
-from weft.settings import describe
+from weft.settings import DOWN, describe, is_expert_path
 from weft.spec import AdapterSpec, JobSpec
 
 DEFAULTS: dict[str, Any] = {
@@ -81,7 +83,6 @@ _REFUSED = {
     "lora_bias": "LoRA with a bias is not supported yet",
     "layer_replication": "it changes the layers of the shared backbone",
     "kasa_config": "KaSA changes the weights of the shared backbone",
-    "target_parameters": "adapters on bare parameters are not supported yet",
     "alora_invocation_tokens": "activated LoRA is not supported yet",
     "arrow_config": "Arrow routing is not supported yet",
     "megatron_config": "Megatron layers are not supported",
@@ -101,6 +102,7 @@ class LoraFiles(PeftFormat):
     suffixes: Mapping[str, str] = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
     defaults: Mapping[str, Any] = DEFAULTS
     refused: Mapping[str, str] = _REFUSED
+    has_experts = True
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
         # The two patterns keep their order: the first match wins.
@@ -118,6 +120,12 @@ class LoraFiles(PeftFormat):
         }
 
     def check_config(self, config: Mapping[str, Any], where: str) -> None:
+        parameters = config.get("target_parameters") or []
+        names = parameters if isinstance(parameters, list) else [parameters]
+        for name in names:
+            if not is_expert_path(f"experts.{str(name).rpartition('.')[2]}"):
+                found = f"target_parameters has {describe(name)}"
+                raise AdapterFileError(f"{found}; of bare parameters only those of experts can be read.", where=where)
         bias = config.get("bias", "none")
         if bias != "none":
             raise AdapterFileError(
@@ -154,6 +162,8 @@ class LoraFiles(PeftFormat):
 
     def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
         a_RD, b_OR = tensors
+        if is_expert_path(path):
+            return
         shapes = f"lora_A {tuple(a_RD.shape)} and lora_B {tuple(b_OR.shape)}"
         if a_RD.ndim != 2 or b_OR.ndim != 2 or not a_RD.numel() or not b_OR.numel():
             raise AdapterFileError(f"{path} has {shapes}; expected two matrices (r, in) and (out, r).", where=where)
@@ -164,9 +174,10 @@ class LoraFiles(PeftFormat):
                 f"{path} has rank {a_RD.shape[0]}, but adapter_config.json has {spec.rank_for(path)}.", where=where
             )
 
-    def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, int | None]:
-        a_RD, b_OR = tensors
-        return b_OR.shape[0], a_RD.shape[1]
+    def linear_shape(self, tensors: ModuleTensors) -> tuple[int | None, ...]:
+        a, b = tensors
+        experts = [max(len(a), len(b))] if a.ndim == 3 else []
+        return *experts, b.shape[-2], a.shape[-1]
 
     def what_it_is(self, name: str) -> str:
         if "lora_embedding_" in name:
@@ -205,28 +216,34 @@ class Lora(Method):
 
     def check(self, spec: AdapterSpec, modules: Mapping[str, LinearShape]) -> None:
         """ConfigError if a rank is larger than a module allows; a gate, which has one output, allows any."""
-        for path, shape in modules.items():
+        for path, (*_, num_out, num_in) in modules.items():
             rank = spec.rank_for(path)
-            if rank > min(shape) and shape[0] > 1:
+            if rank > min(num_out, num_in) and num_out > 1:
                 raise ConfigError(
-                    f"rank {rank} is above the smaller side of {path} ({shape[0]} x {shape[1]}).",
+                    f"rank {rank} is above the smaller side of {path} ({num_out} x {num_in}).",
                     where="adapter.r" if rank == spec.r else "adapter.rank_pattern",
                 )
 
     def shapes(self, spec: AdapterSpec, path: str, linear: LinearShape) -> Sequence[tuple[int, ...]]:
+        *experts, num_out, num_in = linear
         rank = spec.rank_for(path)
-        return (rank, linear[1]), (linear[0], rank)
+        if not experts:
+            return (rank, num_in), (num_out, rank)
+        # Shared are the sides that meet the hidden states: A of gate and up, B of down.
+        is_down, is_shared = path.endswith(DOWN), spec.experts == "shared"
+        num_a, num_b = (1 if is_shared and side else experts[0] for side in (not is_down, is_down))
+        return (num_a, rank, num_in), (num_b, num_out, rank)
 
     def frozen(self, spec: AdapterSpec) -> tuple[str, ...]:
         return ("a",) if spec.freeze_a else ()
 
     def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
-        shape_a, shape_b = self.shapes(spec, path, (site.out_features, site.in_features))[:2]
-        rank, num_in = shape_a
+        shape_a, shape_b = self.shapes(spec, path, site.shape)[:2]
+        *_, rank, num_in = shape_a
 
         def uniform(shape: tuple[int, ...]) -> torch.Tensor:
             # Kaiming-uniform with a = sqrt(5), the start of every torch Linear: uniform in ±1/sqrt(fan_in).
-            return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+            return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
 
         if spec.init_lora_weights == "loftq" and site.read_original is not None:
             weight_OD = site.weight
@@ -248,6 +265,9 @@ class Lora(Method):
     def weights(
         self, spec: AdapterSpec, path: str, site: Site, params: ModuleTensors, grads: ModuleTensors
     ) -> SlotWeights:
+        if isinstance(site, ExpertSite):
+            (a_ERD, b_EOR), (grad_a_ERD, grad_b_EOR) = params, grads
+            return ExpertLoraWeights(a_ERD, b_EOR, grad_a_ERD, grad_b_EOR, spec.scale_for(path), site.columns)
         return self.lora_weights(spec, path, site, params, grads)
 
     def lora_weights(

@@ -1,31 +1,33 @@
-"""Frozen experts on packed samples: a row's result depends on that row alone.
+"""Experts on packed samples: a row's result depends on that row and its own job's adapter alone.
 
 A router sends each row to K experts, so how many rows an expert multiplies depends on the neighbours, and with the
-number of rows the last bits of a product. Here every expert's rows fill whole blocks of a fixed size. A row's K results
-are added one after the other, in the router's order.
+number of rows the last bits of a product; `kernels/grouped.py` has products that do not. A row's K results are added
+one after the other, in the router's order, and so are the K gradients of its input. Where two experts have the same
+score, the one with the lower index comes first. Adapters on the products of experts are those of `adapters/experts.py`.
 
-Shape suffixes: T rows of the microbatch, K choices of a row, S = T · K, P places (the rows of all blocks), D hidden
-size, E experts.
+Shape suffixes: T rows of the microbatch, K choices of a row, S = T · K, D hidden size, J width of an expert, E experts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from weft.adapters.experts import Dispatch, ExpertRows, ExpertSite, sites_of
 from weft.adapters.routing import Routing
-from weft.kernels.device import is_cpu
+from weft.adapters.slots import Active, apply_slots
+from weft.kernels.grouped import grouped_product
+from weft.settings import DOWN, GATE_UP, UP
 
 NAME = "weft_packed"
 _IN_FILES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names of one expert's linears in files and in other trainers."""
-BLOCK = 32
-"""Rows of a block: with many experts each has few rows, and larger blocks would be mostly padding."""
 
 
 def choose(model: Any, implementation: str) -> None:
@@ -36,24 +38,42 @@ def choose(model: Any, implementation: str) -> None:
         model.set_experts_implementation(implementation)
 
 
-def prepare(model: Any, routing: Routing) -> None:
-    """Makes a model use the experts here, and gives its routers the rows of one tile at a time."""
+def prepare(model: Any, routing: Routing) -> dict[str, ExpertSite]:
+    """Makes a model use the experts here, and gives its routers the rows of one tile at a time; the experts' sites."""
     choose(model, NAME)
-    for holder in model.modules():
-        if not any(_are_experts(child) for child in holder.children()):
-            continue
-        for router in holder.children():
-            if not (isinstance(router, nn.Linear) or _are_experts(router)) and any(
-                p.ndim == 2 for p in router.parameters(recurse=False)
-            ):
+    found: dict[str, ExpertSite] = {}
+    for path, module in experts_of(model).items():
+        products = sites_of(module)
+        object.__setattr__(module, "weft_sites", products)
+        found |= {f"{path}.{name}": site for sites in products.values() for name, site in sites.items()}
+        for router in model.get_submodule(path.rpartition(".")[0]).children():
+            is_other = isinstance(router, nn.Linear) or _are_experts(router)
+            if not is_other and any(parameter.ndim == 2 for parameter in router.parameters(recurse=False)):
                 object.__setattr__(router, "forward", functools.partial(_by_tiles, router.forward, routing))
+    return found
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """The modules with the weights of a layer's experts, by path."""
+    return {path: module for path, module in model.named_modules() if _are_experts(module)}
+
+
+def expert_products_of(model: nn.Module) -> dict[str, tuple[ExpertSite, torch.Tensor]]:
+    """The products of experts that adapters sit on, each with the weight (E, O, D) that has its columns, by path."""
+    found: dict[str, tuple[ExpertSite, torch.Tensor]] = {}
+    for path, module in experts_of(model).items():
+        for product, sites in sites_of(module).items():
+            weight = getattr(module, product)
+            weight_EOD = weight.transpose(1, 2) if module.is_transposed else weight
+            found |= {f"{path}.{name}": (site, weight_EOD) for name, site in sites.items()}
+    return found
 
 
 def expert_weights(model: nn.Module) -> list[str]:
     """Paths of all weights of experts, in the model and in its files."""
-    found = [(path, module) for path, module in model.named_modules() if _are_experts(module)]
-    own = [f"{path}.{name}" for path, module in found for name, _ in module.named_parameters(recurse=False)]
-    return [*own, *(f"{path}.0.{name}" for path, _ in found for name in _IN_FILES)]
+    found = experts_of(model)
+    own = [f"{path}.{name}" for path, module in found.items() for name, _ in module.named_parameters(recurse=False)]
+    return [*own, *(f"{path}.0.{name}" for path in found for name in _IN_FILES)]
 
 
 def _are_experts(module: nn.Module) -> bool:
@@ -63,12 +83,27 @@ def _are_experts(module: nn.Module) -> bool:
 
 def _by_tiles(forward: Callable[..., Any], routing: Routing, hidden: torch.Tensor, *rest: Any) -> Any:
     rows_TD = hidden.reshape(-1, hidden.shape[-1])
-    if routing.row_tile is None or len(rows_TD) == routing.row_tile:
-        return forward(hidden, *rest)
-    answers = [forward(tile_LD, *rest) for tile_LD in rows_TD.split(routing.row_tile)]
+    with _LowerIndexFirst():
+        if routing.row_tile is None or len(rows_TD) == routing.row_tile:
+            return forward(hidden, *rest)
+        answers = [forward(tile_LD, *rest) for tile_LD in rows_TD.split(routing.row_tile)]
     if isinstance(answers[0], torch.Tensor):
         return torch.cat(answers)
     return tuple(torch.cat(parts) for parts in zip(*answers, strict=True))
+
+
+class _LowerIndexFirst(TorchFunctionMode):
+    """Makes `topk` order its results by value, and equal values by index; torch leaves both open."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        return _topk(*args, **(kwargs or {}))
+
+
+def _topk(input: torch.Tensor, k: int, dim: int = -1, sorted: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    values, indices = torch.sort(input, dim=dim, descending=True, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
 
 def packed_experts(
@@ -76,50 +111,74 @@ def packed_experts(
 ) -> torch.Tensor:
     """The weighted sum of the outputs of each row's experts, (T, D)."""
     num_rows, num_choices = index_TK.shape
-    index_S, blocks_E = _block_indices(index_TK.flatten(), module.num_experts)
+    dispatch = Dispatch.of(index_TK, module.num_experts)
     # Stacked, not repeated: on the way back the K gradients of a row are added one after the other too.
     x_SD = torch.stack([hidden_TD] * num_choices, dim=1).flatten(0, 1)
-    x_PD = x_SD.new_zeros(sum(blocks_E) * BLOCK, x_SD.shape[1]).index_copy(0, index_S, x_SD)
-    y_PD = _run(module, x_PD, blocks_E)
-    y_TKD = y_PD[index_S].view(num_rows, num_choices, -1) * weights_TK[..., None]
+    x_SD = _moved(x_SD, dispatch.order_S, dispatch.inverse_S)
+    owned = _owned(module, dispatch)
+    h_SJ = _product(module, GATE_UP if module.has_gate else UP, x_SD, dispatch, owned)
+    h_SJ = module._apply_gate(h_SJ) if module.has_gate else module.act_fn(h_SJ)
+    y_SD = _product(module, DOWN, h_SJ, dispatch, owned)
+    # transformers 5.17 knows no norms of experts.
+    y_SD = module.post_expert_norm(y_SD) if getattr(module, "has_post_expert_norm", False) else y_SD
+    y_TKD = _moved(y_SD, dispatch.inverse_S, dispatch.order_S).view(num_rows, num_choices, -1) * weights_TK[..., None]
     total_TD = y_TKD[:, 0]
     for choice in range(1, num_choices):
         total_TD = total_TD + y_TKD[:, choice]
     return total_TD.to(hidden_TD.dtype)
 
 
-def _block_indices(expert_S: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
-    """Index of each choice of a row in the blocks of all experts, and the number of blocks of each expert."""
-    counts_E = torch.bincount(expert_S, minlength=num_experts)
-    blocks_E = (counts_E + BLOCK - 1) // BLOCK
-    first_E = (blocks_E.cumsum(0) - blocks_E) * BLOCK
-    order_S = torch.argsort(expert_S, stable=True)
-    sorted_S = expert_S[order_S]
-    rank_S = torch.arange(len(expert_S), device=expert_S.device) - (counts_E.cumsum(0) - counts_E)[sorted_S]
-    index_S = torch.empty_like(order_S)
-    index_S[order_S] = first_E[sorted_S] + rank_S
-    return index_S, blocks_E.tolist()
+def _owned(module: Any, dispatch: Dispatch) -> list[ExpertRows]:
+    """The rows of the slots that have adapters on the module's products."""
+    slots = {slot for sites in module.weft_sites.values() for site in sites.values() for slot in site.slots}
+    return [dispatch.rows_of(rows) for rows in module.weft_routing.slots if rows.slot in slots]
 
 
-def _run(module: Any, x_PD: torch.Tensor, blocks_E: list[int]) -> torch.Tensor:
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    h_PJ = _products(module, up, x_PD, blocks_E)
-    h_PJ = module._apply_gate(h_PJ) if module.has_gate else module.act_fn(h_PJ)
-    y_PD = _products(module, "down_proj", h_PJ, blocks_E)
-    # transformers 5.17 knows no norms of experts.
-    return module.post_expert_norm(y_PD) if getattr(module, "has_post_expert_norm", False) else y_PD
+def _product(module: Any, name: str, x_SD: torch.Tensor, dispatch: Dispatch, owned: list[ExpertRows]) -> torch.Tensor:
+    """Each expert's rows through its product of that name, with the adapters on it."""
+    weight, bias_EO = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+    w_EDO = weight if module.is_transposed else weight.transpose(1, 2)
+    sites: Mapping[str, ExpertSite] = module.weft_sites[name]
+    active: Active = [
+        (rows, site.slots[rows.slot]) for rows in owned for site in sites.values() if rows.slot in site.slots
+    ]
+    # Autograd visits the slots even where the rows need no gradient.
+    anchor = torch.zeros((), device=x_SD.device, requires_grad=bool(active))
+    return apply_slots(x_SD, anchor, _FrozenExperts(w_EDO, bias_EO, dispatch), None, active, module.weft_routing)
 
 
-def _products(module: Any, name: str, x_PD: torch.Tensor, blocks_E: list[int]) -> torch.Tensor:
-    """Each expert's rows times its weight of that name, with its bias; on a CPU block by block."""
-    weights = getattr(module, name)
-    biases = getattr(module, f"{name}_bias") if module.has_bias else None
-    outputs = []
-    for expert, rows_LD in enumerate(x_PD.split([blocks * BLOCK for blocks in blocks_E])):
-        if not len(rows_LD):
-            continue
-        weight = weights[expert].t() if module.is_transposed else weights[expert]
-        bias = None if biases is None else biases[expert]
-        parts = rows_LD.split(BLOCK) if is_cpu(x_PD.device) else (rows_LD,)
-        outputs += [F.linear(part, weight, bias) for part in parts]
-    return torch.cat(outputs)
+@dataclass(frozen=True)
+class _FrozenExperts:
+    """One product of all experts, as a map of the sorted choices."""
+
+    w_EDO: torch.Tensor
+    bias_EO: torch.Tensor | None
+    dispatch: Dispatch
+
+    @property
+    def stored(self) -> Mapping[str, torch.Tensor]:
+        return {"weight": self.w_EDO}
+
+    def product(self, x_TD: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
+        y_SO = grouped_product(x_TD, self.w_EDO, self.dispatch.ends_E)
+        return y_SO if self.bias_EO is None else y_SO.add_(self.bias_EO[self.dispatch.expert_S])
+
+    def input_gradient(self, dy_TO: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
+        return grouped_product(dy_TO, self.w_EDO.transpose(1, 2), self.dispatch.ends_E)
+
+
+def _moved(x_SD: torch.Tensor, order_S: torch.Tensor, inverse_S: torch.Tensor) -> torch.Tensor:
+    """Rows in another order; `inverse_S` is its inverse, by which gradients return."""
+    moved: torch.Tensor = _Moved.apply(x_SD, order_S, inverse_S)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: torch.Tensor, order_S: torch.Tensor, inverse_S: torch.Tensor) -> torch.Tensor:
+        ctx.inverse_S = inverse_S
+        return x_SD[order_S]
+
+    @staticmethod
+    def backward(ctx: Any, dy_SD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return dy_SD[ctx.inverse_S], None, None

@@ -1,0 +1,75 @@
+"""Products of rows that are sorted by group, with a weight for each group: the rows of a layer's experts.
+
+    y[s] = x[s] · w[g]                        s in group g; x (S, K), w (G, K, N), y (S, N)
+    grad[g] += scale · left[g]ᵀ · right[g]    left (S, M), right (S, N), grad (G, M, N) in fp32
+
+`ends_G` has for each group the index after its last row, on the rows' device.
+
+A row's result depends on that row alone. On a CPU the bits of a product depend on how many rows it has, so every
+product has blocks of `BLOCK` rows, the last one filled with zeros. On a GPU torch's grouped product reads the ends on
+the device, and adds along K in one order for any number of rows. Types and sizes that it does not take are computed in
+blocks, as on a CPU. A gradient is a sum over the rows of one call, which belong to one sample; on a GPU that sum is
+rounded once to the rows' type.
+
+Shape suffixes: S rows, G groups, K inputs, N outputs, M columns of the left factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 32
+"""Rows of a block: with many groups each has few rows, and larger blocks would be mostly padding."""
+
+
+def grouped_product(x_SK: torch.Tensor, w_GKN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """Each group's rows times its weight, (S, N)."""
+    if _has_grouped_kernel(x_SK, w_GKN):
+        return F.grouped_mm(x_SK, w_GKN, offs=ends_G)
+    y_SN = x_SK.new_empty(len(x_SK), w_GKN.shape[2])
+    for group, rows in _groups(ends_G):
+        for start in range(rows.start, rows.stop, BLOCK):
+            end = min(start + BLOCK, rows.stop)
+            block_BK = x_SK[start:end]
+            if end - start < BLOCK:
+                block_BK = F.pad(block_BK, (0, 0, 0, BLOCK - (end - start)))
+            y_SN[start:end] = block_BK.mm(w_GKN[group])[: end - start]
+    return y_SN
+
+
+def add_grouped_gradient(
+    grad_GMN: torch.Tensor, left_SM: torch.Tensor, right_SN: torch.Tensor, ends_G: torch.Tensor, scale: float
+) -> None:
+    """Adds the gradient of every group's weight over the rows of one sample.
+
+    Columns of the factors beyond the gradient's sizes are left out.
+    """
+    num_left, num_right = grad_GMN.shape[1:]
+    if _has_grouped_kernel(left_SM, right_SN):
+        made_GMN = F.grouped_mm(left_SM.t(), right_SN, offs=ends_G)
+        starts_G = F.pad(ends_G[:-1], (1, 0))
+        # The kernel leaves the result of a group without rows unwritten.
+        made_GMN = made_GMN[:, :num_left, :num_right].masked_fill((starts_G == ends_G)[:, None, None], 0)
+        grad_GMN.add_(made_GMN, alpha=scale)
+        return
+    for group, rows in _groups(ends_G):
+        left_MB, right_BN = left_SM[rows, :num_left].t(), right_SN[rows, :num_right]
+        grad_GMN[group].addmm_(left_MB.float(), right_BN.float(), alpha=scale)
+
+
+def _groups(ends_G: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """The groups that have rows."""
+    start = 0
+    for group, end in enumerate(ends_G.tolist()):
+        if end > start:
+            yield group, slice(start, end)
+        start = end
+
+
+def _has_grouped_kernel(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """True if torch's grouped product takes two factors: half precision, sizes of whole vectors of 16 bytes."""
+    sizes = (left.shape[-1], *right.shape[-2:]) if right.ndim == 3 else (left.shape[1], right.shape[1])
+    return left.is_cuda and left.dtype in (torch.bfloat16, torch.float16) and all(size % 8 == 0 for size in sizes)
