@@ -75,3 +75,12 @@ def test_doctor_when_packages_are_missing_then_advises_and_names_the_versions_of
 
 def test_disk_when_the_directory_is_gone_then_warns(tmp_path: Path):
     assert doctor_verb._disk(tmp_path / "gone").state == "warn"
+
+
+def test_doctor_when_given_a_model_then_says_what_it_is_made_of_and_its_path(weft, refused):
+    found = {f["name"]: f["text"] for f in json.loads(weft("doctor", "--model", "tiny", "--json").out)}
+    assert found["model"].startswith("llama, 0.0")
+    assert found["layers"] == "6 x full attention"
+    assert found["fast path"] == "yes"
+    assert found["path here"] == "reference: a CPU has no launches to save"
+    assert "there is no such model directory" in refused("doctor", "--model", "./nothing")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -64,15 +64,51 @@ class Finding:
     advice: str = ""
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model directory or a Hub name: show what it is made of, and the path it takes."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
     """Show what is installed, what it runs on, and whether training works here."""
+    if model is not None:
+        _report(list(_model(model)), as_json)
     with Console(stderr=True).status("looking around, then training two adapters for two steps"):
         findings = [*_software(), *_machine(), _disk(Path.cwd()), _disk(Path(tempfile.gettempdir())), self_test()]
+    _report(findings, as_json)
+
+
+def _report(findings: list[Finding], as_json: bool) -> NoReturn:
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         _show(findings, output_console())
     raise typer.Exit(1 if any(finding.state == "failed" for finding in findings) else 0)
+
+
+def _model(name: str) -> Iterator[Finding]:
+    """What a model is made of, by its configuration alone."""
+    from weft.model.backbone import why_reference
+    from weft.model.resolve import resolve
+    from weft.model.stored_forms import stored_form
+    from weft.plan.families import is_described
+    from weft.plan.rooms import rooms, stored_as, why_not_fast
+    from weft.spec import BackboneSpec
+
+    resolved = resolve(BackboneSpec(name))
+    config = resolved.config
+    stored_form(resolved.whole_config, resolved.where)
+    part = f", the text model of {resolved.whole_config.model_type}" if resolved.is_text_part else ""
+    size = f", {resolved.shape.num_parameters / 1e9:,.3f} B parameters" if is_described(config) else ""
+    yield Finding("model", "ok", f"{config['model_type']}{part}{size}")
+    for title, text in rooms(config).items():
+        is_bad = text.startswith("refused")
+        yield Finding(title, "failed" if is_bad else "warn" if text.startswith("no: ") else "ok", text)
+    yield Finding("weights", "ok", stored_as(resolved.whole_config.to_dict()))
+    reason = why_not_fast(config) or why_reference(resolved.device, resolved.dtype)
+    text = "fused" if reason is None else f"reference: {reason.removeprefix('no: ')}"
+    yield Finding("path here", "ok", text)
 
 
 def _software() -> Iterator[Finding]:

@@ -1,0 +1,108 @@
+"""What a model is made of, by its configuration: the kinds of its layers, its experts, its sizes, how it is stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from weft.errors import counted
+from weft.plan.decoder import Config
+from weft.plan.families import FULL, OBSTACLES, REFERENCE_FAMILIES, SLIDING, is_described, why_unsupported
+
+_MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_SHARED = ("n_shared_experts", "shared_expert_intermediate_size", "num_shared_experts")
+
+
+def rooms(config: Config) -> dict[str, str]:
+    """The parts of a model by name, each as a text; `config` is that of a text model."""
+    return {
+        "layers": _layers(config),
+        "attention": _attention(config),
+        "feed-forward": _feed_forward(config),
+        "checked": _checked(config),
+        "fast path": why_not_fast(config) or "yes",
+    }
+
+
+def why_not_fast(config: Config) -> str | None:
+    reason = why_unsupported(config)
+    return None if reason is None else f"no: {reason}"
+
+
+def stored_as(config: Config) -> str:
+    """How the files of a model have its weights; `config` is that of all that is in them."""
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    kind = config.get("dtype") or config.get("torch_dtype") or "as in its files"
+    return str(kind) if method is None else f"{method}, read into the backbone's type"
+
+
+def _layers(config: Config) -> str:
+    kind, num = str(config.get("model_type", "")), int(_first(config, "num_hidden_layers", "n_layer", "num_layers"))
+    types = config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * num
+    state = "Mamba-2" if kind in _MAMBA else "gated delta net"
+    names = {
+        FULL: "full attention",
+        "attention": "full attention",
+        SLIDING: f"attention over {config.get('sliding_window')} tokens",
+        "linear_attention": state,
+        "mamba": "Mamba-2",
+        "conv": "short convolution",
+        "moe": "experts alone",
+        "mlp": "feed-forward alone",
+    }
+    if kind == "mamba2":
+        types = ["mamba"] * num
+    found = Counter(names.get(str(each), str(each)) for each in types)
+    return ", ".join(f"{count} x {name}" for name, count in found.items())
+
+
+def _attention(config: Config) -> str:
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads")
+    if not heads or config.get("model_type") == "mamba2":
+        return "none"
+    size = config.get("head_dim") or _first(config, "hidden_size", "n_embd") // heads
+    parts = [f"{heads} heads of {size}"]
+    if config.get("kv_lora_rank"):
+        parts = [f"{heads} latent heads (MLA) of {config.get('qk_nope_head_dim')} + {config.get('qk_rope_head_dim')}"]
+    else:
+        parts.append(f"{config.get('num_key_value_heads') or heads} for keys and values")
+    known = {
+        "num_kv_shared_layers": "the last {} layers reuse keys and values",
+        "hidden_size_per_layer_input": "embeddings of {} for each layer",
+    }
+    own = config.get("per_layer_config") or {}
+    others = sorted({each["head_dim"] for each in own.values() if "head_dim" in each} - {size})
+    parts += [f"in some layers of {other}" for other in others]
+    parts += [text.format(config[key]) for key, text in known.items() if config.get(key)]
+    if config.get("attention_k_eq_v"):
+        parts.append("values are keys in full layers")
+    if config.get("model_type") == "gpt_oss":
+        parts.append("sinks")
+    return ", ".join(parts)
+
+
+def _feed_forward(config: Config) -> str:
+    num = _first(config, *_COUNTS)
+    if not num:
+        width = _first(config, "shared_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+        return f"dense, {width or 4 * _first(config, 'hidden_size', 'n_embd')} wide"
+    top = _first(config, "num_experts_per_tok", "top_k_experts")
+    width = _first(config, "moe_intermediate_size", "intermediate_size")
+    shared = " and a shared one" if any(config.get(key) for key in _SHARED) else ""
+    return f"{counted(num, 'expert')} of {width}, {top} for each token{shared}"
+
+
+def _first(config: Config, *keys: str) -> int:
+    """The first of some settings that a configuration has; 0 if it has none."""
+    return next((int(config[key]) for key in keys if config.get(key)), 0)
+
+
+def _checked(config: Config) -> str:
+    kind = str(config.get("model_type", ""))
+    if kind in REFERENCE_FAMILIES or is_described(config):
+        return f"{kind} is tested against PEFT"
+    if kind in OBSTACLES:
+        return f"refused: {kind} {OBSTACLES[kind]}"
+    return f"{kind} is checked against its own attention when it is loaded"
