@@ -17,7 +17,7 @@ from torch import nn
 from weft.adapters.routing import Routing
 from weft.adapters.sites import BlockOutput, InputRows, KeyValueRows, linear_modules
 from weft.methods.virtual_tokens.method import layer_path
-from weft.plan.families import describe, is_described
+from weft.plan.families import describe, final_norm, is_described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +46,11 @@ class ModelPart:
 
 
 class AbsentLayer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        # A decoder may ask of which kind its layers are.
+        self.__dict__.update({name: value for name, value in vars(layer).items() if isinstance(value, str)})
+
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         return hidden_states
 
@@ -60,22 +65,26 @@ class AbsentWeight(nn.Module):
 
 
 def keep_part(model: Any, part: ModelPart) -> None:
-    assert is_described(model.config.to_dict()), "the layers of other models may be called otherwise"
+    norm = final_norm(model.config.to_dict())
+    assert norm is not None, "the layers of other models may be called otherwise"
     setattr(model, WHOLE, list(linear_modules(model)))
     decoder = model.base_model
     for layer in range(part.num_layers):
         if not part.first <= layer < part.end:
-            decoder.layers[layer] = AbsentLayer()
+            decoder.layers[layer] = AbsentLayer(decoder.layers[layer])
     is_tied = bool(model.config.tie_word_embeddings)
     setattr(model, TIED, is_tied)
     if not part.is_first and not (part.is_last and is_tied):
         model.set_input_embeddings(AbsentWeight(model.get_input_embeddings()))
     if not part.is_last:
-        decoder.norm = nn.Identity()
+        setattr(decoder, norm, nn.Identity())
         model.set_output_embeddings(AbsentWeight(model.get_output_embeddings()))
         # Nothing is left that could be tied.
-        model.config = decoder.config = copy.deepcopy(model.config)
-        model.config.tie_word_embeddings = False
+        config, own = model.config, copy.deepcopy(model.config)
+        own.tie_word_embeddings = False
+        for module in model.modules():
+            if getattr(module, "config", None) is config:
+                module.config = own
         model.all_tied_weights_keys = {}
 
 

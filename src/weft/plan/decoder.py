@@ -96,6 +96,8 @@ class DecoderSizes:
     vocabulary: int
     tied: bool = False
     form: LayerForm = LayerForm()
+    idle_weights: int = 0
+    """Weights of a layer's routed experts that a token does not use."""
 
     @property
     def attention_width(self) -> int:

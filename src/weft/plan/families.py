@@ -21,6 +21,7 @@ from weft.plan.decoder import (
     read_sizes,
     read_window,
 )
+from weft.plan.hybrids import FINAL_NORMS, HYBRIDS, estimated_sizes
 
 
 def llama(config: Config, name: str, form: LayerForm | None = None) -> Decoder:
@@ -226,16 +227,25 @@ def spared(family: str) -> tuple[str, ...]:
 
 
 def describe(config: Config, name: str = "") -> Decoder:
-    """The decoder in a transformers configuration; an unknown family is described like Llama, for estimates."""
+    """The decoder in a transformers configuration; others are described like Llama, for estimates."""
     # Models with images or audio have their decoder's settings one level down.
     config = config.get("text_config") or config
-    return FAMILIES.get(str(config.get("model_type", "")), llama)(config, name)
+    kind = str(config.get("model_type", ""))
+    if kind in HYBRIDS and not is_described(config):
+        sizes = estimated_sizes(config, name)
+        return Decoder(kind, sizes, (LayerKind(),) * sizes.num_layers, sizes.head_size**-0.5)
+    return FAMILIES.get(kind, llama)(config, name)
 
 
 def is_described(config: Config) -> bool:
     """True if `describe` gives the very layers of a model: those of a family here, all dense and with attention."""
     kinds = set(config.get("layer_types") or ()) - {FULL, SLIDING, "attention"}
     return config.get("model_type") in FAMILIES and not (kinds or config.get("num_local_experts"))
+
+
+def final_norm(config: Config) -> str | None:
+    """Name of the norm after the last layer; None for models whose layers cannot be divided over devices."""
+    return "norm" if is_described(config) else FINAL_NORMS.get(str(config.get("model_type", "")))
 
 
 def why_unsupported(config: Config) -> str | None:

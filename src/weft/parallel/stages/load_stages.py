@@ -27,7 +27,8 @@ from weft.plan.cost.divided import GatherCost
 from weft.plan.cost.hardware import DEVICES
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape, choose_capacity
-from weft.plan.families import FAMILIES, is_described
+from weft.plan.families import FAMILIES, final_norm
+from weft.plan.hybrids import FINAL_NORMS
 from weft.plan.layout import copies
 from weft.plan.level import PlannedReplicas
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
@@ -187,8 +188,9 @@ def find_parts(model: ResolvedModel, num_stages: int, tensor: int = 1) -> list[M
     if spec.kernels != "fused" and (spec.recompute != "none" or spec.offload):
         raise ConfigError("recompute and offload are for the fused kernels; set kernels=fused too.", where=WHERE)
     kind = model.config["model_type"]
-    if not is_described(model.config):
-        raise ModelError(f"is a {kind} model; stages are for those of {', '.join(FAMILIES)}.", where=model.where)
+    if final_norm(model.config) is None:
+        known = ", ".join(dict.fromkeys((*FAMILIES, *FINAL_NORMS)))
+        raise ModelError(f"is a {kind} model; stages are for those of {known}.", where=model.where)
     count = model.shape.num_layers
     if num_stages > count:
         raise ConfigError(

@@ -31,10 +31,11 @@ class ModelShape(DecoderSizes):
 
     @property
     def layer_extras(self) -> int:
-        """A layer's norms and biases, which are never quantised."""
+        """A layer's norms, biases and idle experts, which are never quantised."""
         biases = self.qkv_width if self.form.has_qkv_bias else 0
         normed = {"none": 0, "each": 2, "all": self.num_heads + self.num_kv_heads}[self.form.head_norm]
-        return len(self.form.norms.names) * self.hidden + biases + normed * self.head_size
+        own = len(self.form.norms.names) * self.hidden + biases + normed * self.head_size
+        return own + self.idle_weights
 
     @property
     def head_weights(self) -> int:

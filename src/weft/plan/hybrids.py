@@ -1,0 +1,169 @@
+"""Families whose layers keep states along a sample, and what is known of them without their modules.
+
+Time and memory models know layers of one kind. So a hybrid is estimated like a Llama whose layers have as many weights
+as a token uses of the hybrid's on average. Routed experts that a token does not use count as memory only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from weft.errors import ModelError
+from weft.plan.decoder import Config, DecoderSizes, LayerForm, read_sizes
+
+STATE, ATTENTION, CONVOLUTION = "linear_attention", "full_attention", "conv"
+"""Kinds of layers in a configuration that transformers has read."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    used: int
+    """Weights that are multiplied with each token."""
+    idle: int = 0
+    """Weights of the other routed experts."""
+
+    def with_mixer(self, mixer: int) -> Weights:
+        return Weights(self.used + mixer, self.idle)
+
+
+def _attention(config: Config, *, gates: int = 0) -> int:
+    """`gates`: 1 if queries come with as many numbers that gate the output."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    key_value = config.get("num_key_value_heads") or heads
+    return int(hidden * size * ((2 + gates) * heads + 2 * key_value))
+
+
+def _feed_forward(config: Config) -> Weights:
+    return Weights(3 * config["hidden_size"] * config["intermediate_size"])
+
+
+def _experts(config: Config, count: int, width: int, shared: int = 0) -> Weights:
+    """Gated experts, with the shared one and the router."""
+    hidden, chosen = config["hidden_size"], min(count, config["num_experts_per_tok"])
+    used = 3 * hidden * (chosen * width + shared) + count * hidden
+    return Weights(used, 3 * hidden * (count - chosen) * width)
+
+
+def _qwen3_5(config: Config) -> list[Weights]:
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    mixers = {STATE: hidden * (2 * keys + 3 * values + 2 * heads), ATTENTION: _attention(config, gates=1)}
+    after = _feed_forward(config) if not config.get("num_experts") else None
+    if after is None:
+        shared = config["shared_expert_intermediate_size"]
+        after = _experts(config, config["num_experts"], config["moe_intermediate_size"], shared)
+    return [after.with_mixer(mixers[kind]) for kind in config["layer_types"]]
+
+
+def _lfm2(config: Config) -> list[Weights]:
+    mixers = {CONVOLUTION: 4 * config["hidden_size"] ** 2, ATTENTION: _attention(config)}
+    after = [_feed_forward(config)] * len(config["layer_types"])
+    if config.get("block_auto_adjust_ff_dim"):
+        multiple = config["block_multiple_of"]
+        width = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+        adjusted = {**config, "intermediate_size": -(-width // multiple) * multiple}
+        after = [_feed_forward(adjusted)] * len(after)
+    if config.get("num_experts"):
+        experts = _experts(config, config["num_experts"], config["moe_intermediate_size"])
+        after[config["num_dense_layers"] :] = [experts] * (len(after) - config["num_dense_layers"])
+    return [own.with_mixer(mixers[kind]) for own, kind in zip(after, config["layer_types"], strict=True)]
+
+
+def _mamba(config: Config, inner: int, groups: int, state: int, heads: int) -> int:
+    return int(config["hidden_size"] * (3 * inner + 2 * groups * state + heads))
+
+
+def _named_mamba(config: Config, inner: int | None = None) -> int:
+    """By the settings that most families have."""
+    width = int(config["mamba_expand"] * config["hidden_size"]) if inner is None else inner
+    return _mamba(config, width, config["mamba_n_groups"], config["mamba_d_state"], config["mamba_n_heads"])
+
+
+def _granite_hybrid(config: Config) -> list[Weights]:
+    mixers = {STATE: _named_mamba(config), ATTENTION: _attention(config)}
+    count, shared = config.get("num_local_experts") or 0, config["shared_intermediate_size"]
+    after = _experts(config, count, config["intermediate_size"], shared)
+    return [after.with_mixer(mixers[kind]) for kind in config["layer_types"]]
+
+
+def _nemotron_h(config: Config) -> list[Weights]:
+    """One block in each layer."""
+    hidden, heads = config["hidden_size"], config["mamba_num_heads"]
+    latent, count = config.get("moe_latent_size") or 0, config["n_routed_experts"]
+    chosen, expert = config["num_experts_per_tok"], 2 * (latent or hidden) * config["moe_intermediate_size"]
+    shared = config["n_shared_experts"] * config["moe_shared_expert_intermediate_size"]
+    mamba = _mamba(config, heads * config["mamba_head_dim"], config["n_groups"], config["ssm_state_size"], heads)
+    weights = {
+        STATE: Weights(mamba),
+        ATTENTION: Weights(_attention(config)),
+        "mlp": Weights(2 * hidden * config["intermediate_size"]),
+        "moe": Weights(chosen * expert + 2 * hidden * (shared + latent) + hidden * count, (count - chosen) * expert),
+    }
+    return [weights[kind] for kind in config["layers_block_type"]]
+
+
+def _bamba(config: Config) -> list[Weights]:
+    with_attention, after = set(config.get("attn_layer_indices") or ()), _feed_forward(config)
+    mixers = (_named_mamba(config), _attention(config))
+    return [after.with_mixer(mixers[layer in with_attention]) for layer in range(config["num_hidden_layers"])]
+
+
+def _falcon_h1(config: Config) -> list[Weights]:
+    both = _attention(config) + _named_mamba(config, config.get("mamba_d_ssm"))
+    return [_feed_forward(config).with_mixer(both)] * int(config["num_hidden_layers"])
+
+
+def _mamba2(config: Config) -> list[Weights]:
+    inner = int(config["expand"] * config["hidden_size"])
+    own = _mamba(config, inner, config["n_groups"], config["state_size"], config["num_heads"])
+    return [Weights(own)] * int(config["num_hidden_layers"])
+
+
+HYBRIDS: Mapping[str, Callable[[Config], Sequence[Weights]]] = {
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5,
+    "qwen3_next": _qwen3_5,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
+    "granitemoehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron_h,
+    "bamba": _bamba,
+    "falcon_h1": _falcon_h1,
+    "mamba2": _mamba2,
+}
+"""By model type: the weights of each layer's linears and experts in a configuration that transformers has read."""
+
+
+def estimated_sizes(config: Config, name: str) -> DecoderSizes:
+    """The sizes of a Llama with the weights of a hybrid."""
+    try:
+        layers = HYBRIDS[config["model_type"]](config)
+    except KeyError as missing:
+        where = name or config["model_type"]
+        raise ModelError(f"{missing.args[0]} is missing in its configuration.", where=where) from None
+    known = {
+        "num_attention_heads": 1,
+        "intermediate_size": 1,
+        **{key: value for key, value in config.items() if value is not None},
+        "num_hidden_layers": len(layers),
+    }
+    sizes = read_sizes(known, name, LayerForm())
+    block = sizes.hidden * (sizes.qkv_width + sizes.attention_width)
+    used, idle = (sum(each) / len(layers) for each in ([w.used for w in layers], [w.idle for w in layers]))
+    return replace(sizes, ffn=max(1, round((used - block) / (3 * sizes.hidden))), idle_weights=round(idle))
+
+
+FINAL_NORMS: Mapping[str, str] = {
+    "qwen3_5_text": "norm",
+    "qwen3_5_moe_text": "norm",
+    "qwen3_next": "norm",
+    "lfm2": "embedding_norm",
+    "lfm2_moe": "embedding_norm",
+    "granitemoehybrid": "norm",
+    "nemotron_h": "norm_f",
+    "mamba2": "norm_f",
+}
+"""Names of the norm after the last layer, for the families whose layers stages and shards divide."""

@@ -1,0 +1,50 @@
+"""Hybrids described without their modules: the weights that transformers' own models have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from weft.errors import ModelError
+from weft.plan.cost.memory import MemoryModel
+from weft.plan.cost.shape import ModelShape
+from weft.plan.hybrids import HYBRIDS, estimated_sizes
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": {},
+    "Qwen3_5MoeText": {},
+    "Qwen3Next": {},
+    "Lfm2": {},
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "GraniteMoeHybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"] * 8},
+    "NemotronH": {"layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp"] * 4},
+    "Bamba": {"attn_layer_indices": [9, 18]},
+    "FalconH1": {},
+    "Mamba2": {},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_when_estimated_then_within_a_thousandth_of_the_models(name):
+    config = getattr(transformers, f"{name}Config")(**CONFIGS[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = ModelShape.from_config(config.to_dict())
+    assert shape.num_parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-3)
+    assert shape.num_layers == len(model.base_model.layers)
+    assert config.model_type in HYBRIDS
+
+
+def test_idle_experts_when_a_token_uses_few_then_they_count_as_memory_only():
+    shape = ModelShape.from_config(transformers.Qwen3_5MoeTextConfig().to_dict())
+    assert shape.num_layers * shape.layer_weights + shape.head_weights == pytest.approx(2.95e9, rel=0.01)
+    assert MemoryModel(shape).weight_bytes() == 2 * shape.num_parameters
+
+
+def test_sizes_when_the_configuration_lacks_one_then_a_sentence():
+    with pytest.raises(ModelError, match="mine: hidden_size is missing in its configuration"):
+        estimated_sizes({"model_type": "qwen3_5_text"}, "mine")
