@@ -48,7 +48,7 @@ class ModelPart:
 class AbsentLayer(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        # A decoder may ask of which kind its layers are.
+        # A decoder may read of which kind its layers are.
         self.__dict__.update({name: value for name, value in vars(layer).items() if isinstance(value, str)})
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:

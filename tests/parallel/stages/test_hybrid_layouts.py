@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
 from staged_models import assert_same_answers, staged_executor
 from tiny_families import FAMILIES, plain_model
 from tiny_models import assert_same_bits, finish, random_backbone, small_job, submit, train
 from tiny_shards import spread
 
-import transformers
 from weft.adapters.frozen import KINDS, quantise
 from weft.engine.engine import Engine
 from weft.errors import ModelError
@@ -74,7 +74,7 @@ def test_shards_however_weights_are_stored_then_have_the_bits_of_the_whole(name)
 
 def test_layouts_when_layers_cannot_be_divided_then_one_sentence(tmp_path):
     plain_model("falcon_h1").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="is a falcon_h1 model; stages are for those of llama, .*, qwen3_5_text"):
+    with pytest.raises(ModelError, match=r"is a falcon_h1 model; stages are for those of llama, .*, qwen3_5_text"):
         find_parts(resolve(BackboneSpec(str(tmp_path), device="cpu")), 2)
     for name in NAMES:
         kind, settings = FAMILIES[name]
