@@ -32,6 +32,7 @@ from weft import __version__
 from weft.errors import ConfigError, WeftError
 from weft.serve.api import errors
 from weft.serve.api.chat_routes import chat_router
+from weft.serve.api.connections import TimedConnection, allow_many_connections
 from weft.serve.api.errors import ApiError, as_api_error, unavailable
 from weft.serve.api.file_routes import file_router, upload_router
 from weft.serve.api.job_routes import event_router, job_router, list_jobs, retrieve
@@ -187,17 +188,8 @@ def listen(host: str, port: int) -> socket.socket:
 def run_app(app: FastAPI, sock: socket.socket, on_stop: Callable[[], None] = lambda: None) -> None:
     """Serves until SIGTERM or SIGINT; returns when the last request is answered or the grace is over."""
     log_json()
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
-        timeout_keep_alive=65,
-        # A client could forge these headers, so they must not reach the log.
-        proxy_headers=False,
-    )
-    server = _Server(config, app, on_stop)
+    allow_many_connections()
+    server = make_server(app, on_stop)
     # uvicorn installs its handlers a little later, and a signal until then must not be lost. It also raises the signal
     # again when it is done.
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -206,6 +198,21 @@ def run_app(app: FastAPI, sock: socket.socket, on_stop: Callable[[], None] = lam
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def make_server(app: FastAPI, on_stop: Callable[[], None] = lambda: None) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        http=TimedConnection,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=65,
+        # A client could forge these headers, so they must not reach the log.
+        proxy_headers=False,
+    )
+    return _Server(config, app, on_stop)
 
 
 health_router = APIRouter(tags=["Operations"])
