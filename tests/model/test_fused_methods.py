@@ -33,7 +33,7 @@ SPECS = {
     "olora": AdapterSpec(r=3, init_lora_weights="olora", freeze_a=True),
 }
 NEIGHBOUR = AdapterSpec(r=8, lora_alpha=16)
-FAMILIES = ("llama_bias", "qwen2", "qwen3", "gemma3_text")
+FAMILIES = ("llama_bias", "qwen2", "qwen3", "gemma3_text", "olmo3", "ministral3", "granite")
 
 
 def moved(adapter: Adapter, seed: int) -> Adapter:

@@ -7,20 +7,24 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_families import plain_model
+from tiny_models import random_sample
 from tiny_wholes import whole_model
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from weft.errors import ModelError
 from weft.model.load import OriginalWeights, load_backbone, load_plain_model
+from weft.model.packed import SlotSample, pack_samples
+from weft.model.packing.expert_storage import ExpertWeight, store_experts
 from weft.model.source import TINY
 from weft.model.stored_forms import of_mxfp4
-from weft.spec import BackboneSpec
+from weft.spec import AdapterSpec, BackboneSpec
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -115,3 +119,48 @@ def test_form_when_unknown_then_refused_in_a_sentence(tmp_path):
     path = save(plain_model("llama"), tmp_path / "model", {"quant_method": "gptq", "bits": 4}, dict)
     with pytest.raises(ModelError, match="its weights are stored as gptq; Weft reads fp8 and mxfp4, or plain weights"):
         load_plain_model(BackboneSpec(str(path), device="cpu"))
+
+
+def step(path: Path, quantize: str = "fp8") -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses and gradients of a microbatch, and the bytes of the model."""
+    backbone = load_backbone(BackboneSpec(str(path), "bfloat16", "cpu", quantize=quantize))
+    adapter = backbone.new_adapter(AdapterSpec(r=3, init_lora_weights=False), 0)
+    sample = random_sample(np.random.default_rng(0), 17, high=60)
+    batch = pack_samples([SlotSample(sample, backbone.attach(adapter))], 128, backbone.device)
+    losses = backbone.forward_backward(batch, 128)
+    return losses, [group.grad.clone() for group in adapter.groups.values()], backbone.num_bytes
+
+
+def test_mxfp4_when_kept_in_fp8_then_not_a_bit_is_lost(tmp_path, monkeypatch):
+    """Experts in 8 bits give the bits of experts in 16; that linears are in 8 bits too is another matter."""
+    path = gpt_oss(tmp_path / "model")
+    kept = step(path)
+    monkeypatch.setattr("weft.model.load.store_experts", lambda *_: None)
+    dense = step(path)
+    assert kept[0] == dense[0]
+    assert all(torch.equal(one, other) for one, other in zip(kept[1], dense[1], strict=True))
+    assert kept[2] < dense[2]
+
+
+def experts(scales: int) -> Any:
+    """Experts whose blocks differ by so many octaves."""
+    model = plain_model("gpt_oss", hidden_size=64, intermediate_size=32, head_dim=16).to(torch.bfloat16)
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 2, 8, 16)[:, :, :, 0].expand(4, 64, 2, 16)
+    powers = torch.tensor([120, 120 + scales], dtype=torch.uint8).expand(4, 64, 2)
+    for layer in model.model.layers:
+        layer.mlp.experts.gate_up_proj.data = of_mxfp4(codes, powers, torch.bfloat16)
+    return model
+
+
+def test_experts_when_scales_span_14_octaves_then_are_kept_in_fp8_and_beyond_refused():
+    for octaves in (0, 3, 14):
+        model = experts(octaves)
+        expected = model.model.layers[0].mlp.experts.gate_up_proj.detach()
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.data.zero_()
+        store_experts(model, "mine")
+        own = model.model.layers[0].mlp.experts
+        assert own.gate_up_proj.dtype == torch.float8_e4m3fn
+        assert torch.equal(ExpertWeight.of(own, "gate_up_proj").dense(), expected)
+    with pytest.raises(ModelError, match=r"gate_up_proj spans more than 14 octaves for one output"):
+        store_experts(experts(15), "mine")

@@ -33,6 +33,7 @@ from weft.model.backbone import Backbone
 from weft.model.divided import divide, share_layers
 from weft.model.model_part import TIED, ModelPart, keep_part, model_class_of, plain_parameter, take_out_linears
 from weft.model.packing import attention
+from weft.model.packing.expert_storage import store_experts
 from weft.model.packing.selfcheck import check_packing
 from weft.model.path import Memory
 from weft.model.resolve import KEY_MAPPING, ResolvedModel, names_in_files, resolve
@@ -74,6 +75,8 @@ def load_backbone(
         raise ModelError("has no linear modules to adapt.", where=resolved.where)
     _check_untested(backbone, source)
     if spec.quantize != "none" or devices is not None:
+        if spec.quantize == "fp8" and stored_form(resolved.whole_config, resolved.where) == "mxfp4":
+            store_experts(backbone.model, resolved.where)
         _store_linears(backbone, spec.quantize, device, devices, has_numbers=peers is None)
     if spec.quantize != "none":
         _remember_originals(backbone, source)

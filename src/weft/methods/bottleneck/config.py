@@ -19,7 +19,7 @@ class BottleneckConfig(MethodConfig):
     undivided = None
 
     def targets(self, spec: AdapterSpec) -> str:
-        return r".*\.mlp" if spec.bottleneck_variant == "pfeiffer" else self.auto_targets
+        return r".*\.(shared_)?mlp" if spec.bottleneck_variant == "pfeiffer" else self.auto_targets
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from weft.adapters.experts import Dispatch, ExpertRows, ExpertSite, sites_of
 from weft.adapters.routing import Routing
 from weft.adapters.slots import Active, apply_slots
 from weft.kernels.grouped import grouped_product
+from weft.model.packing.expert_storage import ExpertWeight
 from weft.settings import DOWN, GATE_UP, UP
 
 NAME = "weft_packed"
@@ -136,35 +137,34 @@ def _owned(module: Any, dispatch: Dispatch) -> list[ExpertRows]:
 
 def _product(module: Any, name: str, x_SD: torch.Tensor, dispatch: Dispatch, owned: list[ExpertRows]) -> torch.Tensor:
     """Each expert's rows through its product of that name, with the adapters on it."""
-    weight, bias_EO = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
-    w_EDO = weight if module.is_transposed else weight.transpose(1, 2)
+    weight, bias_EO = ExpertWeight.of(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
     sites: Mapping[str, ExpertSite] = module.weft_sites[name]
     active: Active = [
         (rows, site.slots[rows.slot]) for rows in owned for site in sites.values() if rows.slot in site.slots
     ]
     # Autograd visits the slots even where the rows need no gradient.
     anchor = torch.zeros((), device=x_SD.device, requires_grad=bool(active))
-    return apply_slots(x_SD, anchor, _FrozenExperts(w_EDO, bias_EO, dispatch), None, active, module.weft_routing)
+    return apply_slots(x_SD, anchor, _FrozenExperts(weight, bias_EO, dispatch), None, active, module.weft_routing)
 
 
 @dataclass(frozen=True)
 class _FrozenExperts:
     """One product of all experts, as a map of the sorted choices."""
 
-    w_EDO: torch.Tensor
+    weight: ExpertWeight
     bias_EO: torch.Tensor | None
     dispatch: Dispatch
 
     @property
     def stored(self) -> Mapping[str, torch.Tensor]:
-        return {"weight": self.w_EDO}
+        return {"weight": self.weight.stored}
 
     def product(self, x_TD: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
-        y_SO = grouped_product(x_TD, self.w_EDO, self.dispatch.ends_E)
+        y_SO = grouped_product(x_TD, self.weight.dense(), self.dispatch.ends_E)
         return y_SO if self.bias_EO is None else y_SO.add_(self.bias_EO[self.dispatch.expert_S])
 
     def input_gradient(self, dy_TO: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
-        return grouped_product(dy_TO, self.w_EDO.transpose(1, 2), self.dispatch.ends_E)
+        return grouped_product(dy_TO, self.weight.dense().transpose(1, 2), self.dispatch.ends_E)
 
 
 def _moved(x_SD: torch.Tensor, order_S: torch.Tensor, inverse_S: torch.Tensor) -> torch.Tensor:
