@@ -56,9 +56,7 @@ def store_experts(model: nn.Module, where: str) -> None:
             w8, scale_EO = _in_eight_bits(weight.detach(), module.is_transposed)
             setattr(module, name, nn.Parameter(w8, requires_grad=False))
             module.register_buffer(f"{name}_{_SCALE}", scale_EO, persistent=False)
-            if not torch.equal(
-                ExpertWeight.of(module, name).dense(), ExpertWeight(weight, None, module.is_transposed).dense()
-            ):
+            if not torch.equal(ExpertWeight.of(module, name).dense(), dense_EDO):
                 raise ModelError(
                     f"{path}.{name} spans more than 14 octaves for one output, which fp8 cannot hold; set quantize to "
                     "none.",
