@@ -1,0 +1,144 @@
+"""Mixtures of experts on a GPU: Weft's jobs together beside one job of PEFT, in the same run and in turn.
+
+    python -m benchmarks experts [--layers 8] [--json FILE]
+
+The layers are those of Qwen3-30B-A3B, with random weights in bfloat16. Every step is 16 samples of 512 tokens: in PEFT
+one batch of one job, with transformers' grouped products; in Weft four jobs with four samples each, on the reference
+path. Optimizer included.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.clock import peak_gb, release
+from weft.data.dataset import Dataset, JobData
+from weft.data.samples import Sample
+from weft.engine.engine import Engine
+from weft.model.backbone import Backbone
+from weft.model.packing import attention
+from weft.spec import AdapterSpec, JobSpec
+
+NUM_JOBS, PER_JOB, LENGTH = 4, 4, 512
+WARM_UP, STEPS = 3, 8
+KINDS: dict[str, dict[str, Any]] = {
+    "frozen": {"experts": "none"},
+    "shared r=16": {"experts": "shared"},
+    "full r=2": {"experts": "full", "expert_r": 2},
+}
+
+
+def model(layers: int, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=151_936, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def experts(
+    layers: Annotated[int, typer.Option(help="Layers of the model; 48 are the whole one.")] = 8,
+    file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Tokens per second of four jobs of Weft and of one job of PEFT."""
+    device = torch.device("cuda", 0)
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(device), "layers": layers}
+    found["PEFT, frozen"] = _peft(layers, device, [])
+    found["PEFT, experts r=2"] = _peft(layers, device, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    for name, settings in KINDS.items():
+        found[f"Weft, {name}"] = _weft(layers, device, settings)
+    found["Weft beside PEFT, frozen"] = found["Weft, frozen"]["tokens_per_s"] / found["PEFT, frozen"]["tokens_per_s"]
+    text = json.dumps(found, indent=1)
+    print(text)
+    if file is not None:
+        file.write_text(text + "\n")
+
+
+def _peft(layers: int, device: torch.device, parameters: list[str]) -> dict[str, float]:
+    import peft
+
+    plain = model(layers, device)
+    plain.set_attn_implementation("sdpa")
+    plain.set_experts_implementation("grouped_mm")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=parameters, rank_pattern={r".*\.experts\..*": 2}, alpha_pattern={r".*\.experts\..*": 4},
+    )  # fmt: skip
+    adapted = peft.get_peft_model(plain, config)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.float()
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    ids = torch.randint(3, 150_000, (NUM_JOBS * PER_JOB, LENGTH), device=device)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            adapted(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    begun_s = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    rate = STEPS * ids.numel() / (time.perf_counter() - begun_s)
+    made = {"tokens_per_s": rate, "peak_gb": peak_gb(device), "parameters": sum(p.numel() for p in trained)}
+    del adapted, plain, optimizer, trained
+    release(device)
+    return made
+
+
+def _weft(layers: int, device: torch.device, settings: dict[str, Any]) -> dict[str, float]:
+    from weft.engine.events import StepDone
+
+    attention.register()
+    plain = model(layers, device)
+    plain.set_attn_implementation(attention.NAME)
+    backbone = Backbone(plain, SimpleNamespace(eos_token_id=None), "qwen3-30b-a3b")
+    backbone.use_kernels("reference")
+    engine = Engine(backbone, capacity=NUM_JOBS * PER_JOB * LENGTH)
+    rng = np.random.default_rng(0)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    for index in range(NUM_JOBS):
+        samples = [
+            Sample(rng.integers(3, 150_000, LENGTH, dtype=np.int32), np.ones(LENGTH, dtype=bool)) for _ in range(8)
+        ]
+        adapter = AdapterSpec(r=16, target_modules=targets, **settings)
+        spec = JobSpec(
+            f"job{index}", train_data=("random",), adapter=adapter, max_steps=WARM_UP + STEPS,
+            global_batch_size=PER_JOB, max_length=LENGTH,
+        )  # fmt: skip
+        engine.submit(spec, JobData(Dataset.of(samples, "random"), None))
+    begun_s, done = 0.0, 0
+    for event in engine.events():
+        if isinstance(event, StepDone):
+            done += 1
+            if done == NUM_JOBS * WARM_UP:
+                backbone.wait()
+                begun_s = time.perf_counter()
+            if done == NUM_JOBS * (WARM_UP + STEPS):
+                backbone.wait()
+                break
+    rate = STEPS * NUM_JOBS * PER_JOB * LENGTH / (time.perf_counter() - begun_s)
+    live = next(iter(engine.jobs.values()))
+    parameters = engine.executor.jobs[live.spec.name].weights.adapter.num_parameters if live else 0
+    made = {"tokens_per_s": rate, "peak_gb": peak_gb(device), "parameters": parameters}
+    engine.stop()
+    del engine, backbone, plain
+    release(device)
+    return made
