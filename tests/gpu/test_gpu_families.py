@@ -64,7 +64,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 64, "v_head_dim": 256,
         },
     ),
-    "lfm2_1_2b": ("Lfm2", {"hidden_size": 2048, "num_hidden_layers": 4, "layer_types": ["conv"] * 3 + ["full_attention"]}),
+    "lfm2_1_2b": (
+        "Lfm2", {"hidden_size": 2048, "num_hidden_layers": 4, "layer_types": ["conv"] * 3 + ["full_attention"]},
+    ),
     "nemotron_3_nano": (
         "NemotronH",
         {
