@@ -115,10 +115,8 @@ def _weft(layers: int, device: torch.device, settings: dict[str, Any]) -> dict[s
     rng = np.random.default_rng(0)
     adapter = AdapterSpec(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], **settings)
     for index in range(NUM_JOBS):
-        samples = [
-            Sample(rng.integers(3, 150_000, LENGTH, dtype=np.int32), np.ones(LENGTH, dtype=bool)) for _ in range(8)
-        ]
-        adapter = AdapterSpec(r=16, target_modules=targets, **settings)
+        rows = rng.integers(3, 150_000, (8, LENGTH), dtype=np.int32)
+        samples = [Sample(row, np.ones(LENGTH, dtype=bool)) for row in rows]
         spec = JobSpec(
             f"job{index}", train_data=("random",), adapter=adapter, max_steps=WARM_UP + STEPS,
             global_batch_size=PER_JOB, max_length=LENGTH,
