@@ -39,10 +39,12 @@ KINDS: dict[str, dict[str, Any]] = {
 def model(layers: int, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(
-        vocab_size=151_936, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(**sizes)
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -109,11 +111,12 @@ def _weft(layers: int, device: torch.device, settings: dict[str, Any]) -> dict[s
     attention.register()
     plain = model(layers, device)
     plain.set_attn_implementation(attention.NAME)
-    backbone = Backbone(plain, SimpleNamespace(eos_token_id=None), "qwen3-30b-a3b")
+    tokenizer: Any = SimpleNamespace(eos_token_id=None)
+    backbone = Backbone(plain, tokenizer, "qwen3-30b-a3b")
     backbone.use_kernels("reference")
     engine = Engine(backbone, capacity=NUM_JOBS * PER_JOB * LENGTH)
     rng = np.random.default_rng(0)
-    adapter = AdapterSpec(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], **settings)
+    adapter = AdapterSpec(r=16, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"), **settings)
     for index in range(NUM_JOBS):
         rows = rng.integers(3, 150_000, (8, LENGTH), dtype=np.int32)
         samples = [Sample(row, np.ones(LENGTH, dtype=bool)) for row in rows]

@@ -269,6 +269,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("Gemma4Text", {**GEMMA4, "final_logit_softcapping": 3.0}),
     "gemma4_e2b": ("Gemma4Text", _GEMMA4_E2B),
     "gemma4_31b": ("Gemma4Text", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4_moe": ("Gemma4Text", {**GEMMA4, "enable_moe_block": True, "top_k_experts": 2, **_EXPERTS}),
     "gpt_oss": ("GptOss", _GPT_OSS),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
     "glm4_moe": ("Glm4Moe", {**SETTINGS, **_SIGMOID, "head_dim": 8}),

@@ -48,13 +48,14 @@ OTHER_FAMILIES = (
     "deepseek_v3",
     "glm4_moe",
     "glm4_moe_lite",
+    "gemma4_moe",
 )
 CAPACITY = 40
 STEPS = 20
 
 
 def expert_job(name: str, kind: str, seed: int, *, steps: int = 5, **adapter: Any) -> Job:
-    adapter = {"r": 4, "experts": kind, "target_modules": ["q_proj", "o_proj"], **adapter}
+    adapter = {"r": 4, "experts": kind, "target_modules": r".*\.(q_proj|q_b_proj)", **adapter}
     settings = {"max_steps": steps, "adam_epsilon": 1e-3, "global_batch_size": 5}
     return job_spec(name, adapter=adapter, seed=seed, **settings), random_data(seed, num_samples=9)
 

@@ -59,3 +59,27 @@ def test_gradient_when_factors_are_padded_then_only_its_own_columns_count(case):
     grad_GMN = torch.zeros(1, 20, 10)
     add_grouped_gradient(grad_GMN, case[0], torch.randn(70, 16), ends_of(70), 1.0)
     assert grad_GMN.abs().min() > 0
+
+
+@pytest.mark.parametrize("counts", [(33, 0, 1, 36), (0, 70, 0, 0), (10, 20, 30, 10)])
+def test_product_when_torch_has_one_for_groups_then_both_agree(case, monkeypatch, counts):
+    """The way of a GPU, by torch's own implementation for a CPU."""
+    x_SK, w_GKN = (x.bfloat16() for x in case)
+    right_SN = torch.randn(70, 16).bfloat16()
+    blocks = grouped_product(x_SK, w_GKN, ends_of(*counts))
+    sums, found = torch.zeros(4, 24, 16), torch.zeros(4, 24, 16)
+    add_grouped_gradient(sums, x_SK, right_SN, ends_of(*counts), 0.5)
+    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda *_: True)
+    torch.testing.assert_close(grouped_product(x_SK, w_GKN, ends_of(*counts)), blocks, rtol=0.02, atol=0.02)
+    add_grouped_gradient(found, x_SK, right_SN, ends_of(*counts), 0.5)
+    torch.testing.assert_close(found, sums, rtol=0.02, atol=0.05)
+    assert all(bool(found[i].any()) == bool(count) for i, count in enumerate(counts))
+
+
+def test_check_when_products_are_right_then_says_so_and_else_not(monkeypatch):
+    check = grouped._keeps_bits.__wrapped__
+    assert check(24, 40, torch.float32, torch.device("cpu"))
+    product = grouped.F.grouped_mm
+    # Rows beyond the 40th would have other bits, as a kernel that splits K by the number of rows gives.
+    monkeypatch.setattr(grouped.F, "grouped_mm", lambda x, w, offs: product(x, w, offs=offs) * (1 + 1e-7 * len(x)))
+    assert not check(24, 40, torch.float32, torch.device("cpu"))

@@ -7,15 +7,16 @@
 
 A row's result depends on that row alone. On a CPU the bits of a product depend on how many rows it has, so every
 product has blocks of `BLOCK` rows, the last one filled with zeros. On a GPU torch's grouped product reads the ends on
-the device, and adds along K in one order for any number of rows. Types and sizes that it does not take are computed in
-blocks, as on a CPU. A gradient is a sum over the rows of one call, which belong to one sample; on a GPU that sum is
-rounded once to the rows' type.
+the device, and adds along K in one order for any number of rows. Types and sizes that it does not take, or for which
+`_keeps_bits` finds another result, are computed in blocks, as on a CPU. A gradient is a sum over the rows of one call,
+which belong to one sample; on a GPU that sum is rounded once to the rows' type.
 
 Shape suffixes: S rows, G groups, K inputs, N outputs, M columns of the left factor.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -70,6 +71,29 @@ def _groups(ends_G: torch.Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _has_grouped_kernel(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """True if torch's grouped product takes two factors: half precision, sizes of whole vectors of 16 bytes."""
-    sizes = (left.shape[-1], *right.shape[-2:]) if right.ndim == 3 else (left.shape[1], right.shape[1])
-    return left.is_cuda and left.dtype in (torch.bfloat16, torch.float16) and all(size % 8 == 0 for size in sizes)
+    """True if torch's grouped product is right for two factors: on a GPU, and in half precision with sizes of whole
+    vectors of 16 bytes."""
+    num_left, num_right = left.shape[1], right.shape[-1]
+    if not left.is_cuda or left.dtype not in (torch.bfloat16, torch.float16) or num_left % 8 or num_right % 8:
+        return False
+    return _keeps_bits(num_left, num_right, left.dtype, left.device)
+
+
+@functools.cache
+def _keeps_bits(num_left: int, num_right: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's grouped products of these sizes are right, with the same bits for other numbers of rows."""
+    generator = torch.Generator().manual_seed(0)
+    x_SK, r_SN = (torch.randn(300, n, generator=generator).to(device, dtype) for n in (num_left, num_right))
+    w_GKN = torch.randn(3, num_left, num_right, generator=generator).to(device, dtype)
+    many, few = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in ((40, 40, 300), (40, 40, 47)))
+    try:
+        y_SN, rows = F.grouped_mm(x_SK, w_GKN, offs=many), F.grouped_mm(x_SK[:47], w_GKN, offs=few)
+        whole, part = (F.grouped_mm(x.t(), r, offs=e) for x, r, e in ((x_SK, r_SN, many), (x_SK[:47], r_SN[:47], few)))
+    except RuntimeError:
+        return False
+    expected_40N, sum_KN = x_SK[:40].float() @ w_GKN[0].float(), x_SK[:40].float().t() @ r_SN[:40].float()
+    is_right = all(
+        bool((found.float() - expected).norm() <= 0.01 * expected.norm())
+        for found, expected in ((y_SN[:40], expected_40N), (whole[0], sum_KN))
+    )
+    return is_right and torch.equal(y_SN[:47], rows) and torch.equal(whole[0], part[0])

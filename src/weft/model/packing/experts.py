@@ -51,6 +51,9 @@ def prepare(model: Any, routing: Routing) -> dict[str, ExpertSite]:
             is_other = isinstance(router, nn.Linear) or _are_experts(router)
             if not is_other and any(parameter.ndim == 2 for parameter in router.parameters(recurse=False)):
                 object.__setattr__(router, "forward", functools.partial(_by_tiles, router.forward, routing))
+            elif "Router" in type(router).__name__:
+                # Its product is a linear of its own, whose rows come in tiles already.
+                object.__setattr__(router, "forward", functools.partial(_in_order, router.forward))
     return found
 
 
@@ -80,6 +83,11 @@ def expert_weights(model: nn.Module) -> list[str]:
 def _are_experts(module: nn.Module) -> bool:
     has_experts_code = hasattr(module, "has_gate") and hasattr(module, "is_transposed")
     return has_experts_code and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+
+
+def _in_order(forward: Callable[..., Any], *given: Any) -> Any:
+    with _LowerIndexFirst():
+        return forward(*given)
 
 
 def _by_tiles(forward: Callable[..., Any], routing: Routing, hidden: torch.Tensor, *rest: Any) -> Any:
