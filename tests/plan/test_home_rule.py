@@ -34,6 +34,12 @@ def test_homes_when_all_are_tried_then_hardly_any_are_better():
     assert min(ratios) >= 1 - 1e-9 and np.mean(ratios) < 1.02 and np.mean(np.array(ratios) < 1 + 1e-9) > 0.75
 
 
+def test_homes_when_jobs_are_new_then_the_longest_go_first():
+    """In another order these jobs would need 15 seconds, from which no single change leads to 14."""
+    seconds = {f"j{i}": (length,) * 3 for i, length in enumerate((5.0, 3.0, 6.0, 10.0, 7.0, 7.0, 4.0))}
+    assert end_of(seconds, choose_homes(seconds)) == 14.0
+
+
 def test_homes_when_jobs_come_and_go_then_are_level_and_others_stay():
     homes = choose_homes(LEVEL)
     assert end_of(LEVEL, homes) == 90

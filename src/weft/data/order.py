@@ -128,7 +128,7 @@ class BatchSchedule:
     @property
     def num_trained_samples(self) -> int:
         num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
-        return num_epochs * self.num_samples + min(self.num_samples, rest * self.batch_size)
+        return num_epochs * self.num_samples + rest * self.batch_size
 
     def num_tokens(self, lengths: Sequence[int] | Integers) -> int:
         num_epochs, rest = divmod(self.num_steps, self.steps_per_epoch)

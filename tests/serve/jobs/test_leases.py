@@ -145,6 +145,14 @@ def test_claim_when_a_tenant_has_evaluated_much_lately_then_that_counts_as_a_thi
     assert claimed(tx, "w2") == [ash, cedar, birch], "what was long ago does not count"
 
 
+def test_claim_when_a_tenant_has_fewer_seats_then_it_goes_first_whatever_it_has_trained(tx):
+    first, second = queue(tx, "ash"), queue(tx, "ash")
+    assert claimed(tx, num_seats=1) == [first]
+    queue(tx, "birch", status="succeeded", trained_tokens=10**9, finished_at=int(now(tx)))
+    without_a_seat = queue(tx, "birch")
+    assert claimed(tx, num_seats=2) == [without_a_seat, second]
+
+
 def test_claim_when_what_a_tenant_had_is_long_ago_then_it_does_not_count(tx):
     queue(tx, "ash", status="succeeded", trained_tokens=10**9, finished_at=int(now(tx)) - 7200)
     ash, birch = queue(tx, "ash"), queue(tx, "birch")
