@@ -37,7 +37,7 @@ from weft.errors import AdapterFileError, DataError, StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.errors import Busy, Damaged, NotFound
 from weft.serve.settings import WorkerOptions
-from weft.serve.worker.prompt_inputs import AdapterCache, PromptBody, PromptClient, Tokenizers, tokens_of
+from weft.serve.worker.prompt_inputs import AdapterCache, AnswerText, PromptBody, PromptClient, Tokenizers, tokens_of
 from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler
 
 LOG = logging.getLogger("weft.serve.worker")
@@ -146,16 +146,15 @@ class PromptServer:
             request.is_cancelled = True
 
     def _pieces(self, request: PromptRequest, stops: list[str]) -> Iterator[dict[str, Any]]:
-        tokens: list[int] = []
+        answer = AnswerText(self._tokenizers.text)
         sent = 0
         reason: str | None = None
         while reason is None:
             got = _next(request)
             if isinstance(got, AnswerEnd):
-                reason = got.reason
+                reason, text = got.reason, answer.whole()
             else:
-                tokens.append(got)
-            text = self._tokenizers.text(tokens)
+                text = answer.add(got)
             at = min((text.find(stop) for stop in stops if stop and stop in text), default=-1)
             if at >= 0:
                 text, reason = text[:at], "stop"
@@ -166,7 +165,7 @@ class PromptServer:
                     "done": reason is not None,
                     "finish_reason": reason,
                     "prompt_tokens": len(request.tokens),
-                    "completion_tokens": len(tokens),
+                    "completion_tokens": len(answer.tokens),
                 }
                 sent = max(sent, end)
 
