@@ -64,5 +64,6 @@ def test_router_when_it_is_named_then_adapted():
 def test_router_when_scores_are_equal_then_takes_the_lower_index(name):
     backbone = random_backbone(name)
     router = next(module for module in backbone.model.modules() if "forward" in vars(module))
-    *_, index_TK = router.forward(torch.zeros(5, 32))
+    # Releases of transformers return it in other places.
+    index_TK = next(found for found in router.forward(torch.zeros(5, 32)) if found.dtype == torch.int64)
     assert index_TK.tolist() == [[0, 1]] * 5

@@ -21,6 +21,7 @@ from weft.spec import AdapterSpec, BackboneSpec
 
 TOKENIZER: Any = SimpleNamespace(eos_token_id=None)
 FAMILIES = ["llama", "llama_tied", "mistral", "qwen2_sliding", "qwen3", "phi3", "gemma3_text"]
+FAMILIES += ["smollm3", "olmo3", "ministral3", "granite", "granitemoehybrid"]
 
 
 def part_of(name: str, first: int, end: int, kernels: str, **options: Any) -> Backbone:

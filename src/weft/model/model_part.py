@@ -69,6 +69,9 @@ def keep_part(model: Any, part: ModelPart) -> None:
     assert norm is not None, "the layers of other models may be called otherwise"
     setattr(model, WHOLE, list(linear_modules(model)))
     decoder = model.base_model
+    if not part.is_first and hasattr(decoder, "embedding_multiplier"):
+        # Granite's decoder multiplies whatever enters it, and here enters what the first part has multiplied.
+        decoder.embedding_multiplier = 1.0
     for layer in range(part.num_layers):
         if not part.first <= layer < part.end:
             decoder.layers[layer] = AbsentLayer(decoder.layers[layer])

@@ -121,10 +121,17 @@ def choose_dtype(spec: BackboneSpec, device: torch.device) -> torch.dtype:
 
 
 def _check_family(config: Any, where: str) -> None:
+    import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{config.model_type} is an encoder-decoder; Weft trains decoder-only models.", where=where)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and getattr(config, "text_config", None) is not None:
+        raise ModelError(
+            f"transformers {transformers.__version__} has no model for the text part ({config.text_config.model_type}) "
+            f"of {config.model_type} alone; a newer release may have one.",
+            where=where,
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{config.model_type} is no model that writes text from left to right; Weft trains decoder-only models.",
