@@ -258,3 +258,9 @@ def test_part_when_files_have_a_head_that_is_not_the_embedding_then_both_are_two
     spec = BackboneSpec(str(path), device="cpu")
     parts = (None, ModelPart(0, 2, 2), ModelPart(0, 1, 2), ModelPart(1, 2, 2))
     assert [load_backbone(spec, part).embeddings.is_tied for part in parts] == [is_tied] * 4
+
+
+def test_whole_model_when_transformers_has_no_text_model_for_it_then_refused(model_dir):
+    text = {"model_type": "clip_text_model"}
+    change_config(model_dir, model_type="clip", text_config=text, vision_config={}, architectures=["CLIPModel"])
+    assert "has no model for the text part (clip_text_model) of clip alone" in refusal(model_dir)
