@@ -23,7 +23,15 @@ from weft.methods.registry import method_of
 from weft.model.packed import SlotSample, pack_samples
 from weft.model.packing.experts import expert_products_of
 from weft.spec import AdapterSpec
-from weft.store.peft_files import CONFIG_FILE, TENSORS_FILE, read_adapter, write_adapter
+from weft.store.expert_files import layout_for
+from weft.store.peft_files import (
+    CONFIG_FILE,
+    TENSORS_FILE,
+    ServedForm,
+    read_adapter,
+    write_adapter,
+    write_served,
+)
 
 TOKENS = torch.arange(3, 40) % VOCABULARY
 PREFIX = "base_model.model.model.layers.{layer}.mlp.experts"
@@ -227,3 +235,61 @@ def test_adapter_when_merged_into_experts_then_the_model_has_its_logits(tmp_path
                 method_of(spec).merge(spec, path, factors, linears[path])
         logits = merged(input_ids=TOKENS[None]).logits[0]
     torch.testing.assert_close(logits, logits_of_weft(tmp_path / "a", "qwen3_moe"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("qwen3_moe", "full"), ("mixtral", "shared"), ("qwen3_moe", "separate"), ("gpt_oss", "full")]
+)
+def test_adapter_when_written_expert_by_expert_then_computes_the_same(tmp_path, name, kind):
+    """As vLLM and SGLang read it; PEFT converts it where it knows the family."""
+    write(tmp_path / "a", name, experts=kind)
+    spec, tensors, _ = read_adapter(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    write_served(tmp_path / "a", tmp_path / "b", spec, tensors, ServedForm(False, "apart", name))
+    names = load_file(tmp_path / "b" / TENSORS_FILE)
+    last = {"mixtral": "block_sparse_moe.experts.3.w2", "gpt_oss": "mlp.experts.3.down_proj"}
+    assert f"base_model.model.model.layers.1.{last.get(name, 'mlp.experts.3.down_proj')}.lora_B.weight" in names
+    before, after = logits_of_weft(tmp_path / "a", name), logits_of_weft(tmp_path / "b", name)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    if name == "qwen3_moe":
+        torch.testing.assert_close(logits_of_peft(tmp_path / "b", name), before, rtol=1e-4, atol=1e-4)
+
+
+def test_adapter_when_written_with_shared_factors_then_they_are_there_once(tmp_path):
+    write(tmp_path / "a", "qwen3_moe", experts="shared")
+    spec, tensors, _ = read_adapter(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    write_served(tmp_path / "a", tmp_path / "b", spec, tensors, ServedForm(False, "outer", "qwen3_moe"))
+    again, same, _ = read_adapter(tmp_path / "b")
+    assert again.experts == "shared" and same.keys() == tensors.keys()
+    assert all(torch.equal(x, y) for path in same for x, y in zip(same[path], tensors[path], strict=True))
+    sizes = [sum(x.numel() for x in load_file(tmp_path / d / TENSORS_FILE).values()) for d in "ab"]
+    assert sizes[1] < sizes[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("server", "kind", "family", "layout"),
+    [
+        ("vllm", "full", "qwen3_moe", "apart"),
+        ("vllm", "full", "gpt_oss", "fused"),
+        ("sglang", "shared", "qwen3_moe", "outer"),
+        ("sglang", "full", "gpt_oss", "apart"),
+        ("peft", "shared", "qwen3_moe", "fused"),
+        ("vllm", "none", "qwen3_moe", "fused"),
+    ],
+)
+def test_layout_when_a_server_reads_experts_then_is_the_one_it_reads(server, kind, family, layout):
+    assert layout_for(AdapterSpec(experts=kind), server, family) == layout
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "trains k_proj, o_proj, q_proj and v_proj; frozen: routed experts (experts: shared, separate or full"),
+        ({"experts": "full", "expert_r": 2}, "trains k_proj, o_proj, q_proj, v_proj and routed experts (full, rank 2)"),
+    ],
+)
+def test_targets_when_the_backbone_is_a_mixture_then_say_what_is_trained(settings, sentence):
+    said = random_backbone("qwen3_moe").describe_targets(AdapterSpec(r=4, **settings))
+    assert said is not None and said.startswith(sentence)
+    assert random_backbone("llama").describe_targets(AdapterSpec(r=4)) is None

@@ -36,7 +36,7 @@ def choose_modules(
     plain = [p for p in paths if not is_expert_path(p)]
     matched = {p for p in plain if _matches(spec.target_modules, p, kind)}
     if spec.target_modules in ALL[kind]:
-        matched = {p for p in matched if not any(_named(name, p) for name in spared)}
+        matched = {p for p in matched if not is_named(p, spared)}
     matched.update(expert_products(spec, paths))
     chosen = [p for p in paths if p in matched]
     if isinstance(spec.target_modules, tuple):
@@ -164,8 +164,13 @@ def _matches(targets: str | tuple[str, ...], path: str, kind: Attachment) -> boo
 def _answers(targets: str | tuple[str, ...], path: str) -> bool:
     """Whether a path is one of the names, or all of it matches the regular expression."""
     if isinstance(targets, tuple):
-        return any(_named(name, path) for name in targets)
+        return is_named(path, targets)
     return re.fullmatch(targets, path) is not None
+
+
+def is_named(path: str, names: Collection[str]) -> bool:
+    """Whether one of the names is that of a module."""
+    return any(_named(name, path) for name in names)
 
 
 def _named(name: str, path: str) -> bool:

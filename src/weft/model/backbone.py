@@ -26,7 +26,7 @@ from weft.adapters.parts import (
 )
 from weft.adapters.routing import Routing
 from weft.adapters.sites import RowSite, SlotLinear, linear_modules
-from weft.adapters.targets import choose_modules, refuse_experts
+from weft.adapters.targets import choose_modules, is_named, refuse_experts
 from weft.data.tokenise import with_new_tokens
 from weft.errors import ConfigError, ModelError
 from weft.kernels.device import capability, is_gpu
@@ -57,6 +57,7 @@ from weft.objectives.objective import Score
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
 from weft.plan.families import spared
+from weft.settings import is_expert_path, listed
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -341,6 +342,23 @@ class Backbone:
         method = method_of(spec)
         family = self.model.config.model_type
         return choose_modules(spec, method.attachment, self.paths_for(method), spared(family))
+
+    def describe_targets(self, spec: AdapterSpec) -> str | None:
+        """What an adapter trains and what stays frozen; None where all linears are alike."""
+        left_out = spared(self.model.config.model_type)
+        others = [path for path in self.linears if is_named(path, left_out)]
+        if not self.experts and not others:
+            return None
+        targets = self.targets(spec)
+        names = sorted({path.rpartition(".")[2] for path in targets if not is_expert_path(path)})
+        frozen = sorted({path.rpartition(".")[2] for path in others if path not in targets})
+        if self.experts and spec.experts == "none":
+            frozen.append("routed experts (experts: shared, separate or full trains them)")
+        experts_too = (
+            [] if spec.experts == "none" else [f"routed experts ({spec.experts}, rank {spec.rank_of_experts})"]
+        )
+        trained = f"trains {listed([*names, *experts_too])}"
+        return f"{trained}; frozen: {listed(frozen)}" if frozen else trained
 
     def _targets(self, spec: AdapterSpec) -> dict[str, AnySite]:
         sites = self._sites[method_of(spec).attachment]

@@ -1,4 +1,4 @@
-"""Adapters on routed experts in files: six layouts are read, four are written.
+"""Adapters on routed experts in files: six layouts are read, three are written.
 
 E experts, r rank, H hidden size, I width of an expert, P the path of a layer's experts; gate and up are one weight of
 2I outputs (without a gate it is up alone, of I).
@@ -45,6 +45,10 @@ _NAME = re.compile(
 )
 _PRODUCTS = {"w1": GATE, "w3": UP, "w2": DOWN}
 OUTER_NAMES = {GATE: "w1", UP: "w3", DOWN: "w2"}
+_MIXTRAL = ("block_sparse_moe.experts", "mlp.experts")
+"""Paths of Mixtral's experts in files for one expert, as in transformers 4, and in the model."""
+_FUSED_IN_VLLM = ("gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "qwen3_omni_moe")
+"""Model types whose experts vLLM 0.33 reads fused; it reads all others apart."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,6 +94,7 @@ class _Module:
         where: str,
     ) -> None:
         self.path, self.spec, self.config, self.where = path, spec, config, where
+        self.is_mixtral = any(product in _PRODUCTS for _, product, _ in tensors)
         self.scale: float | None = None
         """The factor on updates, where a pattern for fused products does not give it."""
         self.pairs: dict[tuple[str, str], Pair] = {}
@@ -133,7 +138,8 @@ class _Module:
                 f"{self.path} has adapters on {', '.join(products)}; expected gate_proj, up_proj, down_proj"
             )
         self.scale = self.spec.scale_for(f"{self.path}.0.{DOWN}")
-        return {f"{self.path}.{name}": pair for name, pair in made.items()}
+        path = self.path.replace(*_MIXTRAL) if self.is_mixtral else self.path
+        return {f"{path}.{name}": pair for name, pair in made.items()}
 
     def _outer(self) -> dict[str, ModuleTensors]:
         made = {product: pair for (_, product), pair in self.pairs.items()}
@@ -347,3 +353,58 @@ def by_module(tensors: Mapping[str, ModuleTensors]) -> dict[str, dict[str, Pair]
             module, _, name = path.rpartition(".")
             found.setdefault(module, {})[name] = (a, b)
     return found
+
+
+def layout_for(spec: AdapterSpec, server: str, family: str | None) -> str:
+    """The layout that a server reads for a model type: fused, apart or outer.
+
+    vLLM and SGLang do not look at the layout: a wrong one would be served as another adapter.
+    """
+    if spec.experts == "none" or server == "peft":
+        return "fused"
+    if server == "tinker" or (server == "sglang" and spec.experts == "shared"):
+        return "outer"
+    return "fused" if server == "vllm" and family in _FUSED_IN_VLLM else "apart"
+
+
+def files_for(
+    spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], layout: str, family: str | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Factors by path in the layouts apart and outer: tensors by name without PEFT's prefix, and keys of the config."""
+    named: dict[str, torch.Tensor] = {}
+    products: set[str] = set()
+    for module, own in by_module(tensors).items():
+        pairs = _gate_and_up(own, in_turns=family == "gpt_oss")
+        names = OUTER_NAMES if layout == "outer" or family == "mixtral" else {}
+        if family == "mixtral":
+            module = module.replace(_MIXTRAL[1], _MIXTRAL[0])
+        for name, (a, b) in pairs.items():
+            written = names.get(name, name)
+            products.add(written)
+            if layout == "outer":
+                named |= {f"{module}.{written}.lora_A.weight": a, f"{module}.{written}.lora_B.weight": b}
+                continue
+            for expert in range(max(len(a), len(b))):
+                factors = (factor[min(expert, len(factor) - 1)] for factor in (a, b))
+                for letter, factor in zip("AB", factors, strict=True):
+                    named[f"{module}.{expert}.{written}.lora_{letter}.weight"] = factor
+    linears = [path for path in tensors if is_expert_path(path)]
+    pattern = r".*\.experts\..*"
+    ranks = {pattern: spec.rank_of_experts} if spec.rank_of_experts != spec.r else {}
+    alphas = {pattern: spec.alpha_of_experts} if spec.alpha_of_experts != spec.default_alpha else {}
+    return {name: tensor.contiguous() for name, tensor in named.items()}, {
+        "target_parameters": None,
+        "target_modules": sorted(products),
+        "rank_pattern": {**ranks, **_of_linears(spec.rank_pattern, linears)},
+        "alpha_pattern": {**alphas, **_of_linears(spec.alpha_pattern, linears)},
+    }
+
+
+def _gate_and_up(own: Mapping[str, Pair], *, in_turns: bool) -> dict[str, Pair]:
+    """The factors of one layer's experts with gate and up apart."""
+    if GATE_UP not in own:
+        return dict(own)
+    a, b = own[GATE_UP]
+    half = b.shape[1] // 2
+    gate, up = (slice(0, None, 2), slice(1, None, 2)) if in_turns else (slice(0, half), slice(half, None))
+    return {GATE: (a, b[:, gate]), UP: (a, b[:, up]), **{name: own[name] for name in own if name != GATE_UP}}

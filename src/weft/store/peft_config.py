@@ -127,12 +127,12 @@ def _refuse_unsupported(config: Mapping[str, Any], files: PeftFormat, where: str
     files.check_config(config, where)
 
 
-SERVERS = ("vllm", "sglang", "peft")
+SERVERS = ("vllm", "sglang", "peft", "tinker")
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's --max-lora-rank accepts."""
 VLLM_DEFAULT_RANK = 16
 
-_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tinker": "Tinker"}
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 _MODULES = _ATTENTION | _MLP | {"lm_head"}
@@ -167,9 +167,13 @@ def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str
     if spec.trains_rows:
         problem = f"{_TITLES[server]} takes adapters on linear modules only, and this {title} has rows of tokens"
         return [ServingRemark(f"{problem}; merge it into its base.", True)]
+    if server == "tinker":
+        kinds = ("none", "shared")
+        problem = f"Tinker's experts share their outer factors; this adapter has experts: {spec.experts}"
+        return [] if spec.experts in kinds else [ServingRemark(f"{problem}; train experts: shared.", True)]
     remarks = _outside(module_paths, server)
     # Servers look at every pattern, also at those that match no module of this backbone.
-    top = cost_ranks(spec).widest
+    top = max(cost_ranks(spec).widest, 2 * spec.rank_of_experts if spec.experts in ("separate", "shared") else 0)
     return remarks + (_vllm_remarks(top) if server == "vllm" else _sglang_remarks(spec))
 
 
@@ -198,6 +202,8 @@ def _sglang_remarks(spec: AdapterSpec) -> list[ServingRemark]:
         remarks.append(
             ServingRemark("SGLang takes one alpha per adapter; this one has an alpha_pattern.", refused=True)
         )
+    if spec.experts != "none" and (spec.rank_of_experts, spec.alpha_of_experts) != (spec.r, alpha):
+        remarks.append(ServingRemark("SGLang takes one rank and alpha; experts of this adapter have others.", True))
     if spec.use_rslora and spec.r > 1:
         remedy = f"set use_rslora to false and lora_alpha to {alpha * math.sqrt(spec.r)!r} in adapter_config.json"
         remarks.append(ServingRemark(f"SGLang ignores use_rslora and would scale too weakly; {remedy}.", refused=True))

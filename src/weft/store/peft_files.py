@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +36,7 @@ from weft.spec.run import EMBEDDED
 from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
 from weft.store.checkpoint import file_pieces
-from weft.store.expert_files import fused_files, is_expert_name, read_experts
+from weft.store.expert_files import files_for, fused_files, is_expert_name, read_experts
 from weft.store.peft_config import config_of, method_named, spec_of
 from weft.store.row_files import (
     ROWS,
@@ -129,17 +129,35 @@ def write_adapter(
             write_unsynced(staged / TEMPLATE_FILE, chat_template)
 
 
-def write_renamed(directory: Path, staged: Path, modules: Iterable[str]) -> None:
-    """Writes the config and tensors of an adapter with the names of the whole vision-language model that has its base.
+@dataclass(frozen=True)
+class ServedForm:
+    """The form of an adapter's files that a server reads."""
 
-    `modules`: the paths of its modules in the text model.
-    """
+    is_long: bool
+    """True for the names of the whole vision-language model that has its base."""
+    layout: str
+    """Layout of experts' factors."""
+    family: str | None
+    """Model type of the base."""
+
+
+def write_served(
+    directory: Path, staged: Path, spec: AdapterSpec, tensors: Mapping[str, ModuleTensors], form: ServedForm
+) -> None:
+    """Writes the config and tensors of an adapter as a server reads them."""
     read = _read_files(directory)
-    paths = [long_name(path) for path in modules if path not in PARTS]
-    config = renamed_config(read.config, paths, is_long=True)
+    config, found = read.config, read.tensors
+    if form.layout != "fused":
+        experts, keys = files_for(spec, tensors, form.layout, form.family)
+        kept = {name: x for name, x in found.items() if not is_expert_name(name.removeprefix(_PREFIX))}
+        found = {**kept, **{f"{_PREFIX}{name}": tensor for name, tensor in experts.items()}}
+        linears = config.get("target_modules") or []
+        config = {**config, **keys, "target_modules": sorted({*linears, *keys["target_modules"]})}
+    if form.is_long:
+        paths = [long_name(path) for path in tensors if path not in PARTS]
+        config, found = renamed_config(config, paths, is_long=True), renamed_tensors(found, is_long=True)
     write_unsynced(staged / CONFIG_FILE, json_text.dump(config))
-    tensors = renamed_tensors(read.tensors, is_long=True)
-    write_unsynced(staged / TENSORS_FILE, *file_pieces(tensors, {"format": "pt"}))
+    write_unsynced(staged / TENSORS_FILE, *file_pieces(found, {"format": "pt"}))
 
 
 def read_adapter(directory: Path) -> tuple[AdapterSpec, dict[str, ModuleTensors], dict[str, Any]]:

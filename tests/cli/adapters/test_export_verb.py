@@ -68,7 +68,7 @@ def test_export_when_the_server_refuses_then_says_why_and_copies_nothing(refused
 
 def test_export_when_the_input_is_wrong_then_says_so(refused, adapters: Path, pickled: Path, tmp_path: Path):
     idle = adapters / "idle"
-    assert refused("export", idle, "--for", "tgi") == "--for: got 'tgi'; accepted are vllm, sglang, peft."
+    assert refused("export", idle, "--for", "tgi") == "--for: got 'tgi'; accepted are vllm, sglang, peft, tinker."
     assert refused("export", idle, "--for", "peft", "--out", tmp_path).endswith("already exists; name a new directory.")
     assert "is a pickle file" in refused("export", pickled, "--for", "peft")
     assert "there is no such adapter directory" in refused("export", tmp_path / "gone", "--for", "peft")

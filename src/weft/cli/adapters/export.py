@@ -22,7 +22,7 @@ AdapterDir = Annotated[Path, path_argument("An adapter or a job's directory.", m
 
 def export(
     adapter_dir: AdapterDir,
-    server: Annotated[str, typer.Option("--for", help="peft, vllm or sglang.", show_default=False)],
+    server: Annotated[str, typer.Option("--for", help="peft, vllm, sglang or tinker.", show_default=False)],
     out: Annotated[Path | None, path_option("Copy the adapter to this new directory.")] = None,
 ) -> None:
     """Check that a server takes an adapter, copy it, and show how to serve it."""
@@ -43,8 +43,12 @@ def export(
     if whole is not None and out is None:
         found = f"its base model is loaded as {whole}, whose decoder is under language_model, so no name would match"
         raise AdapterFileError(f"{found}; add --out DIR for a copy with those names.", where=str(stored.path))
+    layout, family = _expert_layout(stored, server)
+    if layout != "fused" and out is None:
+        found = f"{server} reads the factors of experts in other files; add --out DIR for a copy in that form"
+        raise AdapterFileError(f"{found}.", where=str(stored.path))
     if out is not None:
-        _copy(stored, out, is_renamed=whole is not None)
+        _copy(stored, out, is_renamed=whole is not None, layout=layout, family=family)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     done = f"{stored.name} is ready for {server}"
     console.print(f"{done}: {out}" if out is not None else f"{done}: {stored.path}")
@@ -116,19 +120,44 @@ def _whole_class(stored: StoredAdapter, server: str) -> str | None:
     return str((config.get("architectures") or ["a vision-language model"])[0])
 
 
-def _copy(stored: StoredAdapter, out: Path, *, is_renamed: bool) -> None:
-    """`is_renamed`: with the names of a whole vision-language model."""
+def _expert_layout(stored: StoredAdapter, server: str) -> tuple[str, str | None]:
+    """The layout of experts' factors that a server reads, and the model type of the base."""
+    from weft.store.expert_files import layout_for
+    from weft.store.served_names import read_config
+
+    if stored.spec.experts == "none":
+        return "fused", None
+    config = read_config(_base(stored))
+    if config is None and server != "peft":
+        found = f"config.json of {stored.base_model} is not on this machine; it decides in which files"
+        raise AdapterFileError(f"{found} {server} reads experts.", where=str(stored.path))
+    family = None if config is None else str((config.get("text_config") or config).get("model_type"))
+    return layout_for(stored.spec, server, family), family
+
+
+def _copy(stored: StoredAdapter, out: Path, *, is_renamed: bool, layout: str, family: str | None) -> None:
+    """`is_renamed`: with the names of a whole vision-language model; `layout`: that of experts' factors."""
     from weft.store.atomic import make_directories, staged_directory, write_unsynced
-    from weft.store.peft_files import CARD_FILE, CONFIG_FILE, LABELS_FILE, TEMPLATE_FILE, TENSORS_FILE, write_renamed
+    from weft.store.peft_files import (
+        CARD_FILE,
+        CONFIG_FILE,
+        LABELS_FILE,
+        TEMPLATE_FILE,
+        TENSORS_FILE,
+        ServedForm,
+        write_served,
+    )
     from weft.store.row_files import TOKENIZER_FILES
 
     directory = stored.path
     with contextlib.ExitStack() as undo:
         make_directories(out.parent, undo)
         with staged_directory(out) as staged:
-            if is_renamed:
-                write_renamed(directory, staged, stored.tensors)
-            own = () if is_renamed else (CONFIG_FILE, TENSORS_FILE)
+            is_changed = is_renamed or layout != "fused"
+            if is_changed:
+                form = ServedForm(is_renamed, layout, family)
+                write_served(directory, staged, stored.spec, stored.tensors, form)
+            own = () if is_changed else (CONFIG_FILE, TENSORS_FILE)
             for name in (*own, CARD_FILE, TEMPLATE_FILE, LABELS_FILE, *TOKENIZER_FILES):
                 if (directory / name).is_file():
                     write_unsynced(staged / name, (directory / name).read_bytes())
@@ -156,6 +185,10 @@ def _directions(stored: StoredAdapter, directory: Path, server: str, whole: str 
             f"  model = {kind}.from_pretrained({_base(stored)!r}{labels})\n"
             f"{tokens if stored.spec.new_tokens else ''}"
             f"  model = PeftModel.from_pretrained(model, {str(directory)!r})"
+        )
+    if server == "tinker":
+        return (
+            "Trainers that share the outer factors of experts read it; vLLM serves it with --enable-moe-shared-loras."
         )
     if server == "sglang":
         return (

@@ -124,7 +124,8 @@ class LocalExecutor:
         self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter), self._reference(job))
         num_compared = 0 if compared is None else compared.num_parameters
         kernel_bytes = self.backbone.kernel_bytes(adapter.spec)
-        return AddedJob(adapter.num_parameters, self.backbone.lane(adapter.spec), num_compared, kernel_bytes)
+        lane, trained = self.backbone.lane(adapter.spec), self.backbone.describe_targets(spec.adapter)
+        return AddedJob(adapter.num_parameters, lane, num_compared, kernel_bytes, trained)
 
     def _reference(self, job: NewJob) -> JobReference | None:
         data = job.batches.data

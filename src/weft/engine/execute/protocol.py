@@ -92,6 +92,8 @@ class AddedJob:
     """Lane; jobs share microbatches within one lane only."""
     num_reference_parameters: int = 0
     kernel_bytes: int = 0
+    trained: str | None = None
+    """Sentence about what is trained and what stays frozen; None where all linears are alike."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from weft.engine.execute.references import adapter_digest
 from weft.engine.inference.attach import BASE, StoredAdapter, adapter_dir, read_stored
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.progress import check_steps
-from weft.errors import ConfigError, DataError
+from weft.errors import ConfigError, DataError, size
+from weft.plan.cost.memory import job_state_bytes
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.peft_files import read_adapter
 
@@ -61,7 +62,11 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
     job.num_parameters, job.num_reference_parameters = added.num_parameters, added.num_reference_parameters
     job.lane, job.kernel_bytes = added.lane, added.kernel_bytes
     bases = {"init_adapter": trained_on, setting: None if reference is None else reference.base_model}
-    job.notes = tuple(
+    if added.trained is not None:
+        num_bytes = added.num_parameters * (executor.facts.weight_bytes + job_state_bytes(spec))
+        cost = f"{added.num_parameters:,} parameters, {size(num_bytes)} with gradients and optimizer"
+        job.notes = (f"{spec.name}: {added.trained}; {cost}.",)
+    job.notes += tuple(
         f"{spec.name}: {which} was trained on {base}, not on {executor.facts.base_model}."
         for which, base in bases.items()
         if isinstance(base, str) and base != executor.facts.base_model
