@@ -259,7 +259,7 @@ def test_train_when_another_run_is_in_the_directory_then_names_its_process(mista
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("hit", chosen([1, 6, 12, 30, 39], 1, 4))
+@pytest.mark.parametrize("hit", chosen([1, 6, 12, 30, 43], 1, 4))
 def test_train_when_the_disk_is_full_at_the_start_then_leaves_nothing(mistake: Mistake, place: Path, hit: int):
     faults.arm(FaultPlan("enospc", hit))
     try:
@@ -271,7 +271,7 @@ def test_train_when_the_disk_is_full_at_the_start_then_leaves_nothing(mistake: M
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("hit", [40, slow(60)])
+@pytest.mark.parametrize("hit", [44, slow(64)])
 def test_train_when_the_disk_fills_up_later_then_the_run_can_be_resumed(weft, place: Path, hit: int):
     faults.arm(FaultPlan("enospc", hit))
     try:
@@ -293,7 +293,7 @@ def test_train_when_the_disk_stays_full_then_says_how_to_go_on_though_there_is_n
         raise StorageError("the disk is full.", where="out/report.html")
 
     monkeypatch.setattr("weft.cli.watch.write_report", full)
-    faults.arm(FaultPlan("enospc", 40))
+    faults.arm(FaultPlan("enospc", 44))
     try:
         result = weft("train", "jobs.yaml")
     finally:
