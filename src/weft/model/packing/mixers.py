@@ -38,6 +38,22 @@ def restore_mixers(model: Any) -> None:
             object.__delattr__(module, "forward")
 
 
+_KEPT = 16
+"""fp32 numbers for each number of a row's keys and values while a mixer runs again on the way back: 7 to 11 that its
+operations keep (counted on a CPU with Qwen3.5-9B's and Granite-4-h's heads), and gradients of a few of them."""
+
+
+def workspace_bytes(model: Any) -> int:
+    """Most memory that a mixer of a model needs for a row on the way back; mixers run one after the other."""
+    widths = [0]
+    for module in model.modules():
+        if hasattr(module, "ssm_state_size") and type(module).__name__ in MIXERS:
+            widths.append(module.num_heads * (module.head_dim + module.ssm_state_size))
+        elif hasattr(module, "head_v_dim") and type(module).__name__ in MIXERS:
+            widths.append(module.num_v_heads * (module.head_k_dim + module.head_v_dim))
+    return _KEPT * torch.float32.itemsize * max(widths)
+
+
 @dataclass
 class Samples:
     """Samples whose rows follow each other, with the states of one layer."""
