@@ -5,6 +5,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from weft.adapters.method import Attachment
 from weft.adapters.targets import choose_modules, is_target, leaf_names
 from weft.errors import ConfigError
+from weft.plan.families import spared
 from weft.spec import AdapterSpec
 
 LEAVES = (
@@ -113,3 +114,20 @@ def test_leaf_names_when_they_say_it_all_then_given():
 )
 def test_is_target_when_names_end_a_path_at_a_dot_then_they_match(target, path, expected):
     assert is_target(AdapterSpec(target_modules=target), Attachment.LINEAR, path) is expected
+
+
+MIXER = ("out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+HYBRID = [
+    *(
+        f"model.layers.0.linear_attn.{name}"
+        for name in ("out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    ),
+    *(f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.shared_expert_gate")),
+]
+
+
+def test_all_linear_when_a_hybrid_has_gates_and_decays_then_leaves_them_out():
+    found = choose_modules(AdapterSpec(), Attachment.LINEAR, HYBRID, spared("qwen3_5_moe_text"))
+    assert [path.rpartition(".")[2] for path in found] == ["out_proj", "in_proj_qkv", "in_proj_z", "q_proj", "o_proj"]
+    named = AdapterSpec(target_modules=["in_proj_a"])
+    assert choose_modules(named, Attachment.LINEAR, HYBRID, spared("qwen3_5_moe_text")) == [HYBRID[4]]

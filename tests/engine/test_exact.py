@@ -239,7 +239,15 @@ def test_jobs_when_trained_together_then_each_equals_peft_alone(name, kernels):
 not_of_experts = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 """PEFT takes `gate_proj` for the experts' in some families, and warns where it finds none among the targets."""
 MANY_STEPS = ["cohere2", "gpt2", "gpt_neo", "gptj", "falcon_grouped", "mixtral", "qwen3_moe", "qwen3_5_text", "lfm2"]
-MANY_STEPS += ["qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "granitemoehybrid_mamba", "nemotron_h", "bamba", "falcon_h1"]
+MANY_STEPS += [
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2_moe",
+    "granitemoehybrid_mamba",
+    "nemotron_h",
+    "bamba",
+    "falcon_h1",
+]
 MANY_STEPS += ["glm4_moe_lite"]
 FUSED_FAMILIES = ["smollm3", "olmo3", "ministral3", "granite", "granitemoehybrid"]
 

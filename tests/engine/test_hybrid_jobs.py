@@ -31,7 +31,7 @@ NAMES += ["bamba", "falcon_h1", "mamba2"]
 IDS = [5, 9, 14, 33, 7, 8]
 
 
-class Stopped(Exception):
+class StopError(Exception):
     pass
 
 
@@ -50,7 +50,7 @@ def run_of(where: Path, name: str) -> RunSpec:
 def train(spec: RunSpec, where: Path, run: str, *, stop: bool = False) -> None:
     def on_event(event: Event) -> None:
         if stop and isinstance(event, StepDone) and event.step == 2:
-            raise Stopped
+            raise StopError
 
     with RunDirectory.open(where / run, resume=RunDirectory.holds_run(where / run)) as directory:
         if RunDirectory.holds_run(where / run):
@@ -89,7 +89,7 @@ def test_adapter_when_trained_then_peft_loads_it_and_a_merged_model_has_its_logi
 def test_run_when_stopped_then_continues_to_the_bits_of_a_whole_one(name, tmp_path):
     spec = run_of(tmp_path, name)
     train(spec, tmp_path, "whole")
-    with pytest.raises(Stopped):
+    with pytest.raises(StopError):
         train(spec, tmp_path, "stopped", stop=True)
     train(spec, tmp_path, "stopped")
     for job in "ab":
@@ -106,7 +106,9 @@ def test_run_when_stopped_then_continues_to_the_bits_of_a_whole_one(name, tmp_pa
 )
 def test_method_when_a_hybrid_has_no_sites_for_it_then_one_sentence(adapter, sentence, tmp_path):
     spec = run_of(tmp_path, "qwen3_5_text")
-    jobs: list[Any] = [{"name": "a", "max_length": 64, "train_data": str(tmp_path / "rows.jsonl"), "max_steps": 1, "adapter": adapter}]
+    jobs: list[Any] = [
+        {"name": "a", "max_length": 64, "train_data": str(tmp_path / "rows.jsonl"), "max_steps": 1, "adapter": adapter}
+    ]
     other = run_from_mapping({"base_model": spec.base_model, "device": "cpu", "jobs": jobs})
     with pytest.raises(ConfigError, match=sentence):
         prepare_run(other, base_dir=tmp_path)

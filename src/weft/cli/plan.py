@@ -60,6 +60,7 @@ def plan(
     from weft.parallel.auto_layout import outlines
     from weft.plan.cost.profile import load_profile
     from weft.plan.cost.shape import capacities
+    from weft.plan.families import estimate_note
     from weft.plan.simulate.layout_forecast import forecast_layout
     from weft.plan.simulate.timeline import gantt
 
@@ -105,6 +106,8 @@ def plan(
     if planned is not None:
         lines = [*(f"layout    {line}" for line in planned.lines), *(f"note      {note}" for note in planned.notes)]
         print_line(console, "\n".join(lines))
+    if (note := estimate_note(model.config)) is not None:
+        print_line(console, f"note      {note}")
     _show(found, console, () if planned is None else planned.alone, is_measured=measured is not None)
     width = max(20, min(100, console.width - 12))
     console.print(gantt(found.timeline, width, names=found.stage_names), markup=False, highlight=False)

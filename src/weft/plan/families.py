@@ -237,6 +237,21 @@ def describe(config: Config, name: str = "") -> Decoder:
     return FAMILIES.get(kind, llama)(config, name)
 
 
+def estimate_note(config: Config) -> str | None:
+    """How time and memory of a model are estimated that `describe` does not describe exactly."""
+    kind = str(config.get("model_type", ""))
+    if is_described(config):
+        return None
+    like = "with as many weights" if kind in HYBRIDS else "of the same sizes"
+    return f"{kind} is estimated like a Llama {like} on the fast path, which it does not take: expect less speed."
+
+
+def num_experts(config: Config) -> int:
+    """Number of routed experts in a layer; 0 if there are none."""
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((int(config[key]) for key in counts if config.get(key)), 0)
+
+
 def is_described(config: Config) -> bool:
     """True if `describe` gives the very layers of a model: those of a family here, all dense and with attention."""
     kinds = set(config.get("layer_types") or ()) - {FULL, SLIDING, "attention"}

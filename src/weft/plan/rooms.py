@@ -7,10 +7,9 @@ from collections.abc import Mapping
 
 from weft.errors import counted
 from weft.plan.decoder import Config
-from weft.plan.families import FULL, OBSTACLES, REFERENCE_FAMILIES, SLIDING, is_described, why_unsupported
+from weft.plan.families import FULL, OBSTACLES, REFERENCE_FAMILIES, SLIDING, is_described, num_experts, why_unsupported
 
 _MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHARED = ("n_shared_experts", "shared_expert_intermediate_size", "num_shared_experts")
 
 
@@ -84,7 +83,7 @@ def _attention(config: Config) -> str:
 
 
 def _feed_forward(config: Config) -> str:
-    num = _first(config, *_COUNTS)
+    num = num_experts(config)
     if not num:
         width = _first(config, "shared_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
         return f"dense, {width or 4 * _first(config, 'hidden_size', 'n_embd')} wide"
