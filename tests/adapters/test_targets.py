@@ -118,10 +118,7 @@ def test_is_target_when_names_end_a_path_at_a_dot_then_they_match(target, path, 
 
 MIXER = ("out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 HYBRID = [
-    *(
-        f"model.layers.0.linear_attn.{name}"
-        for name in ("out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    ),
+    *(f"model.layers.0.linear_attn.{name}" for name in MIXER),
     *(f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.shared_expert_gate")),
 ]
 
