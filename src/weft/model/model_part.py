@@ -17,13 +17,14 @@ from torch import nn
 from weft.adapters.routing import Routing
 from weft.adapters.sites import BlockOutput, InputRows, KeyValueRows, linear_modules
 from weft.methods.virtual_tokens.method import layer_path
+from weft.model.packing.experts import expert_products_of, in_model_order
 from weft.plan.families import describe, final_norm, is_described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WHOLE = "weft_linears"
-"""Attribute of a part of a model with the paths of all linears of the whole."""
+"""Attribute of a part of a model with the paths of all linears and products of experts of the whole."""
 TIED = "weft_is_tied"
 """Attribute of a part of a model: whether embedding and output head of the whole share their rows."""
 
@@ -67,7 +68,7 @@ class AbsentWeight(nn.Module):
 def keep_part(model: Any, part: ModelPart) -> None:
     norm = final_norm(model.config.to_dict())
     assert norm is not None, "the layers of other models may be called otherwise"
-    setattr(model, WHOLE, list(linear_modules(model)))
+    setattr(model, WHOLE, in_model_order(model, linear_modules(model), expert_products_of(model)))
     decoder = model.base_model
     if not part.is_first and hasattr(decoder, "embedding_multiplier"):
         # Granite's decoder multiplies whatever enters it, and here enters what the first part has multiplied.

@@ -156,7 +156,19 @@ def estimated_sizes(config: Config, name: str) -> DecoderSizes:
     return replace(sizes, ffn=max(1, round((used - block) / (3 * sizes.hidden))), idle_weights=round(idle))
 
 
+_MIXTURES = (
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "granitemoe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 FINAL_NORMS: Mapping[str, str] = {
+    **dict.fromkeys(_MIXTURES, "norm"),
     "qwen3_5_text": "norm",
     "qwen3_5_moe_text": "norm",
     "qwen3_next": "norm",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+from covering import slow
 from staged_models import assert_same_answers, staged_executor
 from tiny_families import FAMILIES, plain_model
 from tiny_models import assert_same_bits, finish, random_backbone, small_job, submit, train
@@ -23,7 +24,7 @@ from weft.plan.cost.types import LinearCost
 from weft.plan.hybrids import FINAL_NORMS
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.spread import SpreadPlanner
-from weft.spec import BackboneSpec
+from weft.spec import AdapterSpec, BackboneSpec
 
 NAMES = ["qwen3_5_text", "qwen3_5_moe_text", "lfm2", "granitemoehybrid_mamba", "mamba2"]
 JOBS = [("a", 0), ("b", 1)]
@@ -82,3 +83,15 @@ def test_layouts_when_layers_cannot_be_divided_then_one_sentence(tmp_path):
         assert config.model_type in FINAL_NORMS
         found = why_not_divisible(config.to_dict(), 2)
         assert found is not None and found.startswith(f"is a {config.model_type} model, whose layers cannot be divided")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", slow("gpt_oss"), slow("granitemoe"), slow("deepseek_v3")])
+def test_stages_when_adapters_are_on_routed_experts_then_have_the_bits_of_one_device(name):
+    kinds = {"a": "full", "b": "shared"}
+    given = [(replace(spec, adapter=AdapterSpec(r=2, experts=kinds[spec.name])), data) for spec, data in jobs()]
+    expected = train(random_backbone(name), given, capacity=48)
+    planner = SpreadPlanner((2, 1), (LinearCost(), LinearCost()))
+    engine = Engine(staged_executor(name, (1, 1), (2,)), capacity=48, planner=planner)
+    submit(engine, *given)
+    for job, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[job])

@@ -11,7 +11,7 @@ Shape suffixes: T rows of the microbatch, K choices of a row, S = T · K, D hidd
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,14 @@ def expert_products_of(model: nn.Module) -> dict[str, tuple[ExpertSite, torch.Te
             weight_EOD = weight.transpose(1, 2) if module.is_transposed else weight
             found |= {f"{path}.{name}": (site, weight_EOD) for name, site in sites.items()}
     return found
+
+
+def in_model_order(model: nn.Module, linears: Iterable[str], products: Iterable[str]) -> list[str]:
+    """Paths of linears and of products of experts, layer by layer, as stages divide them."""
+    by_module = {path: [path] for path in linears}
+    for path in products:
+        by_module.setdefault(path.rpartition(".")[0], []).append(path)
+    return [own for path, _ in model.named_modules() for own in by_module.get(path, ())]
 
 
 def expert_weights(model: nn.Module) -> list[str]:

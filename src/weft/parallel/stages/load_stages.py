@@ -158,8 +158,11 @@ def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
 
 def check_layout(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> None:
     """Raises what prevents a run on such replicas, as far as is known before any weight is read."""
-    for size in layout.replica_sizes:
-        find_parts(model, size, layout.tensor)
+    sizes = layout.replica_sizes
+    exchanges = any(job.gradient_sum == "any_order" for job in spec.jobs)
+    if max(sizes) > 1 or layout.tensor > 1 or layout.shards or exchanges:
+        for size in sizes:
+            find_parts(model, size, layout.tensor)
     if model.elsewhere is None:
         find_gpus(model, layout.num_devices, layout.gpus)
     if layout.shards and model.source.gguf_file is not None:
