@@ -99,9 +99,7 @@ class Backbone:
         linears: dict[str, SlotLinear | ExpertSite] = {**self.linears, **self.experts}
         in_order = experts.in_model_order(model, self.linears, self.experts)
         self._sites: dict[Attachment, Mapping[str, AnySite]] = {
-            Attachment.LINEAR: {
-                path: linears[path] for path in experts.in_model_order(model, self.linears, self.experts)
-            },
+            Attachment.LINEAR: {path: linears[path] for path in in_order},
             Attachment.BLOCK_OUTPUT: self.blocks,
             Attachment.INPUT: {INPUT_PATH: inputs} if part is None or part.is_first else {},
             Attachment.KEYS_AND_VALUES: keys_and_values_of(model, part, self.routing),
