@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from weft.model.packing import recurrence
 from weft.model.packing.recurrence import causal_convolution, chunks_of, linear_attention, one_token, recomputed
 
 HEADS, KEY, VALUE = 3, 16, 20
@@ -95,6 +96,28 @@ def test_chunks_when_samples_are_computed_at_once_then_each_as_alone():
         for index, (output, sample) in enumerate(zip(outputs.split(lengths), samples, strict=True)):
             alone, end = chunked(sample, lengths[index : index + 1], None if given is None else given[index, None])
             assert index == 2 or (error(output, alone) <= 1e-6 and error(left[index], end[0]) <= 1e-6)
+
+
+def test_blocks_when_samples_are_computed_at_once_then_each_has_the_bits_it_has_alone(monkeypatch):
+    """As on a GPU: every product has a fixed number of chunks, so neighbours change neither values nor gradients."""
+    sizes, product = set(), torch.matmul
+    monkeypatch.setattr(recurrence, "is_cpu", lambda device: False)
+    monkeypatch.setattr(torch, "matmul", lambda left, right: (sizes.add(len(left)), product(left, right))[1])
+    lengths = [3, 130, 64, 1, 65, 700, 9, 20, 31, 200]
+    samples = [drawn(length, seed) for seed, length in enumerate(lengths)]
+    joined = [torch.cat(parts) for parts in zip(*samples, strict=True)]
+    outputs = chunked(joined, lengths)[0].split(lengths)
+    slopes = zip(*(x.split(lengths) for x in squared_slopes(joined, lengths)), strict=True)
+    for output, slope, sample, length in zip(outputs, slopes, samples, lengths, strict=True):
+        if length > 1:
+            assert torch.equal(output, chunked(sample, [length])[0])
+            assert all(torch.equal(*pair) for pair in zip(slope, squared_slopes(sample, [length]), strict=True))
+    assert sizes == {recurrence.BLOCK}
+
+
+def squared_slopes(given: Given, lengths: list[int]) -> Given:
+    leaves = [x.clone().requires_grad_() for x in given]
+    return list(torch.autograd.grad(chunked(leaves, lengths)[0].square().sum(), leaves))
 
 
 def test_chunks_of_when_cut_and_joined_then_the_same_rows():

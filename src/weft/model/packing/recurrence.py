@@ -30,9 +30,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.device import is_cpu
 from weft.kernels.device_event import sent
 
 CHUNK = 64
+BLOCK = 8
+"""Chunks of a product on a GPU: with 32 heads enough matrices to fill it."""
 
 
 def causal_convolution(
@@ -81,27 +84,45 @@ def linear_attention(
     chunks = chunks_of(tuple(lengths), query_THK.device)
     rows = (query_THK, key_THK, value_THV, decay_TH[..., None], *(() if beta_TH is None else (beta_TH[..., None],)))
     query, key, value, decay, *beta = (chunks.cut(x.float()) for x in rows)
-    sums_CHL = decay[..., 0].cumsum(2)
+    sums_CHL = _by_blocks(lambda g: g.cumsum(2), decay[..., 0])
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
     between_CHLL = (sums_CHL[..., :, None] - sums_CHL[..., None, :]).masked_fill(above, float("-inf")).exp()
     since_CHL1, until_CHL1 = sums_CHL.exp()[..., None], (sums_CHL[..., -1:] - sums_CHL).exp()[..., None]
-    scores_CHLL = query @ key.transpose(2, 3) * between_CHLL
+    scores_CHLL = _by_blocks(torch.matmul, query, key.transpose(2, 3)) * between_CHLL
     added_CHLV, known_CHLK = value, None
     if beta:
         strong_CHLK = key * beta[0]
-        system_CHLL = strong_CHLK @ key.transpose(2, 3) * between_CHLL
+        system_CHLL = _by_blocks(torch.matmul, strong_CHLK, key.transpose(2, 3)) * between_CHLL
         given = torch.cat([value * beta[0], strong_CHLK * since_CHL1], dim=3)
-        solved = torch.linalg.solve_triangular(system_CHLL, given, upper=False, unitriangular=True)
+        solved = _by_blocks(_SOLVE, system_CHLL, given)
         added_CHLV, known_CHLK = solved.split([value_size, key_size], dim=3)
     query, key, whole_CH11 = query * since_CHL1, key * until_CHL1, since_CHL1[:, :, -1:]
     state, outputs, left = states_NHKV[chunks.order_N], [], []
     for step in chunks.steps:
         left.append(state[step.stop - step.start :])
         state = state[: step.stop - step.start]
-        new = added_CHLV[step] if known_CHLK is None else added_CHLV[step] - known_CHLK[step] @ state
-        outputs.append(query[step] @ state + scores_CHLL[step] @ new)
-        state = state * whole_CH11[step] + key[step].transpose(2, 3) @ new
+        new = added_CHLV[step]
+        if known_CHLK is not None:
+            new = new - _by_blocks(torch.matmul, known_CHLK[step], state)
+        read = _by_blocks(torch.matmul, query[step], state)
+        outputs.append(read + _by_blocks(torch.matmul, scores_CHLL[step], new))
+        state = state * whole_CH11[step] + _by_blocks(torch.matmul, key[step].transpose(2, 3), new)
     return chunks.join(torch.cat(outputs)), torch.cat([state, *reversed(left)])[chunks.ranks_N]
+
+
+_SOLVE = functools.partial(torch.linalg.solve_triangular, upper=False, unitriangular=True)
+
+
+def _by_blocks(run: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """`run` on a GPU in blocks of a fixed number of chunks, of all samples: libraries choose their algorithms by how
+    many there are, so without blocks bits would depend on the neighbours. On a CPU there is one sample."""
+    if is_cpu(given[0].device):
+        return run(*given)
+    num = len(given[0])
+    if missing := -num % BLOCK:
+        given = tuple(F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) for x in given)
+    parts = [run(*block) for block in zip(*(x.split(BLOCK) for x in given), strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:num]
 
 
 def one_token(
