@@ -77,6 +77,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma_4_31b": ("Gemma4Text", {"num_hidden_layers": 6, "attention_k_eq_v": True}),
+    "gemma_4_e4b": (
+        "Gemma4Text",
+        {
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 6, "num_kv_shared_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512, "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 30.0,
+        },
+    ),
 }  # fmt: skip
 MIXTURES = ("qwen3_5_35b_a3b", "qwen3_30b_a3b", "gpt_oss_20b", "glm_4_7_flash", "nemotron_3_nano")
 

@@ -15,6 +15,7 @@ from weft.plan.families import FAMILIES
 
 pytestmark = pytest.mark.gpu
 SHAPES = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-8b", "mistral-7b", "phi-4-mini", "gemma-3-4b")
+SHAPES += ("smollm3-3b", "olmo-3-7b", "ministral-3-8b", "granite-3.3-2b", "granite-4.0-micro")
 """A shape of every family on the fast path."""
 EIGHT = Workload((16,) * 8, (128, 256), 2048)
 GPU = torch.device("cuda", 0)

@@ -167,11 +167,14 @@ class Shape:
     positions: int = 32768
     tied: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
+    layer_type: str | None = None
+    """Type of all layers; None: those of the family."""
 
     def config(self) -> Any:
         import transformers
 
         make = getattr(transformers, f"{self.family}Config")
+        types = {} if self.layer_type is None else {"layer_types": [self.layer_type] * self.layers}
         return make(
             hidden_size=self.hidden,
             intermediate_size=self.ffn,
@@ -185,6 +188,7 @@ class Shape:
             rms_norm_eps=1e-5,
             tie_word_embeddings=self.tied,
             use_cache=False,
+            **types,
             **self.extra,
         )
 
@@ -233,15 +237,9 @@ def _granite(attention: float, residual: float, logits: float, **more: Any) -> d
     return {"embedding_multiplier": 12.0, **factors, **more}
 
 
-def _dense(layers: int, ffn: int) -> dict[str, Any]:
-    """What a dense Granite 4 has instead of experts and state layers."""
-    kinds = ["full_attention"] * layers
-    return {
-        "layer_types": kinds,
-        "num_local_experts": 0,
-        "shared_intermediate_size": ffn,
-        "position_embedding_type": "rope",
-    }
+def _dense(ffn: int) -> dict[str, Any]:
+    """What a dense Granite 4 has instead of experts."""
+    return {"num_local_experts": 0, "shared_intermediate_size": ffn, "position_embedding_type": "rope"}
 
 
 def _theta(base: float) -> dict[str, Any]:
@@ -297,7 +295,8 @@ SHAPES = {
             64,
             131072,
             True,
-            _granite(0.015625, 0.22, 10.0, **_dense(40, 8192)),
+            _granite(0.015625, 0.22, 10.0, **_dense(8192)),
+            "full_attention",
         ),
         Shape("tinyllama-1.1b", "Llama", 2048, 5632, 22, 32, 4, 32000, head_size=64, positions=2048),
         Shape("tiny", "Llama", 64, 128, 2, 4, 2, 256, head_size=16, positions=2048),
