@@ -168,3 +168,18 @@ SCHEDULES_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("cosine_annealing", "cosineannealing"), "Did you mean cosine?"),
 }
 STARTS_ELSEWHERE: Mapping[str, str] = _lacking("eva", corda="CorDA", lora_ga="LoRA-GA")
+DEVICES_ELSEWHERE: Mapping[str, str] = {
+    "gpu": "Did you mean cuda?",
+    **dict.fromkeys((f"cuda:{index}" for index in range(16)), "Write cuda, and choose GPUs by --devices."),
+    **_lacking("cpu", "mps", "xpu", "npu", "tpu"),
+}
+DTYPES_ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("fp16", "float16", "half"), "float16 is not supported; the nearest is bfloat16."),
+    **dict.fromkeys(("fp8", "int8", "nf4"), "Write `quantize`."),
+}
+DTYPE_SYNONYMS: Mapping[str, str] = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+STORAGE_ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("4bit", "int4", "fp4", "q4", "4"), "Did you mean nf4?"),
+    **dict.fromkeys(("8bit", "q8", "8"), "Did you mean int8?"),
+    **_lacking("nf4", gptq="GPTQ", awq="AWQ", hqq="HQQ", aqlm="AQLM", int3="int3", mxfp4="MXFP4"),
+}

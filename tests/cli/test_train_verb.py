@@ -203,12 +203,20 @@ def test_train_when_a_batch_is_larger_than_the_data_then_says_what_a_step_takes(
 def test_train_when_a_setting_has_no_effect_then_says_so(weft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_jobs(tmp_path, broken=False)
-    found = weft("train", "jobs.yaml", "jobs.shout.eval_steps=3", "tenant_weights={acme: 2, default: 1}", "--dry-run")
+    found = weft(
+        "train",
+        "jobs.yaml",
+        "jobs.shout.eval_steps=3",
+        "jobs.shout.warmup_steps=999",
+        "tenant_weights={acme: 2, default: 1}",
+        "--dry-run",
+    )
     assert found.code == 0, found.err
     notes = [line for line in found.out.splitlines() if line.startswith("note")]
     assert notes == [
         "note      shout: eval_steps has no effect without eval_data.",
         "note      tenant_weights: no job is of tenant acme.",
+        "note      shout: all of its 2 steps are warm-up (warmup_steps 999), below the learning rate.",
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from weft.errors import ConfigError
 from weft.other_trainers import FOREIGN
 from weft.settings import field_names, read
-from weft.spec import AdapterSpec, JobSpec
+from weft.spec import AdapterSpec, JobSpec, RunSpec
 from weft.spec.load import run_from_mapping
 from weft.spec.run import BackboneSpec
 
@@ -84,10 +84,28 @@ def test_value_when_it_is_another_trainers_then_the_sentence_names_the_nearest(s
 
 
 @pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({"device": "gpu"}, "Did you mean cuda?"),
+        ({"device": "cuda:1"}, "Write cuda, and choose GPUs by --devices."),
+        ({"dtype": "float16"}, "float16 is not supported; the nearest is bfloat16."),
+        ({"quantize": "4bit"}, "Did you mean nf4?"),
+    ],
+)
+def test_value_of_the_run_when_it_is_another_trainers_then_the_sentence_names_the_nearest(settings, ends):
+    with pytest.raises(ConfigError) as caught:
+        run_from_mapping({"base_model": "tiny", "jobs": [{"name": "a", "train_data": "x"}], **settings})
+    assert str(caught.value).endswith(f". {ends}")
+    spec = run_from_mapping({"base_model": "tiny", "jobs": [{"name": "a", "train_data": "x"}], "dtype": "bf16"})
+    assert spec.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
     ("spec", "setting"),
     [
         *((AdapterSpec, name) for name in ("method", "init_lora_weights")),
         *((JobSpec, name) for name in ("objective", "loss_type", "optim", "lr_scheduler_type")),
+        *((RunSpec, name) for name in ("device", "dtype", "quantize")),
     ],
 )
 def test_values_of_others_when_listed_then_none_is_our_own_and_the_nearest_is(spec, setting):

@@ -111,10 +111,14 @@ def profile(
     """Measure this device's time and memory for planning, and check the fits on shapes they have not seen."""
     from weft.engine.execute.profile import check_capacity, measure_profile
     from weft.store.atomic import write_file
+    from weft.store.run_dir import RunDirectory
 
     wall = WallClock(process_start_s())
-    if out is not None and not out.parent.is_dir():
-        raise StorageError(f"there is no directory {out.parent}.", where=f"--out {out}")
+    if out is not None:
+        if not out.parent.is_dir():
+            raise StorageError(f"there is no directory {out.parent}.", where=f"--out {out}")
+        # Before minutes of measuring.
+        RunDirectory.check_writable(out.parent)
     if capacity is not None:
         check_capacity(capacity)
     backbone = open_backbone(model, quantize, recompute, kernels)

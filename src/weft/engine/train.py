@@ -33,6 +33,8 @@ OnEvent = Callable[[Event], None]
 
 BATCH_NOTE = "{job}: a batch of {asked:,} samples is more than its data has; every step takes all {all:,}."
 
+WARMUP_NOTE = "{job}: all of its {all:,} steps are warm-up (warmup_steps {warmup:g}), below the learning rate."
+
 
 @dataclass
 class PreparedRun:
@@ -105,6 +107,9 @@ def prepare_run(
             engine.submit(job, run.data[job.name], base_dir=base_dir)
             run.notes += engine.jobs[job.name].notes
             num_samples = run.data[job.name].train.num_groups
+            num_steps = engine.jobs[job.name].num_steps
+            if job.warmup_steps >= max(num_steps, 1):
+                run.notes += (WARMUP_NOTE.format(job=job.name, warmup=job.warmup_steps, all=num_steps),)
             if job.batch_size > num_samples:
                 run.notes += (BATCH_NOTE.format(job=job.name, asked=job.batch_size, all=num_samples),)
         except ConfigError as error:

@@ -220,8 +220,13 @@ def parse(path: Path, kind: FileKind = "jobs") -> tuple[Any, dict[str, int]]:
         raise ConfigError("there is no such file.", where=str(path), hint=_FIRST_FILE[kind]) from None
     except IsADirectoryError:
         raise ConfigError(f"is a directory, not a {kind} file.", where=str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise ConfigError("is not UTF-8 text.", where=str(path)) from None
+    except OSError as error:
         raise ConfigError(f"cannot be read ({error}).", where=str(path)) from None
+    if path.suffix in (".jsonl", ".ndjson", ".csv", ".tsv", ".txt"):
+        found = f"is a data file by its name, not a {kind} file, which is YAML"
+        raise ConfigError(f"{found}.", where=str(path), hint=_FIRST_FILE[kind])
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()

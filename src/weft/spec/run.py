@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from weft.errors import ConfigError
+from weft.other_trainers import DEVICES_ELSEWHERE, DTYPE_SYNONYMS, DTYPES_ELSEWHERE, STORAGE_ELSEWHERE
 from weft.settings import KnownKeywords, at_least, setting, validate
 from weft.spec.job import JobSpec
 
@@ -44,11 +45,17 @@ class BaseModel:
 
 @dataclass(frozen=True)
 class BackboneOptions:
-    dtype: str = setting("auto", aliases=("torch_dtype",), choices=("auto", "float32", "bfloat16"))
+    dtype: str = setting(
+        "auto",
+        aliases=("torch_dtype",),
+        choices=("auto", "float32", "bfloat16"),
+        synonyms=DTYPE_SYNONYMS,
+        elsewhere=DTYPES_ELSEWHERE,
+    )
     """Type of the frozen weights and activations. auto: float32 on CPU, bfloat16 on a GPU. Adapters stay float32."""
-    device: str = setting("auto", choices=("auto", "cpu", "cuda"))
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"), elsewhere=DEVICES_ELSEWHERE)
     """Where to train. auto: a GPU if there is one."""
-    quantize: str = setting("none", aliases=("quantization",), choices=QUANTISATIONS)
+    quantize: str = setting("none", aliases=("quantization",), choices=QUANTISATIONS, elsewhere=STORAGE_ELSEWHERE)
     """Storage of the frozen linears: fp8 (8 bits, fastest on GPUs that multiply it), int8 (8) or nf4 (4). Adapters,
     embeddings and output head stay as they are."""
     kernels: str = setting("auto", choices=KERNELS)

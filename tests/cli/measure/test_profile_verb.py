@@ -49,6 +49,7 @@ def test_profile_when_run_on_a_cpu_then_measures_checks_and_keeps(weft, tmp_path
     [
         (("--capacity", 8), "--capacity: got 8; at least 128 tokens."),
         (("--out", "gone/p.json"), "--out gone/p.json: there is no directory gone."),
+        (("--out", "/proc/p.json"), "/proc: there is no such directory."),
         (("--model", "llama-3.1-8b"), "--model: the shape llama-3.1-8b is measured on a CUDA GPU, and none is used"),
         (("--model", "llama"), "base_model llama: there is no such model directory"),
         (("--quantize", "fp4"), "got 'fp4'; accepted are none, fp8, nf4, int8"),
