@@ -204,7 +204,7 @@ REFERENCE_FAMILIES = (
     "mamba2",
 )
 """Model types that run on the reference path and are tested against PEFT as those of the fast path are; any other is
-checked against its own attention when it is loaded. Experts stay frozen."""
+checked against its own attention when it is loaded."""
 ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 """Rotary positions that do not depend on the length of a sample; longrope's do beyond `Backbone.max_positions`."""
 LINEARS = tuple(dict.fromkeys(path.rpartition(".")[2] for site in (*SEPARATE, *JOINED, *_GRANITE_MLP) for path in site))
