@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -25,8 +26,10 @@ from weft.data.samples import Sample
 from weft.engine.engine import Engine
 from weft.model.backbone import Backbone
 from weft.model.packing import attention
+from weft.plan.families import num_experts
 from weft.spec import AdapterSpec, JobSpec
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 NUM_JOBS, PER_JOB, LENGTH = 4, 4, 512
 WARM_UP, STEPS = 3, 8
 KINDS: dict[str, dict[str, Any]] = {
@@ -59,10 +62,11 @@ def experts(
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(device), "layers": layers}
     products = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     for name, parameters in {"PEFT, frozen": [], "PEFT, full r=2": products}.items():
-        found[name] = _peft(layers, device, parameters)
+        found[name] = peft_rate(model(layers, device), device, ATTENTION, parameters)
         release(device)
     for kind, settings in KINDS.items():
-        found[f"Weft, {kind}"] = _weft(layers, device, settings)
+        adapter = AdapterSpec(r=16, target_modules=ATTENTION, **settings)
+        found[f"Weft, {kind}"] = weft_rate(model(layers, device), adapter)
         release(device)
     found["Weft beside PEFT, frozen"] = found["Weft, frozen"]["tokens_per_s"] / found["PEFT, frozen"]["tokens_per_s"]
     text = json.dumps(found, indent=1)
@@ -71,22 +75,25 @@ def experts(
         file.write_text(text + "\n")
 
 
-def _peft(layers: int, device: torch.device, parameters: list[str]) -> dict[str, float]:
+def peft_rate(
+    plain: Any, device: torch.device, targets: Sequence[str], parameters: Sequence[str] = ()
+) -> dict[str, float]:
+    """One job of PEFT with rank 16, and rank 2 on parameters of experts."""
     import peft
 
-    plain = model(layers, device)
     plain.set_attn_implementation("sdpa")
-    plain.set_experts_implementation("grouped_mm")
+    if num_experts(plain.config.to_dict()):
+        plain.set_experts_implementation("grouped_mm")
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=parameters, rank_pattern={r".*\.experts\..*": 2}, alpha_pattern={r".*\.experts\..*": 4},
+        task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=list(targets), target_parameters=list(parameters),
+        rank_pattern={r".*\.experts\..*": 2}, alpha_pattern={r".*\.experts\..*": 4},
     )  # fmt: skip
     adapted = peft.get_peft_model(plain, config)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.data = parameter.data.float()
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    ids = torch.randint(3, 150_000, (NUM_JOBS * PER_JOB, LENGTH), device=device)
+    ids = torch.randint(3, plain.config.vocab_size, (NUM_JOBS * PER_JOB, LENGTH), device=device)
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
@@ -105,20 +112,20 @@ def _peft(layers: int, device: torch.device, parameters: list[str]) -> dict[str,
     return {"tokens_per_s": rate, "peak_gb": peak_gb(device), "parameters": sum(p.numel() for p in trained)}
 
 
-def _weft(layers: int, device: torch.device, settings: dict[str, Any]) -> dict[str, float]:
+def weft_rate(plain: Any, adapter: AdapterSpec) -> dict[str, float]:
+    """Four jobs with such adapters, together."""
     from weft.engine.events import StepDone
 
     attention.register()
-    plain = model(layers, device)
     plain.set_attn_implementation(attention.NAME)
     tokenizer: Any = SimpleNamespace(eos_token_id=None)
-    backbone = Backbone(plain, tokenizer, "qwen3-30b-a3b")
+    backbone = Backbone(plain, tokenizer, plain.config.model_type)
+    device = backbone.device
     backbone.use_kernels("reference")
     engine = Engine(backbone, capacity=NUM_JOBS * PER_JOB * LENGTH)
     rng = np.random.default_rng(0)
-    adapter = AdapterSpec(r=16, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"), **settings)
     for index in range(NUM_JOBS):
-        rows = rng.integers(3, 150_000, (8, LENGTH), dtype=np.int32)
+        rows = rng.integers(3, plain.config.vocab_size, (8, LENGTH), dtype=np.int32)
         samples = [Sample(row, np.ones(LENGTH, dtype=bool)) for row in rows]
         spec = JobSpec(
             f"job{index}", train_data=("random",), adapter=adapter, max_steps=WARM_UP + STEPS,
