@@ -157,7 +157,7 @@ def configuration_of(configurations: Configurations, name: str, params: Mapping[
 
 def _targets(adapter: AdapterSpec, facts: ReplicaFacts) -> str | tuple[str, ...]:
     """The adapted linears in the planner's terms; all if the model or the method has others."""
-    if method_of(adapter).attachment is not Attachment.LINEAR:
+    if method_of(adapter).attachment is not Attachment.LINEAR or adapter.experts != "none":
         return ALL_LINEAR
     leaves = {path.rpartition(".")[2] for path in choose_modules(adapter, Attachment.LINEAR, list(facts.modules))}
     known = ModelShape.from_config(facts.config).linears
