@@ -115,7 +115,7 @@ def test_deploy_when_a_profile_is_of_another_backbone_or_gpu_then_refused(refuse
 
 def test_deploy_when_a_profile_fits_then_seconds_follow_it(weft, cluster):
     profile = Path(__file__).parents[2] / "benchmarks" / "h200_profile.json"
-    file = cluster("a100-40", "h200")
+    file = cluster("{gpu: a100-40, gpus: 8}", "{gpu: h200, gpus: 2}")
     tabled, measured = (
         json.loads(weft("plan", "deploy", file, "--json", *more).out) for more in ((), ("--profile", profile))
     )
