@@ -251,7 +251,7 @@ def test_exact_when_it_plans_ahead_then_fewer_microbatches_and_the_same_bits(mon
     found, counts = {}, {}
     for name in ("greedy", "exact"):
         engine = Engine(random_backbone("llama_odd"), capacity=40, planner=planner_named(name))
-        submit(engine, *(small_job(f"job{i}", i, max_steps=30, global_batch_size=5) for i in range(3)))
+        submit(engine, *(small_job(f"job{i}", i, max_steps=16, global_batch_size=5) for i in range(3)))
         found[name] = finish(engine)
         spans = [span.name for span in engine.timeline.spans]
         counts[name] = spans.count("forward_backward")
