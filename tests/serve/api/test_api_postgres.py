@@ -37,6 +37,7 @@ def test_api_when_on_postgres_then_a_job_lives_as_on_sqlite(tmp_path: Path, kind
                 assert home.call("GET", f"/v1/files/{id}").status_code in (400, 404)
             _submit_at_once(home, file)
             _submit_up_to_a_quota(home)
+            _store_up_to_a_quota(home)
             _upload_in_parts(home)
             start = client.fine_tuning.jobs.create(model=name, training_file=file)
             with pytest.raises(openai.BadRequestError, match=f"Job {start.id} starts from {name};"):
@@ -68,6 +69,27 @@ def _submit_up_to_a_quota(home: Home) -> None:
     for thread in threads:
         thread.join()
     assert sorted(answers) == [200] * 3 + [429] * 9
+
+
+def _store_up_to_a_quota(home: Home) -> None:
+    size = len(chat_lines())
+    used = home.call("GET", "/v1/usage", "globex").json()["limits"]["stored_bytes"]["used"]
+    home.limit("globex", max_stored_bytes=used + 3 * size)
+    answers: list[int] = []
+
+    def upload(number: int) -> None:
+        form = {"data": {"purpose": "fine-tune"}, "files": {"file": (f"{number}.jsonl", chat_lines())}}
+        announced = {"filename": "a.jsonl", "purpose": "fine-tune", "bytes": size, "mime_type": "text/jsonl"}
+        path, body = ("/v1/uploads", {"json": announced}) if number % 4 == 0 else ("/v1/files", form)
+        answers.append(home.call("POST", path, "globex", **body).status_code)
+
+    threads = [threading.Thread(target=upload, args=(i,)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(answers) == {200, 429}
+    assert home.call("GET", "/v1/usage", "globex").json()["limits"]["stored_bytes"]["used"] <= used + 3 * size
 
 
 def _upload_in_parts(home: Home) -> None:

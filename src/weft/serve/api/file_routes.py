@@ -31,6 +31,7 @@ from weft.serve.blobs import CHUNK_BYTES, BlobWriter
 from weft.serve.db import files
 from weft.serve.db.engine import DbRow, Tx
 from weft.serve.db.files import discard
+from weft.serve.db.usage import lock_tenant
 from weft.serve.errors import Damaged, NotFound, NotPossible
 from weft.serve.settings import MIB
 from weft.settings import describe
@@ -149,6 +150,7 @@ def create_upload(
         message = f"The file is longer than {allowance.file_limit:,} bytes."
         raise ApiError(413, message, param="bytes", code="file_too_large")
     with service.database.begin() as tx:
+        lock_tenant(tx, user.tenant)
         used = files.stored_bytes(tx, user.tenant) + files.pending_bytes(tx, user.tenant)
         if allowance.quota is not None and used + body.bytes > allowance.quota:
             raise over_quota(used, f"{body.bytes:,} more", allowance.quota)

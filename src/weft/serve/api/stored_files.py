@@ -27,6 +27,7 @@ from weft.serve.api.service import ApiService, Caller
 from weft.serve.blobs import CHUNK_BYTES, BlobWriter
 from weft.serve.db import files
 from weft.serve.db.engine import DbRow, Tx
+from weft.serve.db.usage import lock_tenant
 from weft.serve.errors import NotFound, OverLimit, Unsure
 from weft.serve.new_job import Report, check_training_file
 
@@ -137,7 +138,8 @@ def keep_file(
             report = check_training_file(stream, filename, service.settings.limits, data_format=None)
         refuse_problems(report, "file")
         with service.database.begin() as tx:
-            # Two uploads at once may each have been granted the same bytes.
+            # Two uploads at once may each have been granted the same bytes; one of them waits here.
+            lock_tenant(tx, user.tenant)
             used, quota = files.stored_bytes(tx, user.tenant), user.owner["max_stored_bytes"]
             if quota is not None and used + writer.num_bytes > quota:
                 raise over_quota(used, f"{writer.num_bytes:,} more", quota)
