@@ -93,7 +93,7 @@ def _model(name: str) -> Iterator[Finding]:
     from weft.model.resolve import resolve
     from weft.model.stored_forms import stored_form
     from weft.plan.families import is_described
-    from weft.plan.rooms import rooms, stored_as, why_not_fast
+    from weft.plan.model_facts import rooms, stored_as, why_not_fast
     from weft.spec import BackboneSpec
 
     resolved = resolve(BackboneSpec(name))

@@ -9,8 +9,7 @@ import transformers
 from tiny_families import FAMILIES as TINY
 
 from weft.plan.families import FAMILIES, OBSTACLES, REFERENCE_FAMILIES
-from weft.plan.family_table import TITLES, table
-from weft.plan.rooms import rooms, stored_as
+from weft.plan.model_facts import TITLES, rooms, stored_as, table
 
 ROOT = Path(__file__).parents[3]
 
