@@ -39,6 +39,13 @@ def test_check_servable_when_a_module_is_unknown_then_it_is_refused_by_name(serv
     assert remark.text.endswith("takes no adapters on c_attn, router.")
 
 
+def test_check_servable_when_mixers_are_adapted_then_vllm_takes_them_and_sglang_does_not():
+    paths = [*PATHS, "model.layers.0.linear_attn.in_proj_qkv", "model.layers.0.linear_attn.out_proj"]
+    assert check_servable(AdapterSpec(), paths, "vllm") == []
+    (remark,) = check_servable(AdapterSpec(), paths, "sglang")
+    assert remark.refused and remark.text.endswith("takes no adapters on in_proj_qkv, out_proj.")
+
+
 def test_check_servable_when_sglang_would_scale_wrongly_then_it_is_refused_with_the_remedy():
     spec = AdapterSpec(r=8, lora_alpha=4, use_rslora=True)
     (remark,) = check_servable(spec, PATHS, "sglang")

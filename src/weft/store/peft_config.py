@@ -137,6 +137,8 @@ _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 _MODULES = _ATTENTION | _MLP | {"lm_head"}
 """Linear modules that both servers can adapt."""
+_MIXERS = frozenset({"in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj", "out_proj"})
+"""Those of mixers with a state. SGLang has other names for them, so it would serve the base alone."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ def check_servable(spec: AdapterSpec, module_paths: Collection[str], server: str
 
 
 def _outside(module_paths: Collection[str], server: str) -> list[ServingRemark]:
-    names = sorted({path.rpartition(".")[2] for path in module_paths} - _MODULES)
+    known = _MODULES | _MIXERS if server == "vllm" else _MODULES
+    names = sorted({path.rpartition(".")[2] for path in module_paths} - known)
     if not names:
         return []
     return [ServingRemark(f"{_TITLES[server]} takes no adapters on {', '.join(names)}.", refused=True)]
