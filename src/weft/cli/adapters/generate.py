@@ -314,18 +314,18 @@ class AnswerStream:
     """Prints an answer token by token, holding back characters that are not complete yet."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
+        from weft.engine.inference.generate import AnswerText
+
+        self._answer = AnswerText(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
         self._printed = 0
 
     @property
     def text(self) -> str:
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        return self._answer.whole()
 
     def take(self, _: int, token: int) -> None:
-        self._tokens.append(token)
         # A character of several tokens decodes to U+FFFD until its last one.
-        self._print(self.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        self._print(self._answer.add(token).rstrip("\N{REPLACEMENT CHARACTER}"))
 
     def end(self) -> None:
         """Prints what was held back, and a line end."""

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -177,38 +177,6 @@ class Tokenizers:
         tokenizer, lock = self._answers
         with lock:
             return str(tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-class AnswerText:
-    """The text of an answer that grows by tokens. Only its last tokens are decoded again for each of them.
-
-    The text of the last `KEPT` tokens alone must be the end of the whole text; else, such as in the middle of a
-    character, the tokens before them are decoded again as well.
-    """
-
-    KEPT = 16
-    """Tokens whose text may still change by those that follow."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self.tokens: list[int] = []
-        self._start = 0
-        """Index of the first token that is decoded again."""
-        self._before = ""
-        """Text of the tokens before that one."""
-
-    def add(self, token: int) -> str:
-        """The whole text with one more token."""
-        self.tokens.append(token)
-        text = self._before + self._decode(self.tokens[self._start :])
-        if len(self.tokens) - self._start >= 4 * self.KEPT:
-            last = self._decode(self.tokens[-self.KEPT :])
-            if last and text.endswith(last) and not last.startswith("\N{REPLACEMENT CHARACTER}"):
-                self._start, self._before = len(self.tokens) - self.KEPT, text[: len(text) - len(last)]
-        return text
-
-    def whole(self) -> str:
-        return self._decode(self.tokens)
 
 
 def _known(tokens: list[int], vocabulary: int) -> list[int]:

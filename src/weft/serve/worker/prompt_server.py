@@ -32,12 +32,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from weft.engine.inference.generate import Decoding
+from weft.engine.inference.generate import AnswerText, Decoding
 from weft.errors import AdapterFileError, DataError, StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.errors import Busy, Damaged, NotFound
 from weft.serve.settings import WorkerOptions
-from weft.serve.worker.prompt_inputs import AdapterCache, AnswerText, PromptBody, PromptClient, Tokenizers, tokens_of
+from weft.serve.worker.prompt_inputs import AdapterCache, PromptBody, PromptClient, Tokenizers, tokens_of
 from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler
 
 LOG = logging.getLogger("weft.serve.worker")

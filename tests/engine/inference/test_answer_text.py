@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from weft.engine.inference.generate import AnswerText
 from weft.model.source import load_tokenizer
-from weft.serve.worker.prompt_inputs import AnswerText
 
 WORDS = [
     "\u2581the",
