@@ -14,6 +14,7 @@ from covering import chosen, each_value, slow
 from safetensors.torch import load_file, save_file
 from test_load_backbone import save
 from test_model_part import FAMILIES, with_adapter
+from tiny_families import FAMILIES as TINY
 from tiny_families import plain_model
 from tiny_models import assert_same_bits, job_spec, random_backbone, random_data, small_job, train
 from tiny_shards import Late, spread
@@ -61,7 +62,8 @@ def test_shards_however_weights_are_stored_then_have_the_bits_of_the_whole(kind,
 
 def deep(name: str) -> dict[str, Any]:
     """Settings of a family's model with more layers than there are buffers."""
-    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name == "gemma3_text" else {}
+    settings = TINY[name][1]
+    kinds = {"layer_types": settings["layer_types"] * 2} if "layer_types" in settings else {}
     return {"num_hidden_layers": 4, **kinds}
 
 

@@ -132,7 +132,7 @@ ANSWER_LENGTHS = "at least 1 and at most 1,000,000"
             for given, said in (("0", "0"), ("100000000", "100,000,000"))
         ),
         (["--prompt", "x", "--seed", "-1"], "--seed: must be at least 0 and below 4294967296, got -1."),
-        (["--prompt", "x", "--device", "gpu"], "device: got 'gpu'; accepted are auto, cpu, cuda. Did you mean cpu?"),
+        (["--prompt", "x", "--device", "gpu"], "device: got 'gpu'; accepted are auto, cpu, cuda. Did you mean cuda?"),
         (["--prompt", "x", "--out", "no/such/out.jsonl"], "--out no/such/out.jsonl: its directory does not exist."),
         (["--prompt", "x", "--out", "."], "--out .: is a directory; name a file."),
     ],

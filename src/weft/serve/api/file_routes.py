@@ -194,8 +194,8 @@ def complete_upload(
     service = service_of(request)
     try:
         _complete(service, user, upload_id, body)
-    except (NotFound, NotPossible):
-        # The same request may have come before, or at the same moment.
+    except (NotFound, NotPossible, Damaged):
+        # The same request may have come before, or at the same moment, and then the parts may be gone.
         with service.database.read() as tx:
             if files.get_upload(tx, user.tenant, upload_id)["status"] != "completed":
                 raise
