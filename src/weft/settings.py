@@ -159,7 +159,8 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
 def validate(spec: Any) -> None:
     """Converts and checks every field of a spec in place; called by each spec as it is made. So `AdapterSpec(r="8")` in
     Python and `r: "8"` in a file go the same way."""
-    hints = _type_hints(type(spec))
+    kind: type = type(spec)
+    hints = _type_hints(kind)
     for field in dataclasses.fields(spec):
         value = convert(getattr(spec, field.name), hints[field.name], field.name)
         value = field.metadata["synonyms"].get(value, value) if isinstance(value, str) else value
