@@ -3,8 +3,7 @@
     python -m benchmarks experts [--layers 8] [--json FILE]
 
 The layers are those of Qwen3-30B-A3B, with random weights in bfloat16. Every step is 16 samples of 512 tokens: in PEFT
-one batch of one job, with transformers' grouped products; in Weft four jobs with four samples each, on the reference
-path. Optimizer included.
+one batch of one job, with transformers' grouped products; in Weft four jobs with four samples each. Optimizer included.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def weft_rate(plain: Any, adapter: AdapterSpec) -> dict[str, float]:
     tokenizer: Any = SimpleNamespace(eos_token_id=None)
     backbone = Backbone(plain, tokenizer, plain.config.model_type)
     device = backbone.device
-    backbone.use_kernels("reference")
+    backbone.use_kernels("auto")
     engine = Engine(backbone, capacity=NUM_JOBS * PER_JOB * LENGTH)
     rng = np.random.default_rng(0)
     for index in range(NUM_JOBS):

@@ -4,7 +4,7 @@
 
 Random weights in bfloat16 in the layers' true sizes; experts stay frozen. Every step is 16 samples of 512 tokens, as in
 `experts.py`: in PEFT one batch of one job, on transformers' own code in plain torch unless fla, causal-conv1d or
-mamba-ssm are installed; in Weft four jobs with four samples each, on the reference path.
+mamba-ssm are installed; in Weft four jobs with four samples each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Fixtures and settings of all tests."""
 
-import gc
 import os
 
 # Kernels run in Triton's interpreter; it must be chosen before anything imports triton. `make test-gpu` compiles them.
@@ -29,16 +28,6 @@ settings.load_profile("weft")
 @pytest.fixture(autouse=True)
 def _fresh_seed() -> None:
     torch.manual_seed(0)
-
-
-def pytest_collection_finish() -> None:
-    """Leaves all that is imported by now out of garbage collections, which otherwise take half a second each."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
 
 
 LONGEST = ("golden", "engine", "sweeps", "parallel", "model")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import math
 import os
 import re
@@ -159,8 +158,7 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
 def validate(spec: Any) -> None:
     """Converts and checks every field of a spec in place; called by each spec as it is made. So `AdapterSpec(r="8")` in
     Python and `r: "8"` in a file go the same way."""
-    kind: type = type(spec)
-    hints = _type_hints(kind)
+    hints = typing.get_type_hints(type(spec))
     for field in dataclasses.fields(spec):
         value = convert(getattr(spec, field.name), hints[field.name], field.name)
         value = field.metadata["synonyms"].get(value, value) if isinstance(value, str) else value
@@ -170,11 +168,6 @@ def validate(spec: Any) -> None:
                 raise ConfigError("is empty; write a name or a path.", where=field.name)
             value = _at_home(value)
         object.__setattr__(spec, field.name, value)
-
-
-@functools.cache
-def _type_hints(spec: type) -> dict[str, Any]:
-    return typing.get_type_hints(spec)
 
 
 def _at_home(value: Any) -> Any:

@@ -95,7 +95,7 @@ def sample(length: int) -> Sample:
     return Sample(rng.integers(3, 1000, length, dtype=np.int32), np.arange(length) >= length // 2)
 
 
-def make(name: str) -> Backbone:
+def make(name: str, kernels: str) -> Backbone:
     """A random backbone in bfloat16, with few layers of the published sizes."""
     kind, settings = SHAPES[name]
     config = getattr(transformers, f"{kind}Config")(**{"vocab_size": VOCABULARY, "pad_token_id": 0, **settings})
@@ -105,7 +105,7 @@ def make(name: str) -> Backbone:
         options = {"dtype": torch.bfloat16, "attn_implementation": attention.NAME}
         model = transformers.AutoModelForCausalLM.from_config(config, **options)
     backbone = Backbone(model.eval(), SimpleNamespace(eos_token_id=None), name)
-    backbone.use_kernels("reference")
+    backbone.use_kernels(kernels)
     return backbone
 
 
@@ -127,9 +127,10 @@ def gradients(
     return grads, [loss for loss, (_, index) in zip(losses, lengths, strict=True) if index == 1]
 
 
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_layers_when_samples_are_packed_then_an_adapter_has_the_bits_it_has_alone(name):
-    backbone = make(name)
+def test_layers_when_samples_are_packed_then_an_adapter_has_the_bits_it_has_alone(name, kernels):
+    backbone = make(name, kernels)
     kinds = ("none", "full", "shared") if name in MIXTURES else ("none",)
     for kind in kinds:
         rank = None if kind == "none" else 2

@@ -17,12 +17,13 @@ from weft.adapters.frozen import quantise
 from weft.kernels.lora.tables import Needs
 from weft.kernels.storage import has_fp8
 from weft.model.fused import graphs
-from weft.model.fused.inputs import InputShape, input_shape, needs_bounds
+from weft.model.fused.inputs import InputShape, input_shape
 from weft.model.fused.model import why_not
 from weft.model.fused.path import FusedPath
 from weft.model.load import fp8_copies
 from weft.model.packed import SlotSample, pack_samples
 from weft.model.packing import attention
+from weft.model.packing.attention import needs_bounds
 from weft.spec import AdapterSpec
 
 GPU = torch.device("cuda")

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from weft.kernels.fixed_point import FixedPointSum, SumWords
+from weft.kernels.layers.attention import AttentionBlocks
+from weft.kernels.lora.linears import KernelRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,16 @@ class Routing:
     """The rows of the current microbatch, in order; rows beyond the last segment are padding."""
 
     segments: tuple[Rows, ...] = ()
+    blocks: AttentionBlocks | None = None
+    """The segments, for the attention kernels of kernels/layers/attention.py where a GPU has them."""
     bounds: torch.Tensor | None = None
-    """On a GPU, int32: the first row of each segment, then the end of the buffer; padding counts as a segment."""
+    """The same for torch's, on other GPUs, int32: the first row of each segment, then the end of the buffer; padding
+    counts as a segment."""
     longest: int = 0
     tokens: np.ndarray | None = None
     slots: tuple[SlotRows, ...] = ()
+    by_kernels: KernelRows | None = None
+    """The rows of slots whose LoRA at linears kernels run (`slot_kernels.py`); they are among `slots` too."""
     dropout_keys_T: torch.Tensor | None = None
     """Dropout key of each row (int32), from its job's seed and step and its index in its sample; None: no dropout."""
     row_tile: int | None = None

@@ -27,6 +27,7 @@ from weft.adapters.frozen import tiled_mm as tiled_mm
 from weft.adapters.method import LinearShape, SlotWeights
 from weft.adapters.routing import Routing
 from weft.adapters.slots import active_slots, apply_slots
+from weft.kernels.lora.tables import Site
 
 _LINEAR = ("Linear", "FalconLinear")
 _TRANSPOSED = ("Conv1D",)
@@ -70,6 +71,8 @@ class SlotLinear(nn.Module):
         self.anchor = anchor
         """A scalar that requires grad, so that autograd visits slots even where the input needs no gradient."""
         self.slots: dict[int, SlotWeights] = {}
+        self.kernel_site: Site | None = None
+        """Its number in the tables of `slot_kernels.py`, if kernels can run LoRA here."""
         self.read_original: Callable[[], torch.Tensor] | None = None
         """Reads the original W (O, D) of a quantised weight; None if W is not quantised."""
         self.elsewhere: Callable[[], FrozenWeight | None] | None = None
@@ -106,9 +109,11 @@ class SlotLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X (..., D) to (..., O); all leading dimensions together are the rows of the microbatch."""
         x_TD = x.reshape(-1, x.shape[-1])
-        active = active_slots(self.slots, self.routing)
-        anchor = self.anchor if active else self.anchor.detach()
-        y_TO = apply_slots(x_TD, anchor, self.frozen, self.bias_O, active, self.routing)
+        by_kernels = None if self.kernel_site is None else self.routing.by_kernels
+        kernels = None if by_kernels is None or self.kernel_site is None else by_kernels.at(self.kernel_site)
+        active = active_slots(self.slots, self.routing, () if by_kernels is None else by_kernels.slots)
+        anchor = self.anchor if active or kernels else self.anchor.detach()
+        y_TO = apply_slots(x_TD, anchor, self.frozen, self.bias_O, active, self.routing, kernels)
         if self.share.devices is not None and not self.share.has_all_inputs:
             y_TO = sum_forward(y_TO, self.share.devices)
         return y_TO.view(*x.shape[:-1], -1)

@@ -163,6 +163,9 @@ class Backbone:
         if choice == "reference" or (choice == "auto" and obstacle):
             self.path = self.reference
             self.kernels = "reference: requested" if choice == "reference" else f"reference: {obstacle}"
+            if choice == "auto" and why_reference(self.device, self.dtype) is None:
+                self.reference.use_lora_kernels()
+                self.kernels += "; LoRA in Triton"
             return
         if obstacle:
             raise ModelError(f"the fused kernels do not fit: {obstacle}; use auto or reference.", where="kernels")
@@ -289,7 +292,7 @@ class Backbone:
         return "" if path is self.path else path.name
 
     def kernel_bytes(self, spec: AdapterSpec) -> int:
-        if self._path_for(spec) is self.reference:
+        if not self._path_for(spec).copy_bytes:
             return 0
         return method_of(spec).kernel_bytes(spec, _shapes(self._targets(spec)), self.dtype.itemsize)
 

@@ -17,7 +17,7 @@ a teacher, or numbers that are measured; 2: losses, then hits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +25,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.device import is_gpu
 from weft.kernels.device_event import sent
-from weft.kernels.layers.cross_entropy import cross_entropy_rows_reference
+from weft.kernels.layers.cross_entropy import cross_entropy_rows
 from weft.model.objective_loss import ReferenceRows
 from weft.objectives.distillation import MEASURED, Distillation
+from weft.plan.cost.memory import LOSS_ROWS
 from weft.plan.families import logit_scale
 
 BLOCK = 128
-
-RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, float | None], torch.Tensor]
+"""Rows of a block on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,11 @@ class BlockedLoss:
     """The cross entropy of hidden states after a head, a block of rows at a time."""
 
     head: Head
-    block: int = BLOCK
-    """Number of rows whose logits exist at once: fixed, so no row's result depends on the others."""
-    row_losses: RowLosses = cross_entropy_rows_reference
+
+    @property
+    def block(self) -> int:
+        """Number of rows whose logits exist at once: fixed, so no row's result depends on the others."""
+        return LOSS_ROWS if is_gpu(self.head.weight_VD.device) else BLOCK
 
     def among(self, rows: np.ndarray) -> BlockedLoss:
         """The loss of some of a microbatch's rows: the same, since all have one head."""
@@ -99,7 +102,7 @@ class BlockedLoss:
             logits_BV = self.head.linear(F.pad(hidden_ND[start:end], (0, 0, 0, fill)))
             targets_B = F.pad(targets_N[start:end], (0, fill))
             weights_B = None if weights_N is None else F.pad(weights_N[start:end], (0, fill))
-            results_2B = self.row_losses(logits_BV, targets_B, weights_B, self.head.softcap)
+            results_2B = cross_entropy_rows(logits_BV, targets_B, weights_B, self.head.softcap)
             results_2N[:, start:end] = results_2B[:, : end - start]
             if grad_ND is not None:
                 grad_ND[start:end] = self.head.input_gradient(logits_BV)[: end - start]

@@ -19,8 +19,11 @@ from weft.data.samples import Sample
 from weft.kernels.device import is_cpu, is_gpu
 from weft.kernels.device_event import sent
 from weft.kernels.dropout import row_keys
+from weft.kernels.layers.attention import AttentionBlocks, attention_blocks
+from weft.kernels.lora.tables import BARE, SampleRows
 from weft.model.loss import DistillationRows
 from weft.model.objective_loss import LabelledRows, ReferenceRows, ScoredGroups, find_scored_groups
+from weft.model.packing.attention import needs_bounds
 from weft.objectives.distillation import Distillation
 from weft.objectives.heads import HeadObjective
 from weft.objectives.objective import LikelihoodObjective
@@ -28,6 +31,8 @@ from weft.objectives.objective import LikelihoodObjective
 ADAPTER_WINDOW = 64
 """Rows per adapter product on a CPU; divides the tile of frozen products. Fixed, so that no row's result depends on
 its neighbours; smaller wastes less on short jobs, larger needs fewer calls for long ones."""
+GPU_ADAPTER_WINDOW = 1024
+"""The same on a GPU, which small products would leave idle."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,12 @@ class PackedBatch:
         return self._tensor(self.positions)
 
     @functools.cached_property
+    def keys_T(self) -> torch.Tensor:
+        return self._tensor(self.keys)
+
+    @property
     def dropout_keys_T(self) -> torch.Tensor | None:
-        return self._tensor(self.keys) if self.drops else None
+        return self.keys_T if self.drops else None
 
     @functools.cached_property
     def supervised_N(self) -> torch.Tensor:
@@ -114,9 +123,23 @@ class PackedBatch:
         return self._tensor(self.weights)
 
     @functools.cached_property
+    def spans(self) -> tuple[SampleRows, ...]:
+        """The segments, as kernels' tables have them."""
+        pairs = zip(self.segments, self.segment_slots, strict=True)
+        return tuple(SampleRows(rows.start, rows.end, BARE if slot is None else slot) for rows, slot in pairs)
+
+    @functools.cached_property
+    def blocks(self) -> AttentionBlocks | None:
+        """As in `Routing`."""
+        if not is_gpu(self.device) or needs_bounds(self.device):
+            return None
+        lines = attention_blocks(self.spans, self.num_rows, len(self.spans))
+        return AttentionBlocks(self._tensor(lines), self.spans)
+
+    @functools.cached_property
     def bounds(self) -> torch.Tensor | None:
-        """On a GPU, int32: the first row of each segment, then the end of the buffer; padding counts as a segment."""
-        return self._tensor(np.array(self._edges, dtype=np.int32)) if is_gpu(self.device) else None
+        """As in `Routing`."""
+        return self._tensor(np.array(self._edges, dtype=np.int32)) if needs_bounds(self.device) else None
 
     @property
     def longest(self) -> int:
@@ -125,20 +148,18 @@ class PackedBatch:
 
     @functools.cached_property
     def slots(self) -> tuple[SlotRows, ...]:
-        """Neighbouring segments of one slot, joined unless they are processed alone. On a GPU only frozen products are
-        tiled; a slot's adapter products and gradients run over all its rows at once, since small products would leave
-        it idle. There, results with other neighbours are equal up to rounding."""
-        on_cpu = is_cpu(self.device)
-        window = ADAPTER_WINDOW if self.is_tiled and on_cpu else None
+        """Neighbouring segments of one slot, joined unless they are processed alone."""
+        window = None
+        if self.is_tiled:
+            window = ADAPTER_WINDOW if is_cpu(self.device) else min(GPU_ADAPTER_WINDOW, self.num_rows)
         found = []
         alone = [index if is_separate else -1 for index, is_separate in enumerate(self.apart)]
         owned = zip(zip(self.segment_slots, self.step_keys, alone, strict=True), self.segments, strict=True)
         for (slot, key, _), group in itertools.groupby(owned, key=lambda pair: pair[0]):
             if slot is not None:
                 own = [segment for _, segment in group]
-                summed = own if on_cpu else [Rows(own[0].start, own[-1].end)]
                 begins = [segment.start for segment in own if self.positions[segment.start] == 0]
-                found.append(slot_rows(slot, summed, window, self.num_rows, begins, key))
+                found.append(slot_rows(slot, own, window, self.num_rows, begins, key))
         return tuple(found)
 
     @property

@@ -20,8 +20,10 @@ from weft.adapters.method import Keeps
 from weft.adapters.parts import HeadWeights, TokenRows
 from weft.adapters.routing import Routing
 from weft.adapters.sites import InputRows, SlotLinear
+from weft.adapters.slot_kernels import SlotKernels
 from weft.kernels.device import is_cpu
 from weft.kernels.device_event import AsyncCopy, DeviceEvent, sent
+from weft.kernels.lora.linears import KernelRows
 from weft.model.loss import BlockedLoss, DistillationPass, head_of, run_distillation
 from weft.model.model_part import AbsentLayer, has_per_layer_inputs, plain_parameter
 from weft.model.objective_loss import HeadPass, LossPass, MicrobatchLoss, run_heads, run_loss
@@ -196,7 +198,6 @@ class PendingBackward:
 class ReferencePath:
     name: ClassVar[str] = "reference"
     memory = Memory()
-    copy_bytes = 0
     captured_s = 0.0
 
     def __init__(
@@ -218,6 +219,16 @@ class ReferencePath:
         self._routing = routing
         self._num_slots = 0
         self._ring: LayerRing | None = None
+        self._kernels: SlotKernels | None = None
+
+    def use_lora_kernels(self) -> None:
+        """Runs LoRA at linears by the fused path's kernels; called before adapters are attached."""
+        like = plain_parameter(self._model)
+        self._kernels = SlotKernels(self._linears, like.device, like.dtype)
+
+    @property
+    def copy_bytes(self) -> int:
+        return 0 if self._kernels is None else plain_parameter(self._model).dtype.itemsize
 
     def gather_by(self, ring: LayerRing) -> None:
         """Makes every layer wait for its frozen weights, forward and backward."""
@@ -229,12 +240,16 @@ class ReferencePath:
             layer.register_forward_hook(lambda *given, index=index: _before_gradient(given[-1], ring, index))
 
     def take_slot(self, adapter: Adapter) -> int:
-        """Gives an adapter a new number below zero; numbers of the fused path are above zero."""
+        """Gives an adapter a new number: below zero, unless kernels run it, whose tables count from one."""
+        slot = None if self._kernels is None else self._kernels.take_slot(adapter)
+        if slot is not None:
+            return slot
         self._num_slots += 1
         return -self._num_slots
 
     def free_slot(self, slot: int) -> None:
-        """Does nothing: slot linears hold all state."""
+        if self._kernels is not None:
+            self._kernels.free_slot(slot)
 
     def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> PendingScores:
         begun = DeviceEvent(plain_parameter(self._model).device)
@@ -292,9 +307,11 @@ class ReferencePath:
         follow."""
         self._routing.segments, self._routing.slots = batch.segments, batch.slots
         self._routing.tokens = batch.ids
+        self._routing.blocks = batch.blocks
         self._routing.bounds, self._routing.longest = batch.bounds, batch.longest
         self._routing.dropout_keys_T = batch.dropout_keys_T
         self._routing.row_tile = row_tile
+        self._routing.by_kernels = self._kernel_rows(batch) if row_tile is not None else None
         self._routing.caches = caches or []
         if entering_TD is None:
             embeds_1TD = self._inputs.adapted(self._embedded(batch)[None].requires_grad_(through))
@@ -313,6 +330,11 @@ class ReferencePath:
         if self._ring is not None:
             self._ring.end(then_back=goes_back)
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _kernel_rows(self, batch: PackedBatch) -> KernelRows | None:
+        if self._kernels is None:
+            return None
+        return self._kernels.rows(batch.spans, batch.num_rows, batch.keys_T, drops=batch.drops)
 
     def _per_layer_inputs(self, batch: PackedBatch, entering_TD: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """What a model adds to each layer by the token itself, in families that do so."""

@@ -26,6 +26,7 @@ from weft.adapters.routing import add_product
 from weft.data.tokenise import new_token_ids, with_new_tokens
 from weft.errors import ConfigError
 from weft.kernels.device_event import sent
+from weft.kernels.layers.cross_entropy import cross_entropy_rows
 from weft.methods.lora.config import OwnRows
 from weft.model.loss import BlockedLoss, Head
 from weft.model.model_part import TIED, ModelPart
@@ -228,7 +229,7 @@ class SampleHeadLoss:
         hidden_BD = F.pad(hidden_ND, (0, 0, 0, fill))
         logits_BV = head.linear(hidden_BD)
         weights_B = None if weights_N is None else F.pad(weights_N, (0, fill))
-        results_2B = self.plain.row_losses(logits_BV, F.pad(targets_N, (0, fill)), weights_B, head.softcap)
+        results_2B = cross_entropy_rows(logits_BV, F.pad(targets_N, (0, fill)), weights_B, head.softcap)
         grad_BD = None if weights_N is None else head.gradients(hidden_BD, logits_BV)[:count]
         return results_2B[:, :count], grad_BD
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from weft.kernels.device_event import sent
 from weft.kernels.dropout import drop, keep_mask, module_seed
 from weft.kernels.fixed_point import Words
 from weft.kernels.launch import cdiv, next_power_of_2
@@ -370,9 +371,12 @@ def table_arrays(spans: Sequence[SampleRows], sizes: TableSizes) -> dict[str, np
     return tables
 
 
-def row_tables(spans: Sequence[SampleRows], sizes: TableSizes, keys_T: torch.Tensor) -> RowTables:
-    tables = {name: torch.from_numpy(array).to(keys_T.device) for name, array in table_arrays(spans, sizes).items()}
-    return RowTables(sizes.num_rows, tuple(spans), **tables, keys_T=keys_T, drops=True)
+def row_tables(
+    spans: Sequence[SampleRows], sizes: TableSizes, keys_T: torch.Tensor, *, drops: bool = True
+) -> RowTables:
+    arrays = table_arrays(spans, sizes)
+    tables = {name: sent(torch.from_numpy(array), keys_T.device) for name, array in arrays.items()}
+    return RowTables(sizes.num_rows, tuple(spans), **tables, keys_T=keys_T, drops=drops)
 
 
 def _pieces(spans: Sequence[SampleRows], num_rows: int) -> list[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -291,7 +291,8 @@ class Lora(Method):
         return (rate_b,) if job.adapter.freeze_a else (1.0, rate_b)
 
     def kernel_copy(self, adapter: Adapter, dtype: torch.dtype) -> KernelCopy:
-        return ComputeCopy(adapter, dtype, cast(dict[str, LoraWeights], adapter.modules))
+        linears = {path: weights for path, weights in adapter.modules.items() if isinstance(weights, LoraWeights)}
+        return ComputeCopy(adapter, dtype, linears)
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         (a_RD, b_OR), weight_OD = tensors, linear.weight

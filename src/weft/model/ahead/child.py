@@ -29,17 +29,17 @@ from weft.adapters.frozen import FrozenWeight, join, quantise
 from weft.kernels.adamw import ParameterLane, Update, adamw
 from weft.kernels.fixed_point import Words, collect
 from weft.kernels.launch import RecordedLaunch, build_driver, compile_launch, recorded_launches
-from weft.kernels.layers.cross_entropy import cross_entropy_rows
 from weft.kernels.layers.rms_norm import RmsNorm
 from weft.kernels.layers.rotary import HeadNorms, Heads
 from weft.kernels.lora.tables import ANY_ORDER, Needs, Site, rank_classes
 from weft.methods.registry import METHODS
 from weft.model.ahead.compile_ahead import READY, KernelRequest
-from weft.model.fused.inputs import MIN_LONGEST, MIN_SPANS, Inputs, InputShape, needs_bounds
+from weft.model.fused.inputs import MIN_LONGEST, MIN_SPANS, Inputs, InputShape
 from weft.model.fused.model import ROLES, SIDES, FusedLayer, FusedModel, LayerSites, Product, RotaryTable
 from weft.model.fused.step import run_backward, run_forward
 from weft.model.load import fp8_copies
 from weft.model.loss import BlockedLoss, Head
+from weft.model.packing.attention import needs_bounds
 from weft.model.path import Memory
 from weft.plan.cost.memory import LOSS_ROWS
 from weft.plan.cost.shape import GPU_ROW_TILE
@@ -191,7 +191,7 @@ def _run(request: KernelRequest, needs: Sequence[Needs]) -> None:
     linears = [(size, site.num_in) for site in model.sites for size in site.sizes if site.role in ROLES]
     for method, rank in request.copies:
         METHODS[method].compile_copy(rank, linears, torch.empty(0, dtype=dtype, device=META))
-    loss = BlockedLoss(skeleton_head(request.config, dtype), LOSS_ROWS, cross_entropy_rows)
+    loss = BlockedLoss(skeleton_head(request.config, dtype))
     hidden_ND = torch.empty(LOSS_ROWS, model.hidden, dtype=dtype, device=META)
     targets_N, weights_N = torch.empty(LOSS_ROWS, dtype=torch.int64, device=META), torch.empty(LOSS_ROWS, device=META)
     loss(hidden_ND, targets_N, weights_N)

@@ -36,7 +36,7 @@ from weft.kernels.device import (
     synchronise,
 )
 from weft.kernels.lora.tables import Needs, SlotTable
-from weft.model.fused.inputs import Inputs, InputShape, input_array, spans_of
+from weft.model.fused.inputs import Inputs, InputShape, input_array
 from weft.model.fused.model import FusedModel
 from weft.model.fused.step import Passed, run_backward, run_forward
 from weft.model.packed import PackedBatch
@@ -202,7 +202,7 @@ class InFlightBuffers:
         self._num_rows = batch.num_rows
         if self._is_captured:
             return self._replay(batch, shape, row_tile, entering_TD, needs_grad=needs_grad)
-        inputs = Inputs(shape, torch.from_numpy(input_array(batch, shape)).to(self._model.device), spans_of(batch))
+        inputs = Inputs(shape, torch.from_numpy(input_array(batch, shape)).to(self._model.device), batch.spans)
         tile = self._tile(shape.num_rows, row_tile)
         passed = run_forward(self._model, inputs, self._table, tile, self._memory, entering_TD, needs_grad=needs_grad)
         self._held = passed if needs_grad else None

@@ -12,19 +12,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
 
-from weft.kernels.device import capability, is_gpu
 from weft.kernels.launch import cdiv, next_power_of_2
 from weft.kernels.layers.attention import BLOCK, AttentionBlocks, attend, attention_blocks
 from weft.kernels.layers.attention_grad import attend_grad
 from weft.kernels.layers.rotary import Heads
-from weft.kernels.lora.tables import BARE, RowTables, SampleRows, TableSizes, table_arrays
+from weft.kernels.lora.tables import RowTables, SampleRows, TableSizes, table_arrays
 from weft.model.packed import PackedBatch
-from weft.model.packing.attention import in_fixed_order, varlen
+from weft.model.packing.attention import in_fixed_order, needs_bounds, varlen
 
 MIN_SPANS = 16
 MIN_REFERENCE_SPANS = 32
@@ -89,20 +88,14 @@ def input_array(batch: PackedBatch, shape: InputShape) -> np.ndarray:
     put("ids", batch.ids)
     put("positions", batch.positions)
     put("keys", batch.keys)
-    spans = spans_of(batch)
-    for name, table in table_arrays(spans, shape.sizes).items():
+    for name, table in table_arrays(batch.spans, shape.sizes).items():
         put(name, table)
-    put("blocks", attention_blocks(spans, shape.num_rows, shape.num_spans))
+    put("blocks", attention_blocks(batch.spans, shape.num_rows, shape.num_spans))
     # Unused samples are empty ones at the end. Padding rows are in no sample: attention leaves them undefined, and
     # nothing reads them.
     ends = [segment.end for segment in batch.segments]
     put("bounds", np.array([0, *ends, *[ends[-1]] * (shape.num_spans - len(ends))], dtype=np.int32))
     return buffer
-
-
-def spans_of(batch: PackedBatch) -> tuple[SampleRows, ...]:
-    pairs = zip(batch.segments, batch.segment_slots, strict=True)
-    return tuple(SampleRows(rows.start, rows.end, BARE if slot is None else slot) for rows, slot in pairs)
 
 
 @dataclass(frozen=True)
@@ -131,13 +124,6 @@ class Attended:
     output_THC: torch.Tensor
     gradients: Callable[[torch.Tensor], QkvParts]
     """From the gradient of the output to those of q, k and v; equal inputs give equal bits."""
-
-
-@lru_cache(maxsize=16)
-def needs_bounds(device: torch.device) -> bool:
-    """Whether attention on a device is torch's, which needs the bounds of samples and their largest length: ours
-    needs the shared memory of Hopper and of large Blackwells, which desktop Blackwells (12.0) lack."""
-    return is_gpu(device) and capability(device)[0] not in (9, 10)
 
 
 def attention(

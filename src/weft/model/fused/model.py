@@ -25,8 +25,8 @@ from weft.kernels.device import is_gpu
 from weft.kernels.layers.rms_norm import RmsNorm
 from weft.kernels.layers.rotary import HeadNorms, Heads, Turns
 from weft.kernels.lora.tables import Site, SlotTable
-from weft.model.fused.inputs import needs_bounds
 from weft.model.model_part import ModelPart
+from weft.model.packing.attention import needs_bounds
 from weft.model.shards import LayerRing
 from weft.plan.decoder import Activation, Decoder, LayerForm, Rotary, moved_names
 from weft.plan.families import describe, why_unsupported

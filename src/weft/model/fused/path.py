@@ -14,16 +14,16 @@ from weft.adapters.method import Keeps
 from weft.adapters.parts import HeadWeights
 from weft.kernels.device import is_gpu
 from weft.kernels.device_event import DeviceEvent, sent
-from weft.kernels.layers.cross_entropy import cross_entropy_rows
 from weft.model.fused.graphs import InFlightBuffers
-from weft.model.fused.inputs import InputShape, input_shape, needs_bounds
+from weft.model.fused.inputs import InputShape, input_shape
 from weft.model.fused.model import FusedModel, tile_for
-from weft.model.loss import BLOCK, BlockedLoss, DistillationPass, Head, run_distillation
+from weft.model.loss import BlockedLoss, DistillationPass, Head, run_distillation
 from weft.model.objective_loss import HeadPass, run_heads, run_loss
 from weft.model.packed import PackedBatch
+from weft.model.packing.attention import needs_bounds
 from weft.model.path import Memory, PendingScores
 from weft.model.shards import LayerRing
-from weft.plan.cost.memory import LOSS_ROWS, MemoryModel, rank_class
+from weft.plan.cost.memory import MemoryModel, rank_class
 from weft.plan.cost.shape import CPU_ROW_TILE, gpu_row_tile
 
 
@@ -54,8 +54,7 @@ class FusedPath:
         self._lane = lane
         self._buffers: list[InFlightBuffers] = []
         self._only = self.new_buffers()
-        block = LOSS_ROWS if is_gpu(self._device) else BLOCK
-        self._loss = BlockedLoss(head, block, cross_entropy_rows)
+        self._loss = BlockedLoss(head)
 
     @property
     def model(self) -> FusedModel:

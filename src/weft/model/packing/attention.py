@@ -1,8 +1,8 @@
 """Attention inside segments: a packed microbatch attends as if each of its samples were alone.
 
-On a CPU each segment is attended by itself; on a GPU all go through one variable-length kernel where it applies, whose
-gradients have the same bits each time. A boolean block mask over the whole buffer would leak a neighbour's NaN
-(0 × NaN), and would make a row's result depend on the buffer's length.
+On a CPU each segment is attended by itself; on a GPU all go through one kernel where it applies, that of
+kernels/layers/attention.py or, on GPUs that cannot run it, torch's. A boolean block mask over the whole buffer would
+leak a neighbour's NaN (0 × NaN), and would make a row's result depend on the buffer's length.
 
 GPT-J, CodeGen, GPT-Neo and Falcon have attention code of their own, which transformers' attention interface cannot
 replace. Their models are loaded with plain attention; then each attention module is given another way to attend. Its
@@ -24,6 +24,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.adapters.routing import Routing
+from weft.kernels.device import capability, is_gpu
+from weft.kernels.layers import attention as blocked
+from weft.kernels.layers.attention import AttentionBlocks
+from weft.kernels.layers.attention_grad import attend_grad
 
 NAME = "weft_packed"
 
@@ -51,13 +55,18 @@ def packed_attention(
     if routing.prefixes:
         key_1KTC, value_1KTC = routing.prefixes[module.layer_idx](key_1KTC, value_1KTC)  # type: ignore[index]
     is_plain = softcap is None and s_aux is None
-    if routing.bounds is not None and not routing.caches and is_plain and _fits_kernel(query_1HTC, value_1KTC):
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query_1HTC, key_1KTC, value_1KTC))
+    has_kernel = routing.blocks is not None or routing.bounds is not None
+    if has_kernel and not routing.caches and is_plain and _fits_kernel(query_1HTC, value_1KTC):
+        rows = [x[0].transpose(0, 1).contiguous() for x in (query_1HTC, key_1KTC, value_1KTC)]
+        if routing.blocks is not None:
+            scale = query_1HTC.shape[-1] ** -0.5 if scaling is None else scaling
+            output_THC = _Blocked.apply(*rows, routing.blocks, scale, sliding_window)  # type: ignore[no-untyped-call]
+            return output_THC[None], None
+        assert routing.bounds is not None
         run = functools.partial(
             varlen, bounds=routing.bounds, longest=routing.longest, scaling=scaling, sliding_window=sliding_window
         )
-        output_THC = _Varlen.apply(run, q, k, v) if torch.is_grad_enabled() else run(q, k, v)  # type: ignore[no-untyped-call]
-        return output_THC[None], None
+        return _repeatable(run, *rows)[None], None
     if not routing.caches:
         # Once for all segments; cached keys and values stay small.
         key_1KTC, value_1KTC = _for_every_query_head(query_1HTC, key_1KTC, value_1KTC)
@@ -72,13 +81,60 @@ def packed_attention(
             continue
         if routing.caches:
             key, value = _remember(routing.caches[index], module.layer_idx, key, value)  # type: ignore[arg-type]
-        outputs.append(attend(query, key, value, scaling, sliding_window, softcap, s_aux))
+        run = functools.partial(attend, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks_H=s_aux)
+        outputs.append(_repeatable(run, query, key, value))
     # In one piece: some families view it.
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-class _Varlen(torch.autograd.Function):
-    """The GPU's variable-length kernel; its backward, chosen in forward, adds in a fixed order."""
+@functools.lru_cache(maxsize=16)
+def needs_bounds(device: torch.device) -> bool:
+    """Whether attention on a device is torch's, which needs the bounds of samples and their largest length: ours
+    needs the shared memory of Hopper and of large Blackwells, which desktop Blackwells (12.0) lack."""
+    return is_gpu(device) and capability(device)[0] not in (9, 10)
+
+
+class _Blocked(torch.autograd.Function):
+    """The kernels of kernels/layers/attention.py, with zeros in padding rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THC: torch.Tensor,
+        k_TKC: torch.Tensor,
+        v_TKC: torch.Tensor,
+        blocks: AttentionBlocks,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        out_THC, lse_HT = blocked.attend(q_THC, k_TKC, v_TKC, blocks, scale, window)
+        out_THC[blocks.spans[-1].end :] = 0
+        ctx.save_for_backward(q_THC, k_TKC, v_TKC, out_THC, lse_HT)
+        ctx.options = blocks, scale, window
+        return out_THC
+
+    @staticmethod
+    def backward(ctx: Any, dout_THC: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_THC, k_TKC, v_TKC, out_THC, lse_HT = ctx.saved_tensors
+        blocks, scale, window = ctx.options
+        grads_TE = attend_grad(dout_THC.contiguous(), q_THC, k_TKC, v_TKC, out_THC, lse_HT, blocks, scale, window)
+        grads_TE[blocks.spans[-1].end :] = 0
+        sizes = [x[0].numel() for x in (q_THC, k_TKC, v_TKC)]
+        grads = grads_TE.split(sizes, dim=1)
+        dq, dk, dv = (grad.unflatten(1, x.shape[1:]) for grad, x in zip(grads, (q_THC, k_TKC, v_TKC), strict=True))
+        return dq, dk, dv, None, None, None
+
+
+def _repeatable(run: Callable[..., torch.Tensor], *parts: torch.Tensor) -> torch.Tensor:
+    """Attention by torch, whose gradients have the same bits each time on a GPU too."""
+    if is_gpu(parts[0].device) and torch.is_grad_enabled():
+        output: torch.Tensor = _Repeatable.apply(run, *parts)  # type: ignore[no-untyped-call]
+        return output
+    return run(*parts)
+
+
+class _Repeatable(torch.autograd.Function):
+    """A function of torch; its backward, chosen in forward, adds in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:

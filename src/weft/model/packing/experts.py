@@ -129,9 +129,7 @@ def packed_experts(
     """The weighted sum of the outputs of each row's experts, (T, D)."""
     num_rows, num_choices = index_TK.shape
     dispatch = Dispatch.of(index_TK, module.num_experts)
-    # Stacked, not repeated: on the way back the K gradients of a row are added one after the other too.
-    x_SD = torch.stack([hidden_TD] * num_choices, dim=1).flatten(0, 1)
-    x_SD = _moved(x_SD, dispatch.order_S, dispatch.inverse_S)
+    x_SD = _to_experts(hidden_TD, dispatch)
     owned = _owned(module, dispatch)
     h_SJ = _product(module, GATE_UP if module.has_gate else UP, x_SD, dispatch, owned)
     h_SJ = module._apply_gate(h_SJ) if module.has_gate else module.act_fn(h_SJ)
@@ -139,10 +137,7 @@ def packed_experts(
     # transformers 5.17 knows no norms of experts.
     y_SD = module.post_expert_norm(y_SD) if getattr(module, "has_post_expert_norm", False) else y_SD
     y_TKD = _moved(y_SD, dispatch.inverse_S, dispatch.order_S).view(num_rows, num_choices, -1) * weights_TK[..., None]
-    total_TD = y_TKD[:, 0]
-    for choice in range(1, num_choices):
-        total_TD = total_TD + y_TKD[:, choice]
-    return total_TD.to(hidden_TD.dtype)
+    return _in_turn(y_TKD).to(hidden_TD.dtype)
 
 
 def _owned(module: Any, dispatch: Dispatch) -> list[ExpertRows]:
@@ -181,6 +176,32 @@ class _FrozenExperts:
 
     def input_gradient(self, dy_TO: torch.Tensor, row_tile: int | None = None) -> torch.Tensor:
         return grouped_product(dy_TO, self.weight.dense().transpose(1, 2), self.dispatch.ends_E)
+
+
+def _in_turn(y_TKD: torch.Tensor) -> torch.Tensor:
+    """The sum of each row's choices, added one after the other."""
+    first, *others = y_TKD.unbind(1)
+    for y_TD in others:
+        first = first + y_TD
+    return first
+
+
+def _to_experts(x_TD: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    """Each row once for each of its choices, sorted by expert."""
+    x_SD: torch.Tensor = _ToExperts.apply(x_TD, dispatch)  # type: ignore[no-untyped-call]
+    return x_SD
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+        ctx.dispatch = dispatch
+        return x_TD[dispatch.order_S // dispatch.num_choices]
+
+    @staticmethod
+    def backward(ctx: Any, dx_SD: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dx_TKD = dx_SD[ctx.dispatch.inverse_S].unflatten(0, (-1, ctx.dispatch.num_choices))
+        return _in_turn(dx_TKD), None
 
 
 def _moved(x_SD: torch.Tensor, order_S: torch.Tensor, inverse_S: torch.Tensor) -> torch.Tensor:

@@ -36,15 +36,15 @@ class GiveBack(ABC):
 
     def choose(self, tx: Tx, worker: str, base_model: str, jobs: Iterable[DbRow], at: float) -> list[str]:
         """Returns the ids of those of the worker's jobs that it should give back now."""
-        # A clock that was set back is not waited for.
-        if at < self._look_at <= at + REST_S:
+        if at < self._look_at:
             return []
         self._look_at = at + LOOK_S
         chosen = self._chosen(tx, worker, base_model, [job for job in jobs if _is_worth_moving(job, at)], at)
         if chosen is None:
             self._unequal_since = None
             return []
-        self._unequal_since = at if self._unequal_since is None else min(at, self._unequal_since)
+        if self._unequal_since is None:
+            self._unequal_since = at
         return [] if at - self._unequal_since < STABLE_S else [job["id"] for job in chosen]
 
     @abstractmethod
