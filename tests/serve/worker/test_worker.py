@@ -303,5 +303,19 @@ def test_worker_when_alive_then_its_row_says_what_it_does(bench):
         bench.wait(id)
 
 
+def test_worker_when_its_training_hangs_then_its_row_says_for_how_long(bench, monkeypatch):
+    goes_on = threading.Event()
+    with bench.worker() as worker:
+        monkeypatch.setattr(worker.scheduler, "take_turn", lambda trained_s: not goes_on.wait(PATIENCE_S))
+
+        def silent_s():
+            with bench.database.read() as tx:
+                return [row["info"]["trainer_silent_s"] for row in live_workers(tx, "tiny")]
+
+        wait_until(lambda: any(seconds > 0.5 for seconds in silent_s()))
+        goes_on.set()
+        wait_until(lambda: any(seconds < 0.5 for seconds in silent_s()))
+
+
 def steps_told(bench, id):
     return [event["data"]["step"] for event in bench.events(id, "metrics") if "train_loss" in event["data"]]

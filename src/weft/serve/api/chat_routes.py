@@ -6,8 +6,8 @@ top_p, seed, stop, stream} and answers {"text", "done", "prompt_tokens", "comple
 such events.
 
 A worker may be silent for long, because it trains or others' prompts come first; one that is frozen or gone does not
-answer `GET {address}/alive` either. As long as nothing has been sent to the client, such a prompt goes to another
-worker. A client that hangs up ends its prompts at the worker.
+answer `GET {address}/alive` either, and one whose training hangs has that in its row. As long as nothing has been sent
+to the client, such a prompt goes to another worker. A client that hangs up ends its prompts at the worker.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from weft.serve.api.responses import event_stream
 from weft.serve.api.service import ApiService, Caller, ChatUser, ResolvedModel, resolve_model, service_of
 from weft.serve.db.engine import DbRow, new_id
 from weft.serve.db.usage import add_usage
-from weft.serve.db.workers import live_workers
+from weft.serve.db.workers import find_worker, is_hung, live_workers
+from weft.serve.errors import Busy
 
 chat_router = APIRouter(prefix="/v1", tags=["Chat"])
 DEFAULT_MAX_TOKENS = 256
@@ -150,13 +151,13 @@ async def _answer(
             sent = [{**prompt, "base": found.base, "model_blob": found.blob} for prompt in prompts]
             pending = await run_in_threadpool(send_all, worker, sent)
             reply = _CompletionReply(service, user, body.model, kind, pending, _fingerprint(found))
-            async with _watching(reply, worker, request):
+            async with _watching(service, reply, worker, request):
                 if not body.stream:
                     return JSONResponse(await run_in_threadpool(reply.whole))
                 # Until the first piece an error is still a proper error.
                 await run_in_threadpool(reply.begin)
             with_usage = bool(body.stream_options and body.stream_options.include_usage)
-            return _ReplyStream(reply, worker, with_usage)
+            return _ReplyStream(service, reply, worker, with_usage)
         except ApiError as error:
             if await request.is_disconnected():
                 raise ClientDisconnect from None
@@ -186,6 +187,18 @@ def _find_worker(
         raise list(tried.values())[-1]
     answering = [worker for worker in workers if worker["id"] not in silent]
     return found, choose_worker(answering or workers, found.base, found.blob)
+
+
+def _may_answer(service: ApiService, worker: DbRow) -> bool:
+    """Whether a silent worker lives and, as far as is known, does not hang."""
+    if not is_alive(worker):
+        return False
+    try:
+        with service.database.read() as tx:
+            row = find_worker(tx, worker["id"])
+    except Busy:
+        return True
+    return row is None or not is_hung(row)
 
 
 class _CompletionReply:
@@ -292,21 +305,23 @@ class _ReplyStream(StreamingResponse):
     """Streams a reply, and hangs up on its worker however the stream ends. A reader that goes away leaves the chunks
     half read: only here is that known, and no background task would run."""
 
-    def __init__(self, reply: _CompletionReply, worker: DbRow, with_usage: bool) -> None:
+    def __init__(self, service: ApiService, reply: _CompletionReply, worker: DbRow, with_usage: bool) -> None:
         chunks = reply.stream(with_usage)
         super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._reply, self._worker = reply, worker
+        self._service, self._reply, self._worker = service, reply, worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with _watching(self._reply, self._worker, None):
+            async with _watching(self._service, self._reply, self._worker, None):
                 await super().__call__(scope, receive, send)
         finally:
             self._reply.close()
 
 
 @contextlib.asynccontextmanager
-async def _watching(reply: _CompletionReply, worker: DbRow, request: Request | None) -> AsyncIterator[None]:
+async def _watching(
+    service: ApiService, reply: _CompletionReply, worker: DbRow, request: Request | None
+) -> AsyncIterator[None]:
     """Hangs up on a worker that does not live, or when the client has gone; without `request` the caller sees that."""
 
     async def watch() -> None:
@@ -314,7 +329,7 @@ async def _watching(reply: _CompletionReply, worker: DbRow, request: Request | N
         while request is None or not await request.is_disconnected():
             await asyncio.sleep(WATCH_S)
             if min(reply.silent_s, time.monotonic() - alive_at) > SILENT_S:
-                if not await run_in_threadpool(is_alive, worker):
+                if not await run_in_threadpool(_may_answer, service, worker):
                     break
                 alive_at = time.monotonic()
         reply.hang_up()

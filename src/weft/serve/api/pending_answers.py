@@ -16,6 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from weft.serve.api.errors import ApiError, as_api_error, invalid, unavailable
 from weft.serve.db.engine import DbRow
+from weft.serve.db.workers import is_hung
 from weft.serve.errors import Damaged
 
 TIMEOUT_S = 300.0
@@ -59,13 +60,17 @@ class AnswerPiece:
 
 
 def choose_worker(workers: list[DbRow], base: str, blob: str | None) -> DbRow:
-    """Chooses a live worker of this backbone that answers prompts, if possible one that is not stopping. Prompts for an
-    adapter, known by its archive `blob`, go to a worker that has it loaded. If none has, its name decides, so that all
-    API processes send its prompts to one worker and it is loaded once."""
+    """Chooses a worker of this backbone that answers prompts and does not hang, if possible one that is not stopping.
+    Prompts for an adapter, known by its archive `blob`, go to a worker that has it loaded. If none has, its name
+    decides, so that all API processes send its prompts to one worker and it is loaded once."""
     able = [w for w in workers if w["base_model"] == base and w["address"]]
-    able = [w for w in able if not w["is_draining"]] or able
     if not able:
         raise unavailable(f"No worker has the model '{base}' loaded at the moment.", "no_worker", NO_WORKER_RETRY_S)
+    able = [w for w in able if not is_hung(w)]
+    if not able:
+        message = f"Training keeps the workers of the model '{base}' from prompts at the moment."
+        raise unavailable(message, WORKER_BUSY, NO_WORKER_RETRY_S)
+    able = [w for w in able if not w["is_draining"]] or able
     if blob is None:
         return random.choice(able)
     loaded = [worker for worker in able if blob in worker["info"].get("adapters", ())]

@@ -19,13 +19,16 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from weft.serve.db.engine import DbRow, Tx, every, now
+from weft.serve.db.engine import DbRow, Tx, every, first, now
 from weft.serve.db.tables import JOBS, WORKERS
 from weft.spec import JobSpec
 
 ALIVE_S = 30.0
 """Seconds of silence after which a worker counts as lost, if its row has no limit of its own."""
-
+HUNG_S = 30.0
+"""Seconds of silence of a worker's training thread after which the worker gets no prompts."""
+SILENT_FIELD = "trainer_silent_s"
+"""The name of that silence in `info`."""
 FORGOTTEN_S = 24 * 3600.0
 """How long operators see a worker that is lost."""
 
@@ -69,6 +72,11 @@ def is_lost(row: DbRow, at: float) -> bool:
     return bool(row["seen_at"] + (row["lease_s"] or ALIVE_S) <= at)
 
 
+def is_hung(row: DbRow) -> bool:
+    """Whether the thread that trains and answers prompts was silent for long when the worker last wrote its row."""
+    return float(row["info"].get(SILENT_FIELD) or 0) > HUNG_S
+
+
 def remove_worker(tx: Tx, id: str) -> None:
     tx.execute(sa.delete(WORKERS).where(WORKERS.c.id == id))
 
@@ -76,6 +84,10 @@ def remove_worker(tx: Tx, id: str) -> None:
 def forget_lost_workers(tx: Tx) -> None:
     """Removes the rows of workers that have been lost for a day; operators no longer need them."""
     tx.execute(sa.delete(WORKERS).where(WORKERS.c.seen_at < now(tx) - FORGOTTEN_S))
+
+
+def find_worker(tx: Tx, id: str) -> DbRow | None:
+    return first(tx, sa.select(WORKERS).where(WORKERS.c.id == id))
 
 
 def live_workers(tx: Tx, base_model: str | None = None) -> list[DbRow]:

@@ -32,7 +32,7 @@ from weft.serve.db.give_back import Rebalance, SeatShares
 from weft.serve.db.jobs import move
 from weft.serve.db.leases import claim_jobs, give_up, has_free, release, renew
 from weft.serve.db.tables import WORKERS
-from weft.serve.db.workers import loads_of, put_worker, remove_worker, wanted_of
+from weft.serve.db.workers import SILENT_FIELD, loads_of, put_worker, remove_worker, wanted_of
 from weft.serve.errors import Busy, Unsure
 from weft.serve.settings import WorkerOptions
 from weft.serve.worker.claim import Claim, EngineNotice
@@ -185,12 +185,11 @@ class DatabaseSync:
         self._claims.upload()
         self._num_rounds += 1
         rounds: list[SyncRound] = []
+        info = {**self.info, SILENT_FIELD: round(time.monotonic() - self.trainer_seen_at, 1)}
 
         def write(tx: Tx) -> None:
             is_stopping = self._is_draining
-            rounds.append(
-                self._writer.write(tx, self._num_rounds, is_last=is_last, is_stopping=is_stopping, info=self.info)
-            )
+            rounds.append(self._writer.write(tx, self._num_rounds, is_last=is_last, is_stopping=is_stopping, info=info))
 
         try:
             self._database.run(write)

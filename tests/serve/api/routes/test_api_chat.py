@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from weft.serve.api import chat_routes, pending_answers
 from weft.serve.api.pending_answers import choose_worker
 from weft.serve.db.files import get_model
-from weft.serve.db.workers import put_worker
+from weft.serve.db.workers import put_worker, remove_worker
 
 COUNTS = {"prompt_tokens": 5, "completion_tokens": 3}
 CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -324,6 +324,51 @@ def test_chat_when_its_only_worker_is_frozen_then_503(home: Home, frozen: str):
         put_worker(tx, "w0", base_model="tiny", address=frozen, token="x", info={})
     answer = home.call("POST", "/v1/chat/completions", json={"model": "tiny", "messages": CHAT})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
+
+
+HUNG = {"trainer_silent_s": 60.0}
+
+
+def test_chat_when_the_training_of_a_worker_hangs_then_another_answers_and_without_one_503(home: Home, worker: Worker):
+    """A worker whose training hangs answers `/alive`; so its row decides."""
+    with home.database.begin() as tx:
+        put_worker(tx, "w0", base_model="tiny", address="http://127.0.0.1:1", token="x", info=HUNG)
+    body = {"model": "tiny", "messages": CHAT}
+    for _ in range(8):
+        assert home.call("POST", "/v1/chat/completions", json=body).status_code == 200
+    with home.database.begin() as tx:
+        remove_worker(tx, "w1")
+    answer = home.call("POST", "/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unavailable")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_when_the_training_of_its_worker_comes_to_hang_then_503(home: Home, frozen: str, stream: bool):
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            with home.database.begin() as tx:
+                put_worker(tx, "w0", base_model="tiny", address=address, token="x", info=HUNG)
+            self.connection.recv(1)
+
+        def do_GET(self) -> None:
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    with home.database.begin() as tx:
+        put_worker(tx, "w0", base_model="tiny", address=address, token="x", info={})
+    try:
+        body = {"model": "tiny", "messages": CHAT, "stream": stream}
+        assert home.call("POST", "/v1/chat/completions", json=body).status_code == 503
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize("mode", ["busy", "gone"])
