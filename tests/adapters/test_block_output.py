@@ -21,7 +21,7 @@ from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.adapters.sites import BlockOutput
 from weft.engine.engine import Engine
 from weft.engine.inference.attach import attach_adapter, read_named
-from weft.engine.inference.generate import Decoding, Request, generate
+from weft.engine.inference.generate import Request, generate
 from weft.engine.inference.merge import merge_adapter
 from weft.engine.jobs.live_job import LiveJob
 from weft.errors import AdapterFileError, ConfigError
@@ -29,6 +29,7 @@ from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.model.path import Memory
 from weft.spec import AdapterSpec, BackboneSpec
+from weft.spec.sampling import Decoding
 from weft.store.peft_config import check_servable
 from weft.store.peft_files import CARD_FILE, write_adapter
 

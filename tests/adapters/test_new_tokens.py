@@ -23,13 +23,14 @@ from weft.data.samples import Sample
 from weft.data.tokenise import new_token_ids, with_new_tokens
 from weft.engine.engine import Engine
 from weft.engine.inference.attach import attach_adapter, read_named
-from weft.engine.inference.generate import Decoding, Request, generate
+from weft.engine.inference.generate import Request, generate
 from weft.engine.inference.merge import merge_rows
 from weft.errors import AdapterFileError, ConfigError, DataError
 from weft.model.backbone import Backbone
 from weft.model.packed import SlotSample, pack_samples
 from weft.objectives.preference import Dpo
 from weft.spec import AdapterSpec
+from weft.spec.sampling import Decoding
 
 NEW = ("<think>", "<done>")
 FAMILIES = ["llama_tied", "llama_bias"]

@@ -192,7 +192,8 @@ def _measure_skills(run: PreparedRun, out: Path, *, trained: bool) -> dict[str, 
     """Exact match of every skill on prompts held out from training: of the bare backbone, or of the adapters."""
     from weft.data.load import load_prompts
     from weft.engine.execute.protocol import AnswersWork
-    from weft.engine.inference.generate import Decoding, exact_match
+    from weft.engine.inference.generate import exact_match
+    from weft.spec.sampling import Decoding
 
     executor = _engine_of(run).executor
     prompts = {

@@ -50,8 +50,9 @@ from weft.store.wall_clock import Activity, TimeSplit, WallClock
 
 if TYPE_CHECKING:
     from weft.data.load import Prompt
-    from weft.engine.inference.generate import Answer, Decoding
+    from weft.engine.inference.generate import Answer
     from weft.model.backbone import Backbone
+    from weft.spec.sampling import Decoding
 
 RUN_STOPPED = Reason(ReasonCode.RUN_STOPPED, "the run was stopped")
 

@@ -18,7 +18,7 @@ from weft.data.load import Prompt, load_job_data, of_job
 from weft.data.order import BatchSchedule
 from weft.data.tokenise import with_new_tokens
 from weft.engine.execute.references import adapter_digest
-from weft.engine.inference.generate import Answer, Decoding
+from weft.engine.inference.generate import Answer
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.prepare_job import read_reference, reference_setting
 from weft.engine.run_engine import ReplicaSide, RunEngine, RunJob
@@ -26,6 +26,7 @@ from weft.errors import ConfigError, WeftError
 from weft.objectives.objective import MeanScores
 from weft.spec import AdapterSpec, JobSpec
 from weft.spec.load_sweep import trial_job
+from weft.spec.sampling import Decoding
 from weft.spec.space import Space, params_of, setting_path, value_key
 from weft.spec.sweep import SweepSpec
 from weft.store.wall_clock import TimeSplit

@@ -16,9 +16,10 @@ from weft.data.chat_template import Tokenizer
 from weft.data.load import Prompt
 from weft.data.samples import Sample
 from weft.data.tokenise import with_new_tokens
-from weft.engine.inference.generate import Answer, Decoding
+from weft.engine.inference.generate import Answer
 from weft.errors import ConfigError, DataError, JobError
 from weft.objectives.objective import MeanScores
+from weft.spec.sampling import Decoding
 from weft.spec.sweep import COMMAND, ObjectiveSpec
 from weft.sweeps.configure import SweepEngine, SweepJob
 

@@ -7,8 +7,8 @@ import pytest
 from weft.cli.adapters import generate as chat_verb
 from weft.data.load import prompt_of_chat
 from weft.engine.inference.attach import Attached, load_with_adapters
-from weft.engine.inference.generate import Decoding
 from weft.model.source import load_tokenizer
+from weft.spec.sampling import Decoding
 
 
 def test_chat_when_lines_are_piped_then_prints_only_the_answers(weft, adapters: Path):

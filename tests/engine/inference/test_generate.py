@@ -13,8 +13,9 @@ from tiny_models import attending_eagerly, job_spec, random_backbone, random_dat
 from weft.adapters.adapter import Adapter
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
-from weft.engine.inference.generate import BATCH, Decoding, Request, end_tokens, generate
+from weft.engine.inference.generate import BATCH, Request, end_tokens, generate
 from weft.spec import AdapterSpec
+from weft.spec.sampling import Decoding
 
 PROMPTS = ([5, 9, 14], [33], [7, 8, 9, 10, 11, 12, 13, 14, 15], [40, 41])
 GREEDY = Decoding(max_new_tokens=14)

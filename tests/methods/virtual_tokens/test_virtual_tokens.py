@@ -16,9 +16,10 @@ from weft.adapters.routing import Routing
 from weft.adapters.sites import InputRows
 from weft.data.samples import Sample
 from weft.engine.inference.attach import attach_adapter, read_named
-from weft.engine.inference.generate import Decoding, Request, generate
+from weft.engine.inference.generate import Request, generate
 from weft.errors import AdapterFileError, ConfigError
 from weft.spec import AdapterSpec, JobSpec
+from weft.spec.sampling import Decoding
 from weft.store.peft_files import CONFIG_FILE, read_adapter, write_adapter
 
 COUNT = 3

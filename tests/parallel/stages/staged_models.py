@@ -17,7 +17,6 @@ from weft.data.dataset import JobData
 from weft.data.load import Prompt
 from weft.data.samples import Samples
 from weft.engine.engine import Engine
-from weft.engine.inference.generate import Decoding
 from weft.model.backbone import Backbone
 from weft.model.model_part import ModelPart, keep_part
 from weft.model.path import Memory
@@ -25,6 +24,7 @@ from weft.objectives.heads import Classification
 from weft.objectives.preference import SimPo
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.program import Program
+from weft.spec.sampling import Decoding
 from weft.store.run_dir import RunDirectory, RunRecord
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,12 @@ from weft.engine.events import Event, StepDone
 from weft.engine.execute.local import LocalExecutor
 from weft.engine.execute.protocol import AnswersWork
 from weft.engine.inference import generate
-from weft.engine.inference.generate import Continuation, Decoding
+from weft.engine.inference.generate import Continuation
+from weft.engine.inference.sampling import Chosen, Sampler
 from weft.errors import DataError
 from weft.parallel.stages import stage_passes
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
+from weft.spec.sampling import Decoding
 
 LAYERS = 3
 DRAWN = Decoding(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3)
@@ -98,14 +100,14 @@ def answered(engine: Engine, *given: AnswersWork) -> tuple[list[dict[str, list[s
     """What jobs answer, and the bytes of all logits behind it in an order of their own."""
     executor: Any = engine.executor
     seen: list[bytes] = []
-    choose = Continuation.choose
+    choose = Sampler.choose
 
-    def noted(item: Continuation, logits_V: torch.Tensor) -> int:
-        seen.append(logits_V.numpy().tobytes())
-        return choose(item, logits_V)
+    def noted(sampler: Sampler, logits_RV: torch.Tensor, items: Sequence[Continuation]) -> Chosen:
+        seen.extend(logits_V.numpy().tobytes() for logits_V in logits_RV)
+        return choose(sampler, logits_RV, items)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Continuation, "choose", noted)
+        patch.setattr(Sampler, "choose", noted)
         # More prompts than share a pass.
         for module in (generate, stage_passes):
             patch.setattr(module, "BATCH", 4)

@@ -19,8 +19,8 @@ from weft.data.chats import Rendered
 from weft.data.load import prompt_of_chat
 from weft.data.tokenise import tokenise_prompt
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
-from weft.engine.inference.generate import Decoding, Request, generate
-from weft.errors import WeftError
+from weft.engine.inference.generate import Request, generate
+from weft.errors import JobError, WeftError
 from weft.serve.errors import Busy
 from weft.serve.worker import prompt_inputs, prompt_server
 from weft.serve.worker import prompt_scheduler as scheduler_module
@@ -28,6 +28,7 @@ from weft.serve.worker.prompt_inputs import AdapterCache
 from weft.serve.worker.prompt_scheduler import MAX_ADAPTERS, AnswerEnd, PromptRequest, PromptScheduler
 from weft.serve.worker.prompt_server import _safe_length
 from weft.spec import AdapterSpec
+from weft.spec.sampling import Decoding
 from weft.store.peft_files import read_adapter, write_adapter
 
 CHAT = [{"role": "user", "content": "heddle"}]
@@ -390,10 +391,10 @@ def test_turn_when_one_prompt_cannot_be_read_then_only_it_fails_and_the_others_a
     expected = [generate(backbone, [Request(t)], Decoding(6))[0] for t in ([5, 9], tokens)]
     advance = scheduler_module.advance
 
-    def poisoned(backbone, items, ends):
+    def poisoned(backbone, items, ends, sampler):
         if any(item.request.tokens == [7, 7] and len(item.tokens) == 2 for item in items):
             raise ValueError("poison")
-        return advance(backbone, items, ends)
+        return advance(backbone, items, ends, sampler)
 
     monkeypatch.setattr(scheduler_module, "advance", poisoned)
     scheduler = PromptScheduler(backbone, 12)
@@ -420,7 +421,7 @@ def test_turn_when_the_logits_of_one_prompt_are_not_finite_then_the_others_are_a
         scheduler.submit(request)
     while scheduler.take_turn(None):
         pass
-    assert isinstance(poison.answer.get(timeout=PATIENCE_S), RuntimeError)
+    assert isinstance(poison.answer.get(timeout=PATIENCE_S), JobError)
     assert [len(written(request)[0]) for request in good] == [4, 4, 4]
 
 

@@ -264,7 +264,8 @@ def _add_scores(
 
 
 def _add_exact_match(results: dict[str, dict[str, float]], loaded: Attached, prompts: dict[str, list[Prompt]]) -> None:
-    from weft.engine.inference.generate import Decoding, answers, exact_match
+    from weft.engine.inference.generate import answers, exact_match
+    from weft.spec.sampling import Decoding
 
     encode = loaded.backbone.tokenizer.encode
     references = {prompt.reference or "" for each in prompts.values() for prompt in each}

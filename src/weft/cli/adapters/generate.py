@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,17 +17,13 @@ from rich.text import Text
 from weft.cli.options import path_option
 from weft.errors import ConfigError, DataError, StorageError, WeftError
 from weft.report.readable import output_console
+from weft.spec.sampling import Decoding
 
 if TYPE_CHECKING:
     from weft.data.chat_template import Tokenizer
     from weft.data.load import Prompt
     from weft.engine.inference.attach import Attached
-    from weft.engine.inference.generate import Answer, Decoding
-
-COLDEST = 0.001
-"""Lowest temperature that is not 0; below it, logits divided by it leave the range of float32."""
-MOST_NEW_TOKENS = 10**6
-"""Beyond what any model has positions for; an answer ends at the last of the model's own."""
+    from weft.engine.inference.generate import Answer
 
 Adapters = Annotated[
     list[str] | None,
@@ -66,13 +61,13 @@ def generate(
     dtype: Dtype = "auto",
 ) -> None:
     """Answer prompts with one or several adapters, all in one batch on the shared model."""
-    check_decoding(max_new_tokens, temperature, top_p, seed)
+    decoding = decoding_of(max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     _check_prompts(prompt or [], data)
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         reason = "is a directory; name a file." if out.is_dir() else "its directory does not exist."
         raise StorageError(reason, where=f"--out {out}")
     from weft.data.sources import find_source
-    from weft.engine.inference.generate import Decoding, answers
+    from weft.engine.inference.generate import answers
     from weft.store.atomic import write_file
 
     if data is not None:
@@ -82,7 +77,6 @@ def generate(
         loaded = load_adapters(adapter, base_model, device, dtype)
         prompts = loaded.as_each_reads(lambda reader, template: _prompts(prompt or [], data, reader, template))
         requests = {name: (slot, prompts[name]) for name, slot in loaded.slots.items()}
-    decoding = Decoding(max_new_tokens, temperature, top_p, seed)
     with Console(stderr=True).status(f"writing {sum(map(len, prompts.values())):,} answers"):
         given = answers(loaded.backbone, requests, decoding)
     lines = "".join(_json_lines(given))
@@ -96,17 +90,12 @@ def generate(
         _show(given, loaded, output_console())
 
 
-def check_decoding(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
+def decoding_of(max_new_tokens: int, **settings: Any) -> Decoding:
     """ConfigError for an option out of range."""
-    if not 1 <= max_new_tokens <= MOST_NEW_TOKENS:
-        bounds = f"at least 1 and at most {MOST_NEW_TOKENS:,}"
-        raise ConfigError(f"must be {bounds}, got {max_new_tokens:,}.", where="--max-new-tokens")
-    if temperature != 0 and not COLDEST <= temperature < math.inf:
-        raise ConfigError(f"must be 0 or at least {COLDEST}, got {temperature:g}.", where="--temperature")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"must be above 0 and at most 1, got {top_p:g}.", where="--top-p")
-    if not 0 <= seed < 2**32:
-        raise ConfigError(f"must be at least 0 and below {2**32}, got {seed}.", where="--seed")
+    try:
+        return Decoding(max_new_tokens, **settings)
+    except ConfigError as error:
+        raise error.at(f"--{(error.where or '').replace('_', '-')}") from None
 
 
 def load_adapters(
@@ -202,13 +191,11 @@ def chat(
     dtype: Dtype = "auto",
 ) -> None:
     """Talk to an adapter; switch between several with /adapter NAME."""
-    check_decoding(max_new_tokens, temperature, top_p, seed)
+    decoding = decoding_of(max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with Console(stderr=True).status("loading the model"):
-        from weft.engine.inference.generate import Decoding
-
         loaded = load_adapters(adapter, base_model, device, dtype)
     interactive = sys.stdin.isatty()
-    talk = Talk(loaded, Decoding(max_new_tokens, temperature, top_p, seed), system, interactive=interactive)
+    talk = Talk(loaded, decoding, system, interactive=interactive)
     if interactive:
         with contextlib.suppress(ImportError):
             # Gives input() its line editing and history.

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     import torch
 
     from weft.engine.inference.attach import StoredAdapter
-    from weft.engine.inference.generate import Answer, Decoding
+    from weft.engine.inference.generate import Answer
     from weft.engine.program_run import ProgramRun
     from weft.kernels.adamw import Updated
+    from weft.spec.sampling import Decoding
 
 OutcomeT = TypeVar("OutcomeT")
 

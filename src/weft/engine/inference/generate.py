@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import torch
 
 from weft.data.load import Prompt
 from weft.data.samples import Sample
-from weft.errors import DataError
+from weft.engine.inference.sampling import Sampler, check
+from weft.errors import DataError, JobError
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
+from weft.spec.sampling import Decoding, Sampling
 
 BATCH = 64
 
@@ -29,16 +31,6 @@ class Request:
     """Decides its draws, together with the decoding's seed."""
 
 
-@dataclass(frozen=True)
-class Decoding:
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    """Temperature; 0 takes the most likely token."""
-    top_p: float = 1.0
-    """Draws from the smallest set of tokens with this probability."""
-    seed: int = 0
-
-
 @dataclass(eq=False)
 class Continuation:
     request: Request
@@ -50,7 +42,7 @@ class Continuation:
     """Error of `advance` for this continuation alone; then it is over."""
 
     def __post_init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(mix(self.decoding.seed, self.request.seed))
+        self.sampling: Sampling = replace(self.decoding, seed=mix(self.decoding.seed, self.request.seed))
         self.cache: dict[Any, Any] = {}
         """Keys and values by layer, and states of mixers."""
         self.new: list[int] = list(self.request.tokens)
@@ -63,13 +55,14 @@ class Continuation:
         self.new = [*self.request.tokens, *self.tokens]
         self.num_read = 0
 
-    def choose(self, logits_V: torch.Tensor) -> int:
-        """The next token; call it once for each."""
-        return _choose(logits_V, self.decoding, self._generator)
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.request.tokens
 
     def write(self, token: int, ends: Collection[int], longest: int, num_leading: int) -> int | None:
         """Adds the chosen token; None if it ends the answer instead. `longest`: positions that the model has;
-        `num_leading`: rows in front of the request that an adapter fills."""
+        `num_leading`: rows in front of the request that an adapter fills. JobError if none could be chosen."""
+        check(token)
         if token in ends:
             self.is_over = True
             return None
@@ -90,12 +83,12 @@ def generate(
 ) -> list[list[int]]:
     """New tokens of every request, without the end token; `on_token(index, token)` gets each at once. A sequence's
     draws depend on its own seed and the decoding's, not on the others or its index."""
-    ends = end_tokens(backbone)
+    ends, sampler = end_tokens(backbone), Sampler()
     results: list[list[int]] = []
     for start in range(0, len(requests), BATCH):
         group = [Continuation(request, decoding) for request in requests[start : start + BATCH]]
         while going := [(which, item) for which, item in enumerate(group) if not item.is_over]:
-            written = advance(backbone, [item for _, item in going], ends)
+            written = advance(backbone, [item for _, item in going], ends, sampler)
             for (which, _), token in zip(going, written, strict=True):
                 if token is not None and on_token is not None:
                     on_token(start + which, token)
@@ -106,18 +99,20 @@ def generate(
     return results
 
 
-def advance(backbone: Backbone, going: Sequence[Continuation], ends: Collection[int]) -> list[int | None]:
+def advance(
+    backbone: Backbone, going: Sequence[Continuation], ends: Collection[int], sampler: Sampler
+) -> list[int | None]:
     """Writes the next token of each, in one pass of the backbone; None where an end token or an error came instead. A
     continuation's token does not depend on the others in the pass."""
     leading = [backbone.leading_rows(item.request.slot) for item in going]
     batch = pack_new(going, leading, backbone.device)
     logits = backbone.logits(batch, last_rows(batch), [item.cache for item in going])
+    tokens, _ = sampler.choose(logits, going).to_host()
     written: list[int | None] = []
-    for item, row, num_leading in zip(going, logits, leading, strict=True):
+    for item, token, num_leading in zip(going, tokens, leading, strict=True):
         try:
-            written.append(item.write(item.choose(row), ends, backbone.max_positions, num_leading))
-        except Exception as error:
-            # Logits that are not finite cannot be drawn from; the others' tokens are chosen all the same.
+            written.append(item.write(token, ends, backbone.max_positions, num_leading))
+        except JobError as error:
             item.error, item.is_over = error, True
             written.append(None)
     return written
@@ -153,16 +148,6 @@ def pack_new(going: Sequence[Continuation], leading: Sequence[int], device: torc
 
 def last_rows(batch: PackedBatch) -> list[int]:
     return [segment.end - 1 for segment in batch.segments]
-
-
-def _choose(logits_V: torch.Tensor, decoding: Decoding, generator: torch.Generator) -> int:
-    if decoding.temperature == 0:
-        return int(logits_V.argmax())
-    probabilities = torch.softmax(logits_V.cpu() / decoding.temperature, dim=0)
-    ordered, tokens = probabilities.sort(descending=True)
-    # A token stays if what precedes it is below top_p; the first stays even if float32 rounds top_p to 0.
-    ordered[1:][(ordered.cumsum(0) - ordered)[1:] >= decoding.top_p] = 0.0
-    return int(tokens[torch.multinomial(ordered, 1, generator=generator)])
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from weft.data.load import Prompt
     from weft.engine.engine import Engine
     from weft.engine.execute.protocol import ReplicaFacts
-    from weft.engine.inference.generate import Decoding
     from weft.parallel.stages.load_stages import StageLayout
+    from weft.spec.sampling import Decoding
 
 ALIVE_S = 1.0
 """Seconds from one sign of life of a rank to the next."""

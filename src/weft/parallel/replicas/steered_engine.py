@@ -39,7 +39,8 @@ from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from weft.data.load import Prompt
-    from weft.engine.inference.generate import Answer, Decoding
+    from weft.engine.inference.generate import Answer
+    from weft.spec.sampling import Decoding
 
 
 @dataclass(frozen=True)

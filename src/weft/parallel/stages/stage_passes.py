@@ -30,6 +30,7 @@ from weft.engine.execute.evaluate import (
 from weft.engine.execute.protocol import AnswersWork, EvaluatedPart, EvaluationWork
 from weft.engine.execute.references import ReferencePass, RequestedRows, reference_passes, requested_rows
 from weft.engine.inference.generate import BATCH, Continuation, end_tokens, last_rows, pack_new, requests_of
+from weft.engine.inference.sampling import Sampler
 from weft.model.packed import PackedBatch, pack_samples
 from weft.parallel.stages.stage import Stage
 from weft.parallel.stages.transport import Channel, Route
@@ -185,6 +186,7 @@ class _Group:
         self._stage = stage
         self._ends, self._longest = end_tokens(stage.backbone), stage.backbone.max_positions
         self._chosen: list[int] = []
+        self._sampler = Sampler()
         self.going = list(rows)
 
     def run(self) -> Generator[None, None, None]:
@@ -197,9 +199,10 @@ class _Group:
             stage.transport.send(left_TD, stage.device + 1, Channel.ACTIVATION)
             return
         logits_NV = stage.backbone.logits(batch, last_rows(batch), caches, entering_TD)
-        self._chosen = [item.choose(logits_V) for item, logits_V in zip(items, logits_NV, strict=True)]
+        tokens_N = self._sampler.choose(logits_NV, items).tokens_R
         for other in range(stage.device - stage.index, stage.device):
-            stage.transport.send(torch.tensor(self._chosen, device=stage.backbone.device), other, Channel.CHOICE)
+            stage.transport.send(tokens_N, other, Channel.CHOICE)
+        self._chosen = tokens_N.tolist()
 
     def take_choice(self) -> Generator[None, None, None]:
         stage, chosen = self._stage, self._chosen

@@ -20,11 +20,13 @@ import torch
 
 from weft.engine.execute.memory import release_memory
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
-from weft.engine.inference.generate import BATCH, Continuation, Decoding, Request, advance, end_tokens, read_ahead
+from weft.engine.inference.generate import BATCH, Continuation, Request, advance, end_tokens, read_ahead
+from weft.engine.inference.sampling import Sampler
 from weft.errors import WeftError
 from weft.kernels.device import memory_errors
 from weft.model.backbone import Backbone
 from weft.serve.errors import Busy
+from weft.spec.sampling import Decoding
 
 LOG = logging.getLogger("weft.serve.worker")
 SHARE = 0.25
@@ -69,6 +71,7 @@ class PromptScheduler:
         """Prompts of a pass that failed: each is read alone once, so that only the one to blame fails."""
         self._slots: OrderedDict[str, int] = OrderedDict()
         """The slots of adapters by name, the least recently used first."""
+        self._sampler = Sampler()
         self._is_closed = False
         self.num_answered = 0
         self.tokenizer = backbone.tokenizer
@@ -172,7 +175,7 @@ class PromptScheduler:
 
     def _advance(self, going: list[PromptRequest]) -> None:
         items = [self._active[request] for request in going]
-        written = advance(self._backbone, items, end_tokens(self._backbone))
+        written = advance(self._backbone, items, end_tokens(self._backbone), self._sampler)
         for request, item, token in zip(going, items, written, strict=True):
             if item.error is not None:
                 LOG.error("a prompt could not be answered", exc_info=item.error)

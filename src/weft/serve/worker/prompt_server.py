@@ -32,17 +32,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from weft.engine.inference.generate import AnswerText, Decoding
+from weft.engine.inference.generate import AnswerText
 from weft.errors import AdapterFileError, DataError, StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.errors import Busy, Damaged, NotFound
 from weft.serve.settings import WorkerOptions
 from weft.serve.worker.prompt_inputs import AdapterCache, PromptBody, PromptClient, Tokenizers, tokens_of
 from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler
+from weft.spec.sampling import COLDEST, MOST_NEW_TOKENS, Decoding
 
 LOG = logging.getLogger("weft.serve.worker")
-COLDEST = 0.001
-"""The lowest temperature that is not taken as 0; logits divided by a lower one leave the range of float32."""
 SILENCE_S = 300.0
 """How long a token may take before an answer is given up."""
 NUM_THREADS = 300
@@ -134,9 +133,11 @@ class PromptServer:
                 "included.",
                 where="messages" if body.messages is not None else "prompt",
             )
+        # Lower ones are taken as 0.
         temperature = 0.0 if body.temperature < COLDEST else body.temperature
-        longest = min(body.max_tokens, room)
-        request = PromptRequest(tokens, adapter, Decoding(longest, temperature, body.top_p, body.seed))
+        longest = min(body.max_tokens, room, MOST_NEW_TOKENS)
+        decoding = Decoding(longest, temperature=temperature, top_p=body.top_p, seed=body.seed)
+        request = PromptRequest(tokens, adapter, decoding)
         client.request = request
         client.check()
         self._scheduler.submit(request)
