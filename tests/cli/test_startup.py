@@ -70,3 +70,40 @@ def test_command_when_it_imports_torch_then_waiting_threads_do_not_spin_unless_t
     )
     assert python(code).splitlines()[-1] == "PASSIVE"
     assert python(code, OMP_WAIT_POLICY="ACTIVE").splitlines()[-1] == "ACTIVE"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--version"], 0), (["train", "absent.yaml"], 2), (["raises"], 1)], ids=str
+)
+def test_process_when_its_command_is_over_then_it_ends_without_freeing_what_it_imported(
+    arguments: list[str], code: int
+):
+    """Output is complete, exit handlers are called; freeing torch and transformers takes a second."""
+    program = (
+        "import atexit, sys\n"
+        "from weft.cli import main\n"
+        "class Imported:\n"
+        "    def __del__(self): print('freed')\n"
+        "imported = Imported()\n"
+        "def command():\n"
+        "    atexit.register(print, 'closed')\n"
+        "    if sys.argv[1] == 'raises': raise RuntimeError('not caught')\n"
+        "    original()\n"
+        "original, main.main = main.main, command\n"
+        "main.run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-1] == "closed"
+    assert ("Traceback" in done.stderr) == (code == 1)
+
+
+def test_command_when_it_imports_torch_then_garbage_is_searched_for_seldom():
+    code = (
+        "import gc, sys\n"
+        "from weft.cli.main import main\n"
+        "sys.argv = ['weft', '--version']\n"
+        "try: main()\n"
+        "finally: print(gc.get_threshold()[0])"
+    )
+    assert int(python(code).splitlines()[-1]) == 50_000

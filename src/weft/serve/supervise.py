@@ -48,8 +48,8 @@ _START = (
     "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
     "signal.signal(signal.SIGTTOU, signal.SIG_IGN)\n"
     "sys.argv = ['weft', *json.loads(sys.stdin.buffer.readline())]\n"
-    "from weft.cli.main import main\n"
-    "main()\n"
+    "from weft.cli.main import run\n"
+    "run()\n"
 )
 """The program of a child. It reads its arguments from standard input, because every user of the machine can read a
 command line and the database's URL may hold a password. Its log goes to a terminal even where only the foreground may
