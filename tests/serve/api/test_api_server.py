@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,10 +20,11 @@ from weft.serve.api.app import listen, run_app
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_run_when_told_to_stop_before_it_serves_then_does_not_begin(
-    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: signal.Signals
 ):
     """A service that is stopped while it starts would else leave a process behind that holds its port; one line of the
     log says that it stops."""
+    caplog.set_level(logging.INFO, "weft.serve")
     serve, stops = uvicorn.Server.run, []
 
     def told(self: uvicorn.Server, sockets: Any = None) -> None:
@@ -40,8 +42,9 @@ def test_run_when_told_to_stop_before_it_serves_then_does_not_begin(
             was_needed = rescue.finished.is_set()
             rescue.cancel()
     assert stops and not was_needed
-    (line,) = [json.loads(text) for text in capsys.readouterr().err.splitlines() if "stopping" in text]
-    assert (line["message"], line["signal"]) == ("stopping", number.name)
+    (line,) = [record for record in caplog.records if record.getMessage() == "stopping"]
+    assert line.fields["signal"] == number.name
+    assert logging.getLogger("weft.serve").handlers == [], "the program decides where logs go"
     assert [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 

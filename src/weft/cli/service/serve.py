@@ -252,8 +252,10 @@ def _run(
 def _run_api(settings: Settings, database: Database, sock: socket.socket, supervisor: Supervisor | None = None) -> None:
     """Answers requests until a signal. Unlike the workers of this machine, the process keeps its priority."""
     from weft.serve.api.app import make_app, run_app
+    from weft.serve.api.observe import log_json
     from weft.serve.blobs import Blobs
 
+    log_json()
     app = make_app(settings, database, Blobs(settings.store_url))
     run_app(app, sock, supervisor.request_stop if supervisor else lambda: None)
     database.close()

@@ -37,7 +37,7 @@ from weft.serve.api.errors import ApiError, as_api_error, unavailable
 from weft.serve.api.file_routes import file_router, upload_router
 from weft.serve.api.job_routes import event_router, job_router, list_jobs, retrieve
 from weft.serve.api.model_routes import model_router, usage_router, worker_router
-from weft.serve.api.observe import CONTENT_TYPE, Metrics, RequestObserver, log_json
+from weft.serve.api.observe import CONTENT_TYPE, Metrics, RequestObserver
 from weft.serve.api.requests import BODIES
 from weft.serve.api.service import ApiService, Operator, RateLimits, needs, service_of
 from weft.serve.blobs import Blobs
@@ -187,7 +187,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 def run_app(app: FastAPI, sock: socket.socket, on_stop: Callable[[], None] = lambda: None) -> None:
     """Serves until SIGTERM or SIGINT; returns when the last request is answered or the grace is over."""
-    log_json()
     allow_many_connections()
     server = make_server(app, on_stop)
     # uvicorn installs its handlers a little later, and a signal until then must not be lost. It also raises the signal
