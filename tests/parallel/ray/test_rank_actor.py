@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import types
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+import weft
 from weft.parallel.ray import rank_actor
 from weft.parallel.ray.rank_actor import RankActor
 from weft.parallel.replicas import rank as rank_module
+from weft.parallel.replicas.connections import Inbox, RankEnded
 from weft.parallel.replicas.messages import CancelJob, Command, EndRank, JobReleased, Report
 
 
@@ -93,6 +96,51 @@ def test_rank_when_nobody_asks_for_long_then_its_process_ends(actor, monkeypatch
     forsaken()
     assert ended == [1]
     assert next(now_s, None) is None, "it looked until then"
+
+
+def parsed(module: str) -> ast.Module:
+    return ast.parse((Path(weft.__file__).parent / module).read_text())
+
+
+@pytest.mark.parametrize(
+    ("callers", "module", "actor"),
+    [
+        (("parallel/ray/ray_ranks.py",), "parallel/ray/rank_actor.py", "RankActor"),
+        (("serve/supervise.py",), "serve/supervise.py", "WorkerActor"),
+        (
+            ("sweeps/ray_tune/__init__.py", "sweeps/ray_tune/trial_server.py"),
+            "sweeps/ray_tune/trial_server.py",
+            "TrialServer",
+        ),
+    ],
+)
+def test_calls_of_an_actor_when_made_then_are_methods_that_it_has(callers: tuple[str, ...], module: str, actor: str):
+    """`actor.name.remote(…)`: no type checker sees the name, and only clusters call it."""
+    (found,) = [node for node in parsed(module).body if isinstance(node, ast.ClassDef) and node.name == actor]
+    methods = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+    called = {
+        node.value.attr
+        for caller in callers
+        for node in ast.walk(parsed(caller))
+        if isinstance(node, ast.Attribute) and node.attr == "remote" and isinstance(node.value, ast.Attribute)
+    }
+    assert called
+    assert called <= methods
+
+
+def test_reader_when_it_fails_then_the_controller_hears_that_the_rank_is_gone():
+    """Else it would wait for the next report for ever."""
+    pytest.importorskip("ray")
+    from weft.parallel.ray.ray_ranks import RayRank, RayRanks
+
+    ranks = RayRanks.__new__(RayRanks)
+    ranks.inbox, ranks._connection = Inbox(), types.SimpleNamespace(is_lost=True)
+    rank = RayRank(0, actor=object())
+    with pytest.raises(AttributeError):
+        ranks._read(rank)
+    _, report = ranks.inbox.get(timeout=0)
+    assert isinstance(report, RankEnded) and report.is_accident
+    assert rank.is_gone.is_set()
 
 
 class NotStarted:

@@ -49,7 +49,7 @@ class ActorLine:
     def send(self, command: Command) -> None:
         with suppress(*CONNECTION_ERRORS):
             if not self._connection.is_lost:
-                self._actor.obey.remote(next(self._numbers), command)
+                self._actor.apply.remote(next(self._numbers), command)
 
 
 @dataclass
@@ -127,7 +127,8 @@ class RayRanks:
 
     def _read(self, rank: RayRank) -> None:
         """Receives one rank's reports until it is gone."""
-        how, is_accident = "ended", False
+        # What a failure of this thread leaves: else the controller would wait for the rank's next report for ever.
+        how, is_accident = "is out of reach: its reports cannot be received", True
         try:
             rank.host = ray.get(rank.actor.where.remote())
             batch = ReportBatch(())
@@ -136,13 +137,13 @@ class RayRanks:
                 rank.last_seen_s = time.monotonic()
                 for report in batch.reports:
                     self._take(rank, report)
-            how = batch.ending
+            how, is_accident = batch.ending, False
         except CONNECTION_ERRORS as error:
             how = f"is out of reach: {LOST}" if self._connection.is_lost else _how(rank, error)
-            is_accident = True
-        # One that was out of reach for a moment has lost reports, so it is ended.
-        self._kill_actor(rank)
-        self._report_end(rank, how, is_accident=is_accident)
+        finally:
+            # One that was out of reach for a moment has lost reports, so it is ended.
+            self._kill_actor(rank)
+            self._report_end(rank, how, is_accident=is_accident)
 
     def _kill_actor(self, rank: RayRank) -> None:
         with suppress(*CONNECTION_ERRORS):
