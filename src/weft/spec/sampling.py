@@ -15,6 +15,9 @@ MOST_LOGPROBS = 20
 """The most tokens whose log-probabilities are reported at one position."""
 MOST_BIASES = 1024
 LARGEST_BIAS = 100.0
+MOST_ANSWERS = 128
+"""The most answers to one prompt."""
+MOST_STOPS = 16
 MOST_NEW_TOKENS = 10**6
 """Beyond what any model has positions for; an answer ends at the last of the model's own."""
 
@@ -93,9 +96,27 @@ class Decoding(Sampling):
     """How answers are written: how each token is chosen, and when an answer ends."""
 
     max_new_tokens: int = 256
+    n: int = field(default=1, kw_only=True)
+    """Number of answers to each prompt."""
+    stop: tuple[str, ...] = field(default=(), kw_only=True)
+    """Texts that end an answer, which ends before them."""
+    stop_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
+    """Tokens that end an answer, besides the model's own."""
+    prompt_logprobs: int | None = field(default=None, kw_only=True)
+    """As `logprobs`, for the tokens of the prompt."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.max_new_tokens <= MOST_NEW_TOKENS:
-            bounds = f"at least 1 and at most {MOST_NEW_TOKENS:,}"
-            raise ConfigError(f"must be {bounds}, got {self.max_new_tokens:,}.", where="max_new_tokens")
+        for name, least, most in (
+            ("max_new_tokens", 1, MOST_NEW_TOKENS),
+            ("n", 1, MOST_ANSWERS),
+            ("prompt_logprobs", 0, MOST_LOGPROBS),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"must be at least {least} and at most {most:,}, got {value:,}.", where=name)
+        for name in ("stop", "stop_token_ids"):
+            if len(getattr(self, name)) > MOST_STOPS:
+                raise ConfigError(f"has {len(getattr(self, name))} values; use at most {MOST_STOPS}.", where=name)
+        if "" in self.stop:
+            raise ConfigError("is empty; write the text that ends an answer.", where="stop")

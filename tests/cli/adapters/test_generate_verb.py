@@ -48,6 +48,31 @@ def test_generate_when_given_a_file_then_writes_it_whole_and_says_so(weft, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
 
 
+def test_generate_when_several_answers_with_logprobs_are_wanted_then_each_has_a_line(weft):
+    lines = weft(
+        "generate", "--base-model", "tiny", "--prompt", "planet", "--prompt", "garden", "--temperature", 3, "--n", 2,
+        "--top-k", 50, "--min-p", 0.001, "--max-new-tokens", 5, "--logprobs", 1, "--json",
+    ).out.splitlines()  # fmt: skip
+    records = [json.loads(line) for line in lines]
+    assert [(r["where"], r["sample"]) for r in records] == [(f"--prompt {i}", k) for i in (1, 2) for k in (0, 1)]
+    assert records[0]["answer"] != records[1]["answer"]
+    for record in records:
+        assert "".join(token["token"] for token in record["logprobs"]) == record["answer"]
+        assert all(len(token["top"]) == 1 >= 0 >= token["logprob"] for token in record["logprobs"])
+
+
+def test_generate_when_a_stop_text_comes_then_the_answer_ends_before_it(weft):
+    options = ("generate", "--base-model", "tiny", "--prompt", "planet", "--json")
+    answer, cut = (json.loads(weft(*options, *more).out)["answer"] for more in ((), ("--stop", "x", "--stop", "ne")))
+    assert (answer, cut) == ("planet", "pla")
+
+
+def test_generate_when_repetition_is_penalised_then_the_answer_is_another(weft):
+    options = ("generate", "--base-model", "tiny", "--prompt", "planet", "--json")
+    answers = [json.loads(weft(*options, *more).out)["answer"] for more in ((), ("--repetition-penalty", 50))]
+    assert answers[0] == "planet" != answers[1]
+
+
 def test_generate_when_drawing_then_the_seed_decides(weft):
     def draw(seed: int) -> str:
         return weft(
@@ -130,6 +155,19 @@ ANSWER_LENGTHS = "at least 1 and at most 1,000,000"
         *(
             (["--prompt", "x", "--max-new-tokens", given], f"--max-new-tokens: must be {ANSWER_LENGTHS}, got {said}.")
             for given, said in (("0", "0"), ("100000000", "100,000,000"))
+        ),
+        (["--prompt", "x", "--top-k", "-1"], "--top-k: must be at least 0 and at most 2147483647, got -1."),
+        (["--prompt", "x", "--min-p", "2"], "--min-p: must be at least 0 and at most 1, got 2."),
+        (
+            ["--prompt", "x", "--repetition-penalty", "0"],
+            "--repetition-penalty: must be above 0 and at most 100, got 0.",
+        ),
+        (["--prompt", "x", "--n", "0"], "--n: must be at least 1 and at most 128, got 0."),
+        (["--prompt", "x", "--stop", ""], "--stop: is empty; write the text that ends an answer."),
+        (["--prompt", "x", "--logprobs", "21", "--json"], "--logprobs: must be at least 0 and at most 20, got 21."),
+        (
+            ["--prompt", "x", "--logprobs", "1"],
+            "--logprobs: log-probabilities are written with --json or --out FILE; add one.",
         ),
         (["--prompt", "x", "--seed", "-1"], "--seed: must be at least 0 and below 4294967296, got -1."),
         (["--prompt", "x", "--device", "gpu"], "device: got 'gpu'; accepted are auto, cpu, cuda. Did you mean cuda?"),

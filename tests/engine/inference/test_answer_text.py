@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from weft.engine.inference.generate import AnswerText
+from weft.engine.inference.answer_text import AnswerText, TokenTexts, before_stop, safe_length
 from weft.model.source import load_tokenizer
 
 WORDS = [
@@ -62,3 +62,35 @@ def test_text_when_an_answer_grows_then_it_is_that_of_all_tokens_and_little_is_d
     for length, token in enumerate(tokens, 1):
         assert answer.add(token) == decode(tokens[:length])
     assert sum(decoded) < 100 * len(tokens) and answer.whole() == decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "said"),
+    [("hello", [], 5), ("war\ufffd", [], 3), ("hello ST", ["STOP"], 6), ("aaa", ["ab"], 2), ("abc", ["x"], 3)],
+)
+def test_text_when_it_may_be_the_start_of_a_stop_then_is_held_back(text, stops, said):
+    assert safe_length(text, stops) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "before"),
+    [
+        ("hello", ["l"], "he"),
+        ("hello", ["lo", "el"], "h"),
+        ("hello", ["x"], None),
+        ("hello", ["hello"], ""),
+        ("a", [], None),
+    ],
+)
+def test_text_when_it_has_stop_strings_then_ends_before_the_first(text, stops, before):
+    assert before_stop(text, stops) == before
+
+
+@pytest.mark.parametrize("kind", [of_pieces, of_bytes])
+def test_token_texts_when_joined_then_are_the_text_with_its_spaces(kind):
+    decode, _ = kind()
+    texts = TokenTexts(decode)
+    tokens = [0, 1, 4, 5] if kind is of_pieces else [ord(c) % 90 + 5 for c in "warp and weft"]
+    assert "".join(texts[token] for token in tokens).strip() == decode(tokens).strip()
+    if kind is of_pieces:
+        assert [texts[0], texts[2], texts[5]] == [" the", "n", "."]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import attending_eagerly, job_spec, random_backbone, random_data, random_model, train
 
 from weft.adapters.adapter import Adapter
+from weft.data.load import Prompt
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
-from weft.engine.inference.generate import BATCH, Request, end_tokens, generate
+from weft.engine.inference.generate import BATCH, Request, answers, complete, end_tokens, generate
 from weft.spec import AdapterSpec
 from weft.spec.sampling import Decoding
 
@@ -184,3 +187,79 @@ def test_generate_when_called_between_training_events_then_training_keeps_its_bi
     disturbed = train(backbone, [job], on_event=decode)["a"]
     assert disturbed.losses == undisturbed.losses
     assert all(b.equal(undisturbed.adapter[path][1]) for path, (_, b) in disturbed.adapter.items())
+
+
+def model_logprobs(tokens: list[int]) -> torch.Tensor:
+    """Row t: log-probabilities of the token after the first t + 1."""
+    with attending_eagerly(random_model("llama")) as model, torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0].double(), -1)
+
+
+def test_complete_when_logprobs_are_wanted_then_each_token_has_the_models_own(backbone):
+    decoding = Decoding(6, temperature=0.8, top_k=20, seed=2, logprobs=2)
+    plain, wanted = ([Request(p, seed=i) for i, p in enumerate(PROMPTS)] for _ in range(2))
+    finished = complete(backbone, wanted, decoding)
+    assert [each.tokens for each in finished] == generate(backbone, plain, replace(decoding, logprobs=None))
+    for prompt, each in zip(PROMPTS, finished, strict=True):
+        rows = model_logprobs([*prompt, *each.tokens])[len(prompt) - 1 : -1]
+        assert [found.token for found in each.logprobs] == each.tokens
+        for row, found in zip(rows, each.logprobs, strict=True):
+            assert found.logprob == pytest.approx(float(row[found.token]), abs=1e-4)
+            assert [token for token, _ in found.top] == row.topk(2).indices.tolist()
+            assert [value for _, value in found.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+        assert each.prompt_logprobs == []
+
+
+@pytest.mark.parametrize("at_once", [2, 256])
+def test_complete_when_the_prompt_is_scored_then_its_tokens_have_their_logprobs_and_the_answer_is_the_same(
+    backbone, monkeypatch, at_once
+):
+    monkeypatch.setattr("weft.engine.inference.generate.SCORED_TOKENS", at_once)
+    finished = complete(backbone, [Request(p) for p in PROMPTS], Decoding(4, prompt_logprobs=1))
+    assert [each.tokens for each in finished] == generate(backbone, [Request(p) for p in PROMPTS], Decoding(4))
+    for prompt, each in zip(PROMPTS, finished, strict=True):
+        first, *rest = each.prompt_logprobs
+        assert first is None and [found.token for found in rest] == prompt[1:]
+        for row, found in zip(model_logprobs(prompt), rest, strict=False):
+            assert found.logprob == pytest.approx(float(row[found.token]), abs=1e-4)
+            assert [token for token, _ in found.top] == [int(row.argmax())]
+
+
+def test_complete_when_a_stop_token_comes_then_ends_before_it(backbone):
+    (free,) = generate(backbone, [Request(PROMPTS[0])], GREEDY)
+    (found,) = complete(backbone, [Request(PROMPTS[0])], replace(GREEDY, stop_token_ids=(free[5],)))
+    assert (found.tokens, found.reason) == (free[: free.index(free[5])], "stop")
+    assert complete(backbone, [Request(PROMPTS[0])], GREEDY)[0].reason == "length"
+
+
+class Letters:
+    """A letter for each token."""
+
+    eos_token_id = None
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(0x4E00 + token) for token in tokens)
+
+
+def test_answers_when_a_stop_string_comes_then_end_before_it_and_decode_no_further(backbone, monkeypatch):
+    monkeypatch.setattr(backbone, "tokenizer", Letters())
+    monkeypatch.setattr(backbone, "tokenizer_of", lambda slot: Letters())
+    prompts = [Prompt(np.array(tokens, dtype=np.int32), "", None, "here") for tokens in PROMPTS]
+    free = answers(backbone, {"a": (None, prompts)}, GREEDY)["a"]
+    stop = free[0].text[4:6]
+    stopped = answers(backbone, {"a": (None, prompts)}, replace(GREEDY, stop=(stop, "never")))["a"]
+    assert [each.text for each in stopped] == [each.text.split(stop)[0] for each in free]
+    assert stopped[0].finished is not None and stopped[0].finished.reason == "stop"
+    assert len(stopped[0].finished.tokens) == free[0].text.index(stop) + 2
+
+
+def test_answers_when_several_are_wanted_then_each_prompt_has_them_and_the_first_is_the_only_one(backbone, monkeypatch):
+    monkeypatch.setattr(backbone, "tokenizer", Letters())
+    monkeypatch.setattr(backbone, "tokenizer_of", lambda slot: Letters())
+    prompts = [Prompt(np.array(tokens, dtype=np.int32), "", None, "here") for tokens in PROMPTS]
+    warm = Decoding(8, temperature=1.0)
+    one = answers(backbone, {"a": (None, prompts)}, warm)["a"]
+    three = answers(backbone, {"a": (None, prompts)}, replace(warm, n=3))["a"]
+    assert [each.prompt for each in three[::3]] == prompts
+    assert [each.text for each in three[::3]] == [each.text for each in one]
+    assert len({each.text for each in three}) == len(three)

@@ -55,7 +55,7 @@ def rows(number: int) -> list[Row]:
 def chosen(given: list[Row], device: str = "cpu") -> list[tuple[int, TokenLogprobs | None]]:
     logits = torch.stack([row.logits for row in given]).to(device)
     tokens, logprobs = Sampler().choose(logits, given).to_host()
-    return list(zip(tokens, logprobs or [None] * len(tokens), strict=True))
+    return list(zip(tokens, logprobs, strict=True))
 
 
 def trimmed(row: Row, got: tuple[int, TokenLogprobs | None]) -> tuple:

@@ -26,7 +26,6 @@ from weft.serve.worker import prompt_inputs, prompt_server
 from weft.serve.worker import prompt_scheduler as scheduler_module
 from weft.serve.worker.prompt_inputs import AdapterCache
 from weft.serve.worker.prompt_scheduler import MAX_ADAPTERS, AnswerEnd, PromptRequest, PromptScheduler
-from weft.serve.worker.prompt_server import _safe_length
 from weft.spec import AdapterSpec
 from weft.spec.sampling import Decoding
 from weft.store.peft_files import read_adapter, write_adapter
@@ -512,14 +511,6 @@ def test_adapter_cache_when_an_archive_is_damaged_then_says_so_and_leaves_nothin
         adapters.get(bench.blobs.put(b"no archive", ".zip"))
     assert not list((tmp_path / "adapters").iterdir())
     shutil.rmtree(tmp_path / "adapters")
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "said"),
-    [("hello", [], 5), ("war\ufffd", [], 3), ("hello ST", ["STOP"], 6), ("aaa", ["ab"], 2), ("abc", ["x"], 3)],
-)
-def test_text_when_it_may_be_the_start_of_a_stop_then_is_held_back(text, stops, said):
-    assert _safe_length(text, stops) == said
 
 
 def test_worker_when_it_trains_with_prompts_waiting_all_the_time_then_goes_on_training(trained):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,8 +23,10 @@ from weft.spec.sampling import Decoding
 if TYPE_CHECKING:
     from weft.data.chat_template import Tokenizer
     from weft.data.load import Prompt
+    from weft.engine.inference.answer_text import TokenTexts
     from weft.engine.inference.attach import Attached
     from weft.engine.inference.generate import Answer
+    from weft.engine.inference.sampling import TokenLogprobs
 
 Adapters = Annotated[
     list[str] | None,
@@ -40,8 +43,14 @@ BaseModel = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens, as far as the model has positions.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token; more is more varied.")]
-TopP = Annotated[float, typer.Option(help="Draw from the smallest set of tokens with this probability.")]
+TopP = Annotated[float, typer.Option(help="Draw from the smallest set of likeliest tokens with this probability.")]
+TopK = Annotated[int, typer.Option(help="Draw from this many likeliest tokens; 0 is all.")]
+MinP = Annotated[float, typer.Option(help="Draw only tokens with this share of the likeliest one's probability.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens of prompt and answer become less likely.")]
+PresencePenalty = Annotated[float, typer.Option(help="Above 0: tokens that the answer has become less likely.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="The same, for each time that the answer has the token.")]
 Seed = Annotated[int, typer.Option(help="Seed of the draws when the temperature is above 0.")]
+Stop = Annotated[list[str] | None, typer.Option(help="A text that ends an answer before it; repeat it for several.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 
@@ -54,15 +63,45 @@ def generate(
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
     seed: Seed = 0,
+    stop: Stop = None,
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Write log-probabilities of the answers' tokens, and of so many likeliest tokens beside each, with "
+            "--json or --out.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path | None, path_option("Write the answers to this JSONL file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answers as JSONL.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Answer prompts with one or several adapters, all in one batch on the shared model."""
-    decoding = decoding_of(max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    decoding = decoding_of(
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        n=n,
+        logprobs=logprobs,
+    )
     _check_prompts(prompt or [], data)
+    if logprobs is not None and not as_json and out is None:
+        raise ConfigError("log-probabilities are written with --json or --out FILE; add one.", where="--logprobs")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         reason = "is a directory; name a file." if out.is_dir() else "its directory does not exist."
         raise StorageError(reason, where=f"--out {out}")
@@ -79,7 +118,7 @@ def generate(
         requests = {name: (slot, prompts[name]) for name, slot in loaded.slots.items()}
     with Console(stderr=True).status(f"writing {sum(map(len, prompts.values())):,} answers"):
         given = answers(loaded.backbone, requests, decoding)
-    lines = "".join(_json_lines(given))
+    lines = "".join(_json_lines(given, decoding, loaded))
     if out is not None:
         write_file(out, lines)
     if as_json:
@@ -141,19 +180,32 @@ def _prompts(typed: list[str], data: str | None, tokenizer: Tokenizer, chat_temp
     return [dataclasses.replace(item, where=f"--prompt {i}") for i, item in enumerate(made, 1)]
 
 
-def _json_lines(given: dict[str, list[Answer]]) -> list[str]:
+def _json_lines(given: dict[str, list[Answer]], decoding: Decoding, loaded: Attached) -> list[str]:
+    from weft.engine.inference.answer_text import TokenTexts
+
     lines = []
-    for row in zip(*given.values(), strict=True):
+    tokenizers: dict[str, Any] = {name: loaded.tokenizer(name) for name in given}
+    texts = {name: TokenTexts(tokenizer.decode) for name, tokenizer in tokenizers.items()}
+    for index, row in enumerate(zip(*given.values(), strict=True)):
         for name, answer in zip(given, row, strict=True):
-            record = {
+            record: dict[str, Any] = {
                 "adapter": name,
                 "where": answer.prompt.where,
                 "prompt": answer.prompt.text,
                 "answer": answer.text,
                 "reference": answer.prompt.reference,
             }
+            if decoding.n > 1:
+                record["sample"] = index % decoding.n
+            if decoding.logprobs is not None and answer.finished is not None:
+                record["logprobs"] = [_logprobs_record(each, texts[name]) for each in answer.finished.logprobs]
             lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     return lines
+
+
+def _logprobs_record(logprobs: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
+    top = [{"id": token, "token": texts[token], "logprob": value} for token, value in logprobs.top]
+    return {"id": logprobs.token, "token": texts[logprobs.token], "logprob": logprobs.logprob, "top": top}
 
 
 def _show(given: dict[str, list[Answer]], loaded: Attached, console: Console) -> None:
@@ -186,12 +238,29 @@ def chat(
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
     seed: Seed = 0,
+    stop: Stop = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Talk to an adapter; switch between several with /adapter NAME."""
-    decoding = decoding_of(max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    decoding = decoding_of(
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
     with Console(stderr=True).status("loading the model"):
         loaded = load_adapters(adapter, base_model, device, dtype)
     interactive = sys.stdin.isatty()
@@ -270,7 +339,7 @@ class Talk:
         messages = [*self._messages, {"role": "user", "content": text}]
         slot = self.loaded.slots[self.adapter]
         tokenizer = backbone.tokenizer_of(slot)
-        stream = AnswerStream(tokenizer)
+        stream = AnswerStream(tokenizer, self.decoding.stop)
         try:
             template = self.loaded.chat_templates[self.adapter]
             prompt = prompt_of_chat(messages, tokenizer, chat_template=template)
@@ -298,21 +367,29 @@ class Talk:
 
 
 class AnswerStream:
-    """Prints an answer token by token, holding back characters that are not complete yet."""
+    """Prints an answer token by token, holding back what is not final: incomplete characters, beginnings of `stops`."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        from weft.engine.inference.generate import AnswerText
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        from weft.engine.inference.answer_text import AnswerText
 
         self._answer = AnswerText(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
+        self._stops = stops
         self._printed = 0
 
     @property
     def text(self) -> str:
-        return self._answer.whole()
+        from weft.engine.inference.answer_text import before_stop
+
+        whole = self._answer.whole()
+        before = before_stop(whole, self._stops)
+        return whole if before is None else before
 
     def take(self, _: int, token: int) -> None:
-        # A character of several tokens decodes to U+FFFD until its last one.
-        self._print(self._answer.add(token).rstrip("\N{REPLACEMENT CHARACTER}"))
+        from weft.engine.inference.answer_text import before_stop, safe_length
+
+        text = self._answer.add(token)
+        if before_stop(text, self._stops) is None:
+            self._print(text[: safe_length(text, self._stops)])
 
     def end(self) -> None:
         """Prints what was held back, and a line end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 
 from weft.data.load import Prompt
 from weft.data.samples import Sample
-from weft.engine.inference.sampling import Sampler, check
+from weft.engine.inference.answer_text import AnswerText, before_stop
+from weft.engine.inference.sampling import Sampler, TokenLogprobs, check, score
 from weft.errors import DataError, JobError
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
@@ -19,6 +21,8 @@ from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.spec.sampling import Decoding, Sampling
 
 BATCH = 64
+SCORED_TOKENS = 256
+"""Tokens of a prompt whose log-probabilities are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,37 @@ class Request:
     """Decides its draws, together with the decoding's seed."""
 
 
+@dataclass(frozen=True)
+class Finished:
+    """What was written, with log-probabilities if the decoding has them."""
+
+    tokens: list[int]
+    """Without the end token."""
+    reason: str
+    """`stop` if an end token or a stop string came, `length` at the longest length."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Of each token of the prompt after those before it; None for the first."""
+
+
 @dataclass(eq=False)
 class Continuation:
     request: Request
     decoding: Decoding
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Turns tokens into text, in which stop strings are looked for; None leaves that to others."""
     tokens: list[int] = field(default_factory=list)
-    is_over: bool = False
-    """True after an end token or at the longest length."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    reason: str | None = None
+    """Why it ended: `stop` or `length`."""
     error: Exception | None = None
     """Error of `advance` for this continuation alone; then it is over."""
 
     def __post_init__(self) -> None:
+        if self.decoding.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+        self._text = AnswerText(self.decode) if self.decode is not None and self.decoding.stop else None
         self.sampling: Sampling = replace(self.decoding, seed=mix(self.decoding.seed, self.request.seed))
         self.cache: dict[Any, Any] = {}
         """Keys and values by layer, and states of mixers."""
@@ -49,28 +73,56 @@ class Continuation:
         """Tokens that the model has not read: first the whole request, then the last token."""
         self.num_read = 0
 
+    @property
+    def is_over(self) -> bool:
+        return self.reason is not None or self.error is not None
+
+    @property
+    def finished(self) -> Finished:
+        assert self.reason is not None
+        return Finished(self.tokens, self.reason, self.logprobs, self.prompt_logprobs)
+
+    def num_ahead(self, capacity: int) -> int:
+        """New tokens to read before the pass that chooses the next one, which reads at most `capacity`."""
+        if self.decoding.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt):
+            return min(capacity, SCORED_TOKENS, len(self.prompt) - 1 - self.num_read)
+        return capacity if len(self.new) > capacity else 0
+
     def forget_read(self) -> None:
         """Has the model read everything again, in the next pass: the request and what has been written."""
         self.cache = {}
         self.new = [*self.request.tokens, *self.tokens]
         self.num_read = 0
+        self.prompt_logprobs = self.prompt_logprobs[:1]
 
     @property
     def prompt(self) -> Sequence[int]:
         return self.request.tokens
 
-    def write(self, token: int, ends: Collection[int], longest: int, num_leading: int) -> int | None:
+    def write(
+        self,
+        token: int,
+        ends: Collection[int],
+        longest: int,
+        num_leading: int,
+        logprobs: TokenLogprobs | None = None,
+    ) -> int | None:
         """Adds the chosen token; None if it ends the answer instead. `longest`: positions that the model has;
         `num_leading`: rows in front of the request that an adapter fills. JobError if none could be chosen."""
         check(token)
-        if token in ends:
-            self.is_over = True
+        if token in ends or token in self.decoding.stop_token_ids:
+            self.reason = "stop"
             return None
         self.tokens.append(token)
+        if logprobs is not None and self.decoding.logprobs is not None:
+            self.logprobs.append(logprobs.only(self.decoding.logprobs))
         self.num_read += len(self.new)
         self.new = [token]
         length = num_leading + len(self.request.tokens) + len(self.tokens)
-        self.is_over = len(self.tokens) >= self.decoding.max_new_tokens or length >= longest
+        if self._text is not None and before_stop(self._text.add(token), self.decoding.stop) is not None:
+            self.reason = "stop"
+        elif len(self.tokens) >= self.decoding.max_new_tokens or length >= longest:
+            self.reason = "length"
         return token
 
 
@@ -81,12 +133,26 @@ def generate(
     *,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """New tokens of every request, without the end token; `on_token(index, token)` gets each at once. A sequence's
-    draws depend on its own seed and the decoding's, not on the others or its index."""
+    """New tokens of every request; the rest is as in `complete`."""
+    return [each.tokens for each in complete(backbone, requests, decoding, on_token=on_token)]
+
+
+def complete(
+    backbone: Backbone,
+    requests: Sequence[Request],
+    decoding: Decoding,
+    *,
+    on_token: Callable[[int, int], None] | None = None,
+) -> list[Finished]:
+    """Continues every request; `on_token(index, token)` gets each token at once. A sequence's draws depend on its own
+    seed and the decoding's, not on the others or its index."""
     ends, sampler = end_tokens(backbone), Sampler()
-    results: list[list[int]] = []
+    results: list[Finished] = []
     for start in range(0, len(requests), BATCH):
-        group = [Continuation(request, decoding) for request in requests[start : start + BATCH]]
+        group = [Continuation(each, decoding, text_of(backbone, each)) for each in requests[start : start + BATCH]]
+        for item in group:
+            while number := item.num_ahead(len(item.new)):
+                read_ahead(backbone, item, number)
         while going := [(which, item) for which, item in enumerate(group) if not item.is_over]:
             written = advance(backbone, [item for _, item in going], ends, sampler)
             for (which, _), token in zip(going, written, strict=True):
@@ -95,8 +161,16 @@ def generate(
             for _, item in going:
                 if item.error is not None:
                     raise item.error
-        results.extend(item.tokens for item in group)
+        results.extend(item.finished for item in group)
     return results
+
+
+def text_of(backbone: Backbone, request: Request) -> Callable[[Sequence[int]], str]:
+    return lambda tokens: decoded(backbone.tokenizer_of(request.slot), tokens)
+
+
+def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def advance(
@@ -107,24 +181,32 @@ def advance(
     leading = [backbone.leading_rows(item.request.slot) for item in going]
     batch = pack_new(going, leading, backbone.device)
     logits = backbone.logits(batch, last_rows(batch), [item.cache for item in going])
-    tokens, _ = sampler.choose(logits, going).to_host()
+    tokens, logprobs = sampler.choose(logits, going).to_host()
     written: list[int | None] = []
-    for item, token, num_leading in zip(going, tokens, leading, strict=True):
+    for item, token, own, num_leading in zip(going, tokens, logprobs, leading, strict=True):
         try:
-            written.append(item.write(token, ends, backbone.max_positions, num_leading))
+            written.append(item.write(token, ends, backbone.max_positions, num_leading, own))
         except JobError as error:
-            item.error, item.is_over = error, True
+            item.error = error
             written.append(None)
     return written
 
 
 def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
     """Reads the first of the new tokens and writes nothing, for requests of several passes; one must be left for
-    `advance`."""
+    `advance`. Scores the tokens of the prompt that follow them, if that is wanted."""
     assert 0 < num_tokens < len(item.new)
     rest, item.new = item.new[num_tokens:], item.new[:num_tokens]
     batch = pack_new([item], [backbone.leading_rows(item.request.slot)], backbone.device)
-    backbone.logits(batch, last_rows(batch), [item.cache])
+    num_top, scored = item.decoding.prompt_logprobs, item.prompt[item.num_read + 1 : item.num_read + 1 + num_tokens]
+    if num_top is None or not scored:
+        backbone.logits(batch, last_rows(batch), [item.cache])
+    else:
+        end = batch.segments[0].end
+        rows = range(end - num_tokens, end - num_tokens + len(scored))
+        logits = backbone.logits(batch, rows, [item.cache]).float()
+        found = score(logits, torch.tensor(scored, device=logits.device), num_top)
+        item.prompt_logprobs.extend(found.to_host()[1])
     item.new, item.num_read = rest, item.num_read + num_tokens
 
 
@@ -154,6 +236,7 @@ def last_rows(batch: PackedBatch) -> list[int]:
 class Answer:
     prompt: Prompt
     text: str
+    finished: Finished | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -164,13 +247,14 @@ class Answer:
 def answers(
     backbone: Backbone, prompts_of: Mapping[str, tuple[int | None, Sequence[Prompt]]], decoding: Decoding
 ) -> dict[str, list[Answer]]:
-    """Answers by name: each name's slot (None: the bare backbone) to its prompts, all decoded together. A prompt's
-    index among those of its name is its seed, so no draw depends on the other names."""
+    """Answers by name: each name's slot (None: the bare backbone) to its prompts, all decoded together; `n` to each
+    prompt, one after another. A prompt's index among those of its name and the answer's decide its seed, so no draw
+    depends on the other names."""
     refuse_long([prompt for _, prompts in prompts_of.values() for prompt in prompts], backbone.max_positions)
-    requests = [request for slot, prompts in prompts_of.values() for request in requests_of(prompts, slot)]
-    written = iter(generate(backbone, requests, decoding))
+    requests = [one for slot, prompts in prompts_of.values() for one in requests_of(prompts, slot, decoding.n)]
+    finished = iter(complete(backbone, requests, decoding))
     return {
-        name: [worded(prompt, next(written), backbone.tokenizer_of(slot)) for prompt in prompts]
+        name: worded(prompts, list(islice(finished, len(prompts) * decoding.n)), backbone.tokenizer_of(slot), decoding)
         for name, (slot, prompts) in prompts_of.items()
     }
 
@@ -184,45 +268,22 @@ def refuse_long(prompts: Sequence[Prompt], longest: int) -> None:
             )
 
 
-def requests_of(prompts: Sequence[Prompt], slot: int | None) -> list[Request]:
-    return [Request(prompt.tokens.tolist(), slot, index) for index, prompt in enumerate(prompts)]
+def requests_of(prompts: Sequence[Prompt], slot: int | None, number: int = 1) -> list[Request]:
+    """`number` of each prompt, the first with the prompt's index as its seed."""
+    return [
+        Request(prompt.tokens.tolist(), slot, mix(index, sample) if sample else index)
+        for index, prompt in enumerate(prompts)
+        for sample in range(number)
+    ]
 
 
-def worded(prompt: Prompt, tokens: Sequence[int], tokenizer: Any) -> Answer:
-    return Answer(prompt, str(tokenizer.decode(tokens, skip_special_tokens=True)))
+def worded(prompts: Sequence[Prompt], finished: Sequence[Finished], tokenizer: Any, decoding: Decoding) -> list[Answer]:
+    """Answers to prompts, `decoding.n` to each."""
+    repeated = [prompt for prompt in prompts for _ in range(decoding.n)]
+    texts = [decoded(tokenizer, each.tokens) for each in finished]
+    cut = [text if (before := before_stop(text, decoding.stop)) is None else before for text in texts]
+    return [Answer(*each) for each in zip(repeated, cut, finished, strict=True)]
 
 
 def exact_match(given: Sequence[Answer]) -> float:
     return sum(answer.is_exact for answer in given) / len(given)
-
-
-class AnswerText:
-    """The text of an answer that grows by tokens. Only its last tokens are decoded again for each of them.
-
-    The text of the last `KEPT` tokens alone must be the end of the whole text; else, such as in the middle of a
-    character, the tokens before them are decoded again as well.
-    """
-
-    KEPT = 16
-    """Tokens whose text may still change by those that follow."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self.tokens: list[int] = []
-        self._start = 0
-        """Index of the first token that is decoded again."""
-        self._before = ""
-        """Text of the tokens before that one."""
-
-    def add(self, token: int) -> str:
-        """The whole text with one more token."""
-        self.tokens.append(token)
-        text = self._before + self._decode(self.tokens[self._start :])
-        if len(self.tokens) - self._start >= 4 * self.KEPT:
-            last = self._decode(self.tokens[-self.KEPT :])
-            if last and text.endswith(last) and not last.startswith("\N{REPLACEMENT CHARACTER}"):
-                self._start, self._before = len(self.tokens) - self.KEPT, text[: len(text) - len(last)]
-        return text
-
-    def whole(self) -> str:
-        return self._decode(self.tokens)

@@ -23,7 +23,7 @@ Shape suffixes: R rows, G rows of a group, P rows with penalties, V vocabulary, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -64,6 +64,9 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens, likeliest first."""
 
+    def only(self, num_top: int) -> TokenLogprobs:
+        return replace(self, top=self.top[:num_top])
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -74,10 +77,11 @@ class Chosen:
     top_tokens_RK: torch.Tensor | None = None
     top_logprobs_RK: torch.Tensor | None = None
 
-    def to_host(self) -> tuple[list[int], list[TokenLogprobs] | None]:
+    def to_host(self) -> tuple[list[int], Sequence[TokenLogprobs | None]]:
         """Tokens, and log-probabilities if any row wants them, in one transfer."""
         if self.logprobs_R is None or self.top_tokens_RK is None or self.top_logprobs_RK is None:
-            return self.tokens_R.tolist(), None
+            tokens: list[int] = self.tokens_R.tolist()
+            return tokens, [None] * len(tokens)
         columns = (self.tokens_R[:, None], self.logprobs_R[:, None], self.top_tokens_RK, self.top_logprobs_RK)
         # float64 holds token ids and float32 numbers exactly.
         rows = torch.cat([column.double() for column in columns], dim=1).tolist()
@@ -206,9 +210,16 @@ def choose(logits_RV: torch.Tensor, rows: SamplerRows, normaliser_R: torch.Tenso
     rows.move_on(tokens_R)
     if rows.num_top is None:
         return Chosen(tokens_R)
+    return score(logits_RV, tokens_R, rows.num_top, normaliser_R)
+
+
+def score(
+    logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: int, normaliser_R: torch.Tensor | None = None
+) -> Chosen:
+    """Given tokens with their log-probabilities and those of the likeliest ones."""
     if normaliser_R is None:
         normaliser_R = normalisers(logits_RV)
-    top_RK = likeliest(logits_RV, rows.num_top)
+    top_RK = likeliest(logits_RV, num_top)
     logprobs_RK = logprobs_of(logits_RV, torch.cat((tokens_R.clamp(min=0)[:, None], top_RK), 1), normaliser_R)
     return Chosen(tokens_R, logprobs_RK[:, 0], top_RK, logprobs_RK[:, 1:])
 

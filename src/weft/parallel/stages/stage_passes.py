@@ -29,8 +29,8 @@ from weft.engine.execute.evaluate import (
 )
 from weft.engine.execute.protocol import AnswersWork, EvaluatedPart, EvaluationWork
 from weft.engine.execute.references import ReferencePass, RequestedRows, reference_passes, requested_rows
-from weft.engine.inference.generate import BATCH, Continuation, end_tokens, last_rows, pack_new, requests_of
-from weft.engine.inference.sampling import Sampler
+from weft.engine.inference.generate import BATCH, Continuation, Finished, end_tokens, last_rows, pack_new, requests_of
+from weft.engine.inference.sampling import Sampler, TokenLogprobs
 from weft.model.packed import PackedBatch, pack_samples
 from weft.parallel.stages.stage import Stage
 from weft.parallel.stages.transport import Channel, Route
@@ -153,8 +153,8 @@ OpenRequest = tuple[Continuation, int]
 """A continuation, and the number of rows that its job's adapter puts in front of the prompt."""
 
 
-def answer_prompts(stage: Stage, work: AnswersWork) -> Generator[None, None, list[list[list[int]]]]:
-    """Tokens of all answers by job, on the last stage only. Yields where another stage must run first."""
+def answer_prompts(stage: Stage, work: AnswersWork) -> Generator[None, None, list[list[Finished]]]:
+    """All answers by job, on the last stage only. Yields where another stage must run first."""
     ring = stage.backbone.ring
     with ExitStack() as slots:
         rows = {name: _requests_of(stage, work, name, slots) for name in work.prompts}
@@ -178,7 +178,7 @@ def answer_prompts(stage: Stage, work: AnswersWork) -> Generator[None, None, lis
         while ring is not None and ring.most(0):
             # Devices that share the frozen weights continue until the longest answer has ended.
             ring.run_empty_pass(back=False)
-    return [[item.tokens for item, _ in own] for own in rows.values()] if stage.is_last else []
+    return [[item.finished for item, _ in own] for own in rows.values()] if stage.is_last else []
 
 
 class _Group:
@@ -186,6 +186,7 @@ class _Group:
         self._stage = stage
         self._ends, self._longest = end_tokens(stage.backbone), stage.backbone.max_positions
         self._chosen: list[int] = []
+        self._logprobs: Sequence[TokenLogprobs | None] = ()
         self._sampler = Sampler()
         self.going = list(rows)
 
@@ -199,10 +200,10 @@ class _Group:
             stage.transport.send(left_TD, stage.device + 1, Channel.ACTIVATION)
             return
         logits_NV = stage.backbone.logits(batch, last_rows(batch), caches, entering_TD)
-        tokens_N = self._sampler.choose(logits_NV, items).tokens_R
+        chosen = self._sampler.choose(logits_NV, items)
         for other in range(stage.device - stage.index, stage.device):
-            stage.transport.send(tokens_N, other, Channel.CHOICE)
-        self._chosen = tokens_N.tolist()
+            stage.transport.send(chosen.tokens_R, other, Channel.CHOICE)
+        self._chosen, self._logprobs = chosen.to_host()
 
     def take_choice(self) -> Generator[None, None, None]:
         stage, chosen = self._stage, self._chosen
@@ -211,8 +212,9 @@ class _Group:
             while (received := stage.transport.receive(shape, torch.int64, last, Channel.CHOICE)) is None:
                 yield
             chosen = received.tolist()
-        for (item, num_leading), token in zip(self.going, chosen, strict=True):
-            item.write(token, self._ends, self._longest, num_leading)
+        logprobs = self._logprobs if stage.is_last else [None] * len(chosen)
+        for (item, num_leading), token, own in zip(self.going, chosen, logprobs, strict=True):
+            item.write(token, self._ends, self._longest, num_leading, own)
         self.going = [one for one in self.going if not one[0].is_over]
 
 
@@ -220,7 +222,7 @@ def _requests_of(stage: Stage, work: AnswersWork, job: str, slots: ExitStack) ->
     """Requests of a job; its slot is kept as long as `slots` are."""
     slot = None if work.is_bare else slots.enter_context(stage.slot_of(job))
     num_leading = 0 if work.is_bare else stage.leading_rows(job)
-    requests = requests_of(work.prompts[job], slot)
+    requests = requests_of(work.prompts[job], slot, work.decoding.n)
     return [(Continuation(request, work.decoding), num_leading) for request in requests]
 
 

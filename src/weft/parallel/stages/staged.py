@@ -34,7 +34,7 @@ from weft.engine.execute.protocol import (
 )
 from weft.engine.inference.generate import Answer, refuse_long, worded
 from weft.engine.program_run import ProgramRun
-from weft.errors import StorageError
+from weft.errors import ConfigError, StorageError
 from weft.model.ahead.compile_ahead import CompileAhead
 from weft.parallel.staged_run import StagedRun
 from weft.parallel.stages.shares import join_state, refuse_divided
@@ -213,13 +213,15 @@ class StagedExecutor:
         return EvaluationOutcome([parts[job] for job in work.jobs], ended_s - begun_s, ended_s)
 
     def _answer(self, work: AnswersWork) -> dict[str, list[Answer]]:
+        if work.decoding.prompt_logprobs is not None:
+            raise ConfigError("is not supported where the backbone is divided.", where="prompt_logprobs")
         refuse_long([prompt for prompts in work.prompts.values() for prompt in prompts], self.facts.max_positions)
         found = self._call_owners(
             "answer", work.prompts, lambda jobs: dataclasses.replace(work, prompts={j: work.prompts[j] for j in jobs})
         )
-        written = {job: tokens for jobs, results in found for job, tokens in zip(jobs, results, strict=True)}
+        written = {job: finished for jobs, results in found for job, finished in zip(jobs, results, strict=True)}
         return {
-            job: [worded(*pair, self._tokenizer_of(job, work)) for pair in zip(prompts, written[job], strict=True)]
+            job: worded(prompts, written[job], self._tokenizer_of(job, work), work.decoding)
             for job, prompts in work.prompts.items()
         }
 

@@ -158,8 +158,8 @@ class PromptScheduler:
             self._alone.popleft()
         candidates = {self._alone[0]: self._active[self._alone[0]]} if self._alone else self._active
         for request, item in candidates.items():
-            if len(item.new) > self._capacity:
-                self._run([request], partial(read_ahead, self._backbone, item, self._capacity))
+            if number := item.num_ahead(self._capacity):
+                self._run([request], partial(read_ahead, self._backbone, item, number))
                 return
         if self._alone:
             self._alone.popleft()
@@ -183,8 +183,8 @@ class PromptScheduler:
                 continue
             if token is not None:
                 request.answer.put(token)
-            if item.is_over:
-                self._end(request, AnswerEnd("stop" if token is None else "length"))
+            if item.reason is not None:
+                self._end(request, AnswerEnd(item.reason))
                 self.num_answered += 1
 
     def _run(self, going: list[PromptRequest], work: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from weft.engine.inference.generate import AnswerText
+from weft.engine.inference.answer_text import AnswerText, before_stop, safe_length
 from weft.errors import AdapterFileError, DataError, StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.errors import Busy, Damaged, NotFound
@@ -156,10 +156,9 @@ class PromptServer:
                 reason, text = got.reason, answer.whole()
             else:
                 text = answer.add(got)
-            at = min((text.find(stop) for stop in stops if stop and stop in text), default=-1)
-            if at >= 0:
-                text, reason = text[:at], "stop"
-            end = len(text) if reason is not None else _safe_length(text, stops)
+            if (before := before_stop(text, stops)) is not None:
+                text, reason = before, "stop"
+            end = len(text) if reason is not None else safe_length(text, stops)
             if end > sent or reason is not None:
                 yield {
                     "text": text[sent:end],
@@ -195,17 +194,6 @@ def _next(request: PromptRequest) -> int | AnswerEnd:
     if isinstance(got, Exception):
         raise Busy("the prompt could not be answered.") from got
     return got
-
-
-def _safe_length(text: str, stops: list[str]) -> int:
-    """How much of a text may be sent: not an end that may begin a stop sequence or be part of a character."""
-    end = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-    for stop in stops:
-        for length in range(min(len(stop) - 1, end), 0, -1):
-            if text[:end].endswith(stop[:length]):
-                end -= length
-                break
-    return end
 
 
 def _stream(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[str]:
