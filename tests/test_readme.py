@@ -69,4 +69,4 @@ def test_readme_when_its_python_is_run_then_it_trains(tmp_path, monkeypatch, cap
         main()
     assert not end.value.code
     exec(compile(python_example().replace("max_steps=60", "max_steps=3"), "README.md", "exec"), {})
-    assert "shout 3" in capsys.readouterr().out
+    assert "StepDone(job='shout', step=3" in capsys.readouterr().out
