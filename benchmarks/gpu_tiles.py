@@ -16,7 +16,7 @@ from weft.data.samples import Sample
 from weft.kernels.device_event import median_s
 from weft.model.model_part import ModelPart
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
-from weft.model.stages import stage_runner
+from weft.parallel.stages.stage_runner import stage_runner
 from weft.plan.cost.shape import find_shape
 from weft.spec import AdapterSpec
 

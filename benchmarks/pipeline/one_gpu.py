@@ -41,8 +41,8 @@ from weft.model.load import build
 from weft.model.model_part import ModelPart
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
 from weft.model.packing import attention
-from weft.model.stages import StageRunner, stage_runner
 from weft.parallel.stages.load_stages import cut_layers
+from weft.parallel.stages.stage_runner import StageRunner, stage_runner
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.cost.shape import ModelShape, Shape
 from weft.plan.pipeline.build import PipelinePlanner, Schedule

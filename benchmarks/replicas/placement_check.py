@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from weft.plan.place.types import MOVE_S, Candidate, JobPlacement, Move, Replica, least_s, present_seats
+from weft.plan.place.pool import MOVE_S, Candidate, JobPlacement, Move, Replica, least_s, present_seats
 
 ROUNDING = 1e-10
 """Relative difference between sums of seconds in different orders."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_families import plain_model
 
-from weft.cli.layout_options import LayoutOptions
+from weft.cli.options import LayoutOptions
 from weft.cli.train import _forecaster
 from weft.errors import WeftError
 from weft.model.resolve import resolve

@@ -14,7 +14,7 @@ from weft.cli.options import run_location
 from weft.cli.skills import SKILLS
 from weft.engine.events import StepDone
 from weft.report.live import LiveTable
-from weft.store.run_url import RunUrl
+from weft.store.mirror import RunUrl
 
 JOBS = """\
 base_model: tiny

@@ -21,7 +21,7 @@ from weft.model.fused.inputs import Inputs, InputShape
 from weft.model.fused.model import FusedModel
 from weft.model.fused.step import run_backward, run_forward
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
-from weft.model.stages import stage_runner
+from weft.parallel.stages.stage_runner import stage_runner
 
 
 def repeating(

@@ -16,7 +16,7 @@ from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.model.model_part import ModelPart, keep_part
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
-from weft.model.stages import stage_runner
+from weft.parallel.stages.stage_runner import stage_runner
 from weft.spec import AdapterSpec, BackboneSpec
 
 TOKENIZER: Any = SimpleNamespace(eos_token_id=None)

@@ -26,7 +26,7 @@ from weft.model.backbone import Backbone
 from weft.model.load import load_backbone
 from weft.model.model_part import ModelPart
 from weft.model.shards import ALIGNMENT, LayerRing, TorchPeers
-from weft.model.stages import stage_runner
+from weft.parallel.stages.stage_runner import stage_runner
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
 from weft.spec import BackboneSpec

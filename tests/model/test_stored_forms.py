@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from weft.errors import ModelError
 from weft.model.load import OriginalWeights, load_backbone, load_plain_model
 from weft.model.packed import SlotSample, pack_samples
-from weft.model.packing.expert_storage import ExpertWeight, store_experts
+from weft.model.packing.experts import ExpertWeight, store_experts
 from weft.model.source import TINY
 from weft.model.stored_forms import of_mxfp4
 from weft.spec import AdapterSpec, BackboneSpec

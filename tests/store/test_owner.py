@@ -15,8 +15,7 @@ from weft.store import atomic
 from weft.store import owner as owner_module
 from weft.store.atomic import append_line, remove_directory, remove_leftovers, staged_directory, write_file
 from weft.store.owner import GONE_S, Owner, Ownership, newest_owner
-from weft.store.rank_dir import RankDirectory, grant_permit, revoke_permit
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RankDirectory, RunDirectory, RunRecord, grant_permit, revoke_permit
 
 ELSEWHERE = {"host": "far", "pid": 123, "boot": "other", "token": "of far"}
 

@@ -96,7 +96,7 @@ class Routing:
     tokens: np.ndarray | None = None
     slots: tuple[SlotRows, ...] = ()
     by_kernels: KernelRows | None = None
-    """The rows of slots whose LoRA at linears kernels run (`slot_kernels.py`); they are among `slots` too."""
+    """The rows of slots whose LoRA at linears kernels run (`slots.py`); they are among `slots` too."""
     dropout_keys_T: torch.Tensor | None = None
     """Dropout key of each row (int32), from its job's seed and step and its index in its sample; None: no dropout."""
     row_tile: int | None = None

@@ -72,7 +72,7 @@ class SlotLinear(nn.Module):
         """A scalar that requires grad, so that autograd visits slots even where the input needs no gradient."""
         self.slots: dict[int, SlotWeights] = {}
         self.kernel_site: Site | None = None
-        """Its number in the tables of `slot_kernels.py`, if kernels can run LoRA here."""
+        """Its number in the tables of `slots.py`, if kernels can run LoRA here."""
         self.read_original: Callable[[], torch.Tensor] | None = None
         """Reads the original W (O, D) of a quantised weight; None if W is not quantised."""
         self.elsewhere: Callable[[], FrozenWeight | None] | None = None

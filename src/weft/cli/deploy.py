@@ -18,7 +18,7 @@ from weft.report.readable import output_console, print_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from weft.cli.layout_options import LayoutOptions
+    from weft.cli.options import LayoutOptions
     from weft.cli.train import Invocation
     from weft.model.resolve import ResolvedModel
     from weft.plan.cost.analytic import BackboneSetup
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weft.plan.simulate.deploy_forecast import DeployForecast
     from weft.spec import RunSpec
     from weft.spec.cluster import ClusterSpec
-    from weft.store.run_url import RunUrl
+    from weft.store.mirror import RunUrl
 
 BAR = 16
 """Characters of the longest bar: the table fits into 80 columns."""
@@ -92,7 +92,7 @@ def deploy(
         return
     _show(found, len(jobs), output_console(), source, is_executed=execute)
     if ordered is not None:
-        from weft.cli.layout_options import LayoutOptions
+        from weft.cli.options import LayoutOptions
         from weft.cli.train import Invocation
 
         layout = found.deployment.layout

@@ -18,7 +18,7 @@ from weft.report.readable import output_console, print_line
 from weft.spec import RunSpec, load_run
 
 if TYPE_CHECKING:
-    from weft.cli.layout_options import LayoutOptions
+    from weft.cli.options import LayoutOptions
     from weft.model.resolve import ResolvedModel
     from weft.plan.cost.hardware import Hardware
     from weft.plan.cost.profile import Profile, ProfiledCost
@@ -134,7 +134,7 @@ class _PlannedLayout(NamedTuple):
 def _layout(
     spec: RunSpec, layout: str, device: str, gpus: int | None, base_dir: Path, spelled: tuple[str, ...]
 ) -> tuple[ResolvedModel, _PlannedLayout]:
-    from weft.cli.layout_options import LayoutOptions
+    from weft.cli.options import LayoutOptions
     from weft.model.resolve import resolve
     from weft.parallel.auto_layout import machine_of, predicted_on
     from weft.parallel.stages.load_stages import layout_notes, pair_notes, why_no_pairs

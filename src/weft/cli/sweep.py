@@ -26,13 +26,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.options import (
     Cluster,
     Devices,
     GpuType,
+    Layout,
+    LayoutOptions,
     Listen,
     Out,
+    PipelineSchedule,
     ReplicaOptions,
     Replicas,
     open_for_reading,
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     from weft.model.resolve import ResolvedModel
     from weft.parallel.replicas.hosts import ReplicaHosts
     from weft.spec import JobSpec
-    from weft.store.run_url import RunUrl
+    from weft.store.mirror import RunUrl
     from weft.sweeps.api import OpenSweepEngine, PreparedSweep, SweepResult
     from weft.sweeps.configure import SweepEngine
     from weft.sweeps.trial_loop import SweepRun

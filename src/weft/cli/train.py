@@ -15,13 +15,15 @@ import typer
 from rich.console import Console
 
 from weft import processes
-from weft.cli.layout_options import Layout, LayoutOptions, PipelineSchedule
 from weft.cli.options import (
     Cluster,
     Devices,
     GpuType,
+    Layout,
+    LayoutOptions,
     Listen,
     Out,
+    PipelineSchedule,
     ReplicaOptions,
     Replicas,
     open_for_reading,
@@ -47,8 +49,8 @@ if TYPE_CHECKING:
     from weft.parallel.replicas.rank_group import RankGroup
     from weft.plan.choose_layout import LayoutOption
     from weft.plan.replan import DeviceForecaster, Forecaster, Prediction
+    from weft.store.mirror import RunUrl
     from weft.store.run_dir import RunDirectory, RunFiles
-    from weft.store.run_url import RunUrl
 
 
 def train(

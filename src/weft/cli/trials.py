@@ -25,7 +25,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from weft.cli.layout_options import LayoutOptions
+from weft.cli.options import LayoutOptions
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, MicrobatchDone

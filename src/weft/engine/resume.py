@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.data.chat_template import template_digest
-from weft.engine.jobs.same_inputs import check_backbone, check_inputs
+from weft.engine.recorder import check_backbone, check_inputs
 from weft.errors import ConfigError, WeftError, counted
 from weft.job_state import FINAL_STATES, JobState
 from weft.settings import as_named_now

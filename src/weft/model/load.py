@@ -33,7 +33,7 @@ from weft.model.backbone import Backbone
 from weft.model.divided import divide, share_layers
 from weft.model.model_part import TIED, ModelPart, keep_part, model_class_of, plain_parameter, take_out_linears
 from weft.model.packing import attention
-from weft.model.packing.expert_storage import store_experts
+from weft.model.packing.experts import store_experts
 from weft.model.packing.selfcheck import check_packing
 from weft.model.path import Memory
 from weft.model.resolve import KEY_MAPPING, ResolvedModel, names_in_files, resolve

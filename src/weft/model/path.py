@@ -20,7 +20,7 @@ from weft.adapters.method import Keeps
 from weft.adapters.parts import HeadWeights, TokenRows
 from weft.adapters.routing import Routing
 from weft.adapters.sites import InputRows, SlotLinear
-from weft.adapters.slot_kernels import SlotKernels
+from weft.adapters.slots import SlotKernels
 from weft.kernels.device import is_cpu
 from weft.kernels.device_event import AsyncCopy, DeviceEvent, sent
 from weft.kernels.lora.linears import KernelRows

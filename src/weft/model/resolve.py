@@ -4,7 +4,7 @@ Checks, plans and loading all take the result, so that none of them looks at the
 
 A model that also takes images or sound keeps its decoder's settings in `text_config` and its weights under
 `language_model.`. Only the decoder is loaded, as the class that transformers has for it alone, so its paths are those
-of a text model. Servers load the whole model, so adapters for them carry longer names (`store/served_names.py`).
+of a text model. Servers load the whole model, so adapters for them carry longer names (`store/peft_config.py`).
 """
 
 from __future__ import annotations

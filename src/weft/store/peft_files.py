@@ -37,7 +37,7 @@ from weft.store import json_text
 from weft.store.atomic import staged_directory, write_unsynced
 from weft.store.checkpoint import file_pieces
 from weft.store.expert_files import files_for, fused_files, is_expert_name, read_experts
-from weft.store.peft_config import config_of, method_named, spec_of
+from weft.store.peft_config import config_of, long_name, method_named, renamed_config, renamed_tensors, spec_of
 from weft.store.row_files import (
     ROWS,
     check_rows,
@@ -47,7 +47,6 @@ from weft.store.row_files import (
     rows_in_file,
     write_tokenizer,
 )
-from weft.store.served_names import long_name, renamed_config, renamed_tensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"

@@ -12,15 +12,19 @@ runs/x/
   <job>/metrics.jsonl   one line per logged step
   <job>/checkpoints/    see checkpoint
   <job>/adapter/        see peft_files
+
+In a run of several ranks (`RankDirectory`) a rank writes the files of its jobs, the owner all others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import platform
+import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +40,7 @@ from weft.spec.job import JOB_NAME
 from weft.spec.run import Capacity
 from weft.store import json_text
 from weft.store.atomic import (
+    add_guard,
     append_line,
     forget,
     make_directories,
@@ -44,7 +49,7 @@ from weft.store.atomic import (
     storage_errors,
     write_file,
 )
-from weft.store.owner import LOCK, Owner, Ownership, take_lock, wait_for_ranks
+from weft.store.owner import LOCK, RANKS_LOCK, Owner, Ownership, lock_file, take_lock, wait_for_ranks
 from weft.store.wall_clock import TimeSplit
 
 _RUN, _TIMELINE, _TIME, _REPORT = "run.json", "timeline.json", "time.json", "report.html"
@@ -345,3 +350,72 @@ def library_versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return versions
+
+
+class RankDirectory(RunDirectory):
+    def __init__(self, path: Path, rank: int, owner: Owner, permit: Path) -> None:
+        """Writes as long as the owner leaves the permit there. StorageError if this is not the directory that the owner
+        has, such as on a machine that does not share it."""
+        ownership = Ownership.join(path, owner, f"rank {rank}")
+        with storage_errors(path):
+            lock = os.open(path / RANKS_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            lock_file(lock, fcntl.LOCK_SH)
+        super().__init__(path, lock, ownership, contextlib.ExitStack())
+        self._holds_run = True
+        self._rank = rank
+        self._permit = permit
+        self._unguard = add_guard(path, self._check_permit)
+
+    def close(self) -> None:
+        self._ownership.leave()
+        self._unguard()
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    def _check_permit(self) -> None:
+        try:
+            # Opened, because only then does a network file system query its server.
+            self._permit.open("rb").close()
+        except FileNotFoundError:
+            gone = "the run goes on without this rank, which writes nothing more there"
+            raise StorageError(f"{gone}.", where=str(self.path)) from None
+
+    @property
+    def timeline_path(self) -> Path:
+        return rank_timeline(self.path, self._rank)
+
+    def write_time(self, split: TimeSplit) -> None: ...
+
+    def read_time(self) -> TimeSplit | None:
+        return None
+
+
+def grant_permit(path: Path) -> Path:
+    """Lets one more rank write into a run directory; the file represents that."""
+    permit = path / f"{PERMIT}{secrets.token_hex(8)}"
+    with storage_errors(path):
+        permit.touch()
+    return permit
+
+
+def revoke_permit(permit: Path | None) -> None:
+    """Ends a rank's right to write, wherever it is."""
+    if permit is not None:
+        with contextlib.suppress(OSError):
+            permit.unlink()
+
+
+def rank_timeline(path: Path, rank: int) -> Path:
+    return path / f".timeline-{rank}.json"
+
+
+def take_timelines(path: Path, first_bands: Mapping[int, int]) -> list[Any]:
+    """The spans of all ranks, which are removed there; `first_bands`: the number of each rank's first band."""
+    events: list[Any] = []
+    for part in sorted(path.glob(".timeline-*.json")):
+        rank = int(part.stem.rpartition("-")[2])
+        found = json.loads(part.read_bytes())["traceEvents"]
+        events += [{**event, "pid": event["pid"] + first_bands.get(rank, rank)} for event in found]
+        part.unlink()
+    return events

@@ -33,7 +33,7 @@ from weft.engine.events import (
     StepDone,
 )
 from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemoryError, executor_beside
-from weft.engine.jobs.same_inputs import check_backbone, check_inputs
+from weft.engine.recorder import check_backbone, check_inputs
 from weft.engine.resume import job_settings
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import CheckpointError, DataError, StorageError, WeftError

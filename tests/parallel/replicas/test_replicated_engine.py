@@ -32,8 +32,7 @@ from weft.plan.admit import Admission, HeldJob
 from weft.plan.place import JobPlacement, Move
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.owner import Owner
-from weft.store.rank_dir import RankDirectory
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RankDirectory, RunDirectory
 
 NAMES = [job.name for job in run_spec().jobs]
 DIVERGES = "diverges"

@@ -19,7 +19,7 @@ from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone
 from weft.engine.engine import Engine
 from weft.engine.events import Event
 from weft.engine.lookahead import LookaheadPlanner
-from weft.parallel.stages.gradient import JobShare, SpreadPart, combine_spread_sums
+from weft.parallel.stages.shares import JobShare, SpreadPart, combine_spread_sums
 from weft.plan import spread
 from weft.plan.check import violations
 from weft.plan.cost.types import LinearCost

@@ -26,13 +26,13 @@ from tiny_models import (
     submit,
     train,
 )
+from weft.model.stages import ReferenceStageRunner
 
 from weft.data.dataset import Dataset, JobData
 from weft.data.samples import Samples
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone
 from weft.errors import ConfigError, WeftError
-from weft.model.stages import ReferenceStageRunner
 from weft.objectives.distillation import Distillation
 from weft.objectives.preference import Dpo, Kto
 from weft.plan.pipeline.build import PipelinePlanner, Schedule

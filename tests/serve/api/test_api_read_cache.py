@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 from service_home import Home
 
-from weft.serve.api import read_cache
+from weft.serve.api import service
 from weft.serve.db import tenants
 from weft.serve.db.engine import Database, open_database
 from weft.serve.db.jobs import move, watched_job
@@ -130,7 +130,7 @@ def test_key_when_wrong_then_stays_wrong_and_a_right_one_beside_it_stays_right(h
 
 
 def test_answers_when_many_are_asked_for_then_only_so_many_are_kept(home, monkeypatch):
-    monkeypatch.setattr(read_cache, "MAX_KEPT", 5)
+    monkeypatch.setattr(service, "MAX_KEPT", 5)
     home.job()
     for limit in range(1, 20):
         assert home.call("GET", f"{JOBS}?limit={limit}").status_code == 200

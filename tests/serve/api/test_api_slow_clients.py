@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from service_home import Home
 
-from weft.serve.api import connections
+from weft.serve.api import app
 from weft.serve.api.app import listen, make_server
 
 POST = (
@@ -22,8 +22,8 @@ POST = (
 @pytest.fixture
 def connect(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], socket.socket]]:
     """Opens a connection and sends the beginning of a request, to a service without much patience."""
-    monkeypatch.setattr(connections, "START_S", 0.2)
-    monkeypatch.setattr(connections, "LOOK_S", 0.05)
+    monkeypatch.setattr(app, "START_S", 0.2)
+    monkeypatch.setattr(app, "LOOK_S", 0.05)
     with listen("127.0.0.1", 0) as sock:
         server = make_server(home.app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
@@ -74,7 +74,7 @@ def test_connection_when_its_client_is_slow_then_it_is_closed(connect: Callable[
 def test_connection_when_its_request_comes_steadily_or_is_long_in_the_making_then_it_stays(
     connect: Callable[[bytes], socket.socket], home: Home, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connections, "LEAST_BYTES_PER_S", 10)
+    monkeypatch.setattr(app, "LEAST_BYTES_PER_S", 10)
     body = json.dumps({"model": "tiny", "training_file": "file-none"}).encode()
     head = f"Host: x\r\nAuthorization: Bearer {home.keys['acme']}\r\nContent-Type: application/json\r\n"
     connection = connect(f"POST /v1/fine_tuning/jobs HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode())

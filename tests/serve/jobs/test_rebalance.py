@@ -7,9 +7,8 @@ import sqlalchemy as sa
 
 from weft.plan.admit import QUANTUM_TOKENS
 from weft.serve.db.engine import now
-from weft.serve.db.give_back import LOOK_S, REST_S, STABLE_S, WORTH_S, Rebalance, SeatShares
 from weft.serve.db.jobs import create_job
-from weft.serve.db.leases import claim_jobs, release, renew
+from weft.serve.db.leases import LOOK_S, REST_S, STABLE_S, WORTH_S, Rebalance, SeatShares, claim_jobs, release, renew
 from weft.serve.db.tables import JOBS
 from weft.serve.db.tenants import create_tenant, update_tenant
 from weft.serve.db.workers import put_worker

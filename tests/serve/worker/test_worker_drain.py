@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 from worker_bench import Bench, wait_until
 
-from weft.serve.db import give_back
+from weft.serve.db import leases
 from weft.serve.db.leases import steer_workers
 from weft.serve.db.tables import JOBS
 from weft.serve.db.workers import all_workers
@@ -76,9 +76,9 @@ def test_worker_when_sent_away_then_gives_its_jobs_back_and_ends(bench):
 
 def test_jobs_when_a_worker_comes_later_then_it_gets_its_part_and_no_bit_changes(bench, monkeypatch):
     """A new machine takes load from a full one; nothing comes back."""
-    monkeypatch.setattr(give_back, "LOOK_S", 0.05)
-    monkeypatch.setattr(give_back, "STABLE_S", 0.2)
-    monkeypatch.setattr(give_back, "WORTH_S", 0.0)
+    monkeypatch.setattr(leases, "LOOK_S", 0.05)
+    monkeypatch.setattr(leases, "STABLE_S", 0.2)
+    monkeypatch.setattr(leases, "WORTH_S", 0.0)
     ids = [bench.submit("ash", seed=seed, max_steps=40, save_steps=1000) for seed in range(2)]
     with bench.worker(id="worker-first", data_dir=bench.place / "one"):
         for id in ids:
@@ -92,9 +92,9 @@ def test_jobs_when_a_worker_comes_later_then_it_gets_its_part_and_no_bit_changes
 
 
 def test_job_when_another_tenant_holds_all_seats_then_gets_one_and_no_bit_of_any_changes(bench, monkeypatch):
-    monkeypatch.setattr(give_back, "LOOK_S", 0.05)
-    monkeypatch.setattr(give_back, "STABLE_S", 0.2)
-    monkeypatch.setattr(give_back, "WORTH_S", 0.0)
+    monkeypatch.setattr(leases, "LOOK_S", 0.05)
+    monkeypatch.setattr(leases, "STABLE_S", 0.2)
+    monkeypatch.setattr(leases, "WORTH_S", 0.0)
     long = [bench.submit("ash", seed=seed, max_steps=40, save_steps=1000) for seed in range(2)]
     with bench.worker(max_jobs=2):
         for id in long:

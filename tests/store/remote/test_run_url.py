@@ -5,14 +5,13 @@ from toy_run import URL, FragileStore, KilledError, check_complete, files, remot
 
 from weft.errors import ConfigError, StorageError
 from weft.job_state import JobState
+from weft.store import mirror as mirror_module
 from weft.store import remote_files as remote_module
-from weft.store import run_url as run_url_module
 from weft.store.checkpoint import latest_checkpoint
-from weft.store.mirror import Mirror
+from weft.store.mirror import Mirror, RunUrl
 from weft.store.owner import Owner
 from weft.store.remote_files import RemoteDirectory
 from weft.store.run_dir import RunDirectory, RunRecord
-from weft.store.run_url import RunUrl
 
 
 def trained(cache, work, *, resume=False):
@@ -29,7 +28,7 @@ def toy(*, resume=False):
 def toy_mirrored(cache, monkeypatch, *, resume=False):
     """Trains the toy run behind the URL, with an upload after every step."""
     mirrors = []
-    monkeypatch.setattr(run_url_module, "Mirror", lambda *given: mirrors.append(Mirror(*given)) or mirrors[-1])
+    monkeypatch.setattr(mirror_module, "Mirror", lambda *given: mirrors.append(Mirror(*given)) or mirrors[-1])
     trained(cache, lambda path: train(path, resume=resume, after_step=mirrors[-1].sync), resume=resume)
 
 
@@ -187,7 +186,7 @@ def test_run_when_taken_over_while_it_trains_then_it_says_so_and_uploads_nothing
 
 def test_run_when_the_mirror_has_heard_of_a_new_owner_then_local_files_stand_still_too(tmp_path, monkeypatch):
     mirrors = []
-    monkeypatch.setattr(run_url_module, "Mirror", lambda *given: mirrors.append(Mirror(*given)) or mirrors[-1])
+    monkeypatch.setattr(mirror_module, "Mirror", lambda *given: mirrors.append(Mirror(*given)) or mirrors[-1])
 
     def work(path):
         with RunDirectory.open(path, resume=False) as run:

@@ -104,7 +104,7 @@ def _refuse_existing(out: Path | None) -> None:
 
 def _whole_class(stored: StoredAdapter, server: str) -> str | None:
     """The class as which a server loads the base, if Weft trained only the text model of it; else None."""
-    from weft.store.served_names import is_whole_model, read_config
+    from weft.store.peft_config import is_whole_model, read_config
 
     base = _base(stored)
     config = read_config(base)
@@ -123,7 +123,7 @@ def _whole_class(stored: StoredAdapter, server: str) -> str | None:
 def _expert_layout(stored: StoredAdapter, server: str) -> tuple[str, str | None]:
     """The layout of experts' factors that a server reads, and the model type of the base."""
     from weft.store.expert_files import layout_for
-    from weft.store.served_names import read_config
+    from weft.store.peft_config import read_config
 
     if stored.spec.experts == "none":
         return "fused", None

@@ -44,7 +44,7 @@ class JobProgress:
     def __init__(self, spec: JobSpec, data: JobData) -> None:
         self._spec = spec
         self.inputs: dict[str, Any] = {"data": data.train.fingerprint}
-        """Everything that the job reads besides its settings and the backbone, mostly digests, for `same_inputs`."""
+        """Everything that the job reads besides its settings and the backbone, mostly digests, for `check_inputs`."""
         if data.eval is not None:
             self.inputs["eval_data"] = data.eval.fingerprint
         self.order = BatchSchedule.of(spec, *data.train.sizes)

@@ -35,7 +35,7 @@ from weft.plan.layout import Layout
 from weft.plan.replan import Decision, Forecaster, LayoutForecast, MoveCost, Prediction, RemainingJob, decide
 from weft.spec import JobSpec
 from weft.store.faults import point
-from weft.store.rank_dir import revoke_permit
+from weft.store.run_dir import revoke_permit
 from weft.store.wall_clock import Activity
 
 

@@ -63,8 +63,7 @@ from weft.plan.layout import Layout
 from weft.plan.pack import planner_named
 from weft.plan.planner import Planner
 from weft.spec import AdapterSpec
-from weft.store.rank_dir import RankDirectory
-from weft.store.run_dir import library_versions
+from weft.store.run_dir import RankDirectory, library_versions
 
 
 def run_rank(connection: RankConnection) -> None:

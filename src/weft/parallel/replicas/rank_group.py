@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 from weft.engine.execute.protocol import ReplicaFaultError
-from weft.engine.jobs.same_inputs import MODEL_FILES
+from weft.engine.recorder import MODEL_FILES
 from weft.errors import ConfigError, JobError
 from weft.parallel.replicas.connections import RankEnded, Ranks
 from weft.parallel.replicas.messages import Command, RankFailed, RankIdle, RankReady, Report

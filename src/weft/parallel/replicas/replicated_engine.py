@@ -60,8 +60,7 @@ from weft.plan.simulate.timeline import span_event, trace_json
 from weft.plan.types import Limits
 from weft.spec import JobSpec
 from weft.store.atomic import write_file
-from weft.store.rank_dir import grant_permit, revoke_permit, take_timelines
-from weft.store.run_dir import RunDirectory
+from weft.store.run_dir import RunDirectory, grant_permit, revoke_permit, take_timelines
 from weft.store.wall_clock import TimeSplit, WallClock
 
 AnswerT = TypeVar("AnswerT", bound=Report)

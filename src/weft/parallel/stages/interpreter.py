@@ -24,7 +24,7 @@ from weft.kernels.device_event import DeviceEvent
 from weft.model.objective_loss import ReferenceRows
 from weft.model.packed import PackedBatch
 from weft.model.path import PendingScores
-from weft.parallel.stages.gradient import part_of_step
+from weft.parallel.stages.shares import part_of_step
 from weft.parallel.stages.stage import Stage
 from weft.parallel.stages.stage_passes import MicrobatchReferences, stage_reference_pass
 from weft.parallel.stages.step_exchange import StepExchange

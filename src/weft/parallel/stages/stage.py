@@ -28,9 +28,8 @@ from weft.kernels.device import CPU, Stream, current_stream, has_streams, is_cpu
 from weft.methods.registry import method_of
 from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, pack_samples
-from weft.model.stages import stage_runner
-from weft.parallel.stages.gradient import JobShare
 from weft.parallel.stages.shares import (
+    JobShare,
     StagePassResult,
     StageReferences,
     StageStart,
@@ -38,6 +37,7 @@ from weft.parallel.stages.shares import (
     refuse_method,
     without_tied,
 )
+from weft.parallel.stages.stage_runner import stage_runner
 from weft.parallel.stages.transport import Channel, Transport
 from weft.plan.program import Program
 from weft.plan.types import Microbatch

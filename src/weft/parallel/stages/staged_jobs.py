@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from weft.engine.execute.protocol import NewJob, ReplicaMemoryError
-from weft.parallel.stages.gradient import JobShare
-from weft.parallel.stages.shares import StagePassResult, cut_state, join_state, refuse_unlike
+from weft.parallel.stages.shares import JobShare, StagePassResult, cut_state, join_state, refuse_unlike
 from weft.parallel.stages.work import StageGroup
 from weft.plan.program import Program, Step
 

@@ -2,7 +2,7 @@
 
 A job's step needs the norm of its whole gradient. Every stage that has a part of it sends it to the first of them, the
 root stage, which returns the norm, and whether the losses are finite, to all stages that step. Parts of one replica are
-put together (`gradient.py`), and tied rows get their sum. Where several replicas have samples of the job, the root
+put together, and tied rows get their sum. Where several replicas have samples of the job, the root
 stage adds their sums, and each stage receives the gradient it steps by. When a replica is lost meanwhile, no gradient
 of a spread job is whole any more: its steps are skipped and no stage waits for them, so that all other jobs of the
 program continue. `work.py` has the order of messages.
@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from weft.parallel.stages.gradient import (
+from weft.parallel.stages.shares import (
     GradientNorm,
     JobShare,
     SpreadPart,

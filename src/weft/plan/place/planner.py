@@ -32,8 +32,17 @@ import numpy as np
 from weft.errors import PlanError
 from weft.plan.admit import Share, admit_to
 from weft.plan.level import Levelling
-from weft.plan.place.pool import PooledRoom
-from weft.plan.place.types import MOVE_S, Candidate, JobPlacement, Move, Replica, least_s, or_inf, present_seats
+from weft.plan.place.pool import (
+    MOVE_S,
+    Candidate,
+    JobPlacement,
+    Move,
+    PooledRoom,
+    Replica,
+    least_s,
+    or_inf,
+    present_seats,
+)
 
 MAX_LEVELS = 8
 """Times that ends are levelled in one call. Levelling may make room for a waiting job; then the walk is repeated."""

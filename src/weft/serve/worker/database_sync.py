@@ -28,9 +28,8 @@ from weft.engine.engine import Engine
 from weft.errors import StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, DbRow, Tx, now
-from weft.serve.db.give_back import Rebalance, SeatShares
 from weft.serve.db.jobs import move
-from weft.serve.db.leases import claim_jobs, give_up, has_free, release, renew
+from weft.serve.db.leases import Rebalance, SeatShares, claim_jobs, give_up, has_free, release, renew
 from weft.serve.db.tables import WORKERS
 from weft.serve.db.workers import SILENT_FIELD, loads_of, put_worker, remove_worker, wanted_of
 from weft.serve.errors import Busy, Unsure
