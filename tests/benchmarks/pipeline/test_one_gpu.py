@@ -10,7 +10,7 @@ import torch
 from benchmarks.pipeline.gpu_costs import measure_free_sums
 from benchmarks.pipeline.one_gpu import OneDevice, measure_stages, time_in_turn
 from benchmarks.pipeline.parts import TARGETS
-from weft.model import stages
+from weft.parallel.stages import stage_runner
 from weft.plan.cost.shape import find_shape
 
 TINY = OneDevice(replace(find_shape("tiny"), layers=4), torch.float32, torch.device("cpu"), 64, rounds=1)
@@ -25,8 +25,8 @@ def test_stages_when_measured_on_a_tiny_shape_then_no_bit_differs_and_every_figu
 
 
 def test_stages_when_one_changes_what_it_hands_on_then_the_gradients_count_it(monkeypatch):
-    own = stages.FusedStageRunner._own
-    monkeypatch.setattr(stages.FusedStageRunner, "_own", staticmethod(lambda *given: own(*given).mul_(1 + 1e-6)))
+    own = stage_runner.FusedStageRunner._own
+    monkeypatch.setattr(stage_runner.FusedStageRunner, "_own", staticmethod(lambda *given: own(*given).mul_(1 + 1e-6)))
     times = time_in_turn(TINY, TINY.backbone(), TINY.stages(2))
     assert times.num_differing > 0
     assert times.sum_s == pytest.approx(sum(times.pass_s(name, s) for name in ("forward", "backward") for s in (0, 1)))

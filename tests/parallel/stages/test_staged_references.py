@@ -26,7 +26,6 @@ from tiny_models import (
     submit,
     train,
 )
-from weft.model.stages import ReferenceStageRunner
 
 from weft.data.dataset import Dataset, JobData
 from weft.data.samples import Samples
@@ -35,6 +34,7 @@ from weft.engine.events import MicrobatchDone
 from weft.errors import ConfigError, WeftError
 from weft.objectives.distillation import Distillation
 from weft.objectives.preference import Dpo, Kto
+from weft.parallel.stages.stage_runner import ReferenceStageRunner
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.program import Forward, Program, Receive
 from weft.plan.types import JobQueue, Limits

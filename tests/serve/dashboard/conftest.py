@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from dashboard_stage import Busy, House, Live, Stage
-from playwright.sync_api import Browser, sync_playwright
+from dashboard_tab import tab_on
+from playwright.sync_api import Browser, Page, sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """The system's own browser; without one, what `playwright install chromium` left."""
@@ -48,3 +49,16 @@ def browser() -> Iterator[Browser]:
         opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
         opened.close()
+
+
+@pytest.fixture
+def page(browser: Browser, house: House) -> Iterator[Page]:
+    """A tab on the service without workers."""
+    yield from tab_on(browser, house.live.url)
+
+
+@pytest.fixture
+def look(browser: Browser, busy: Busy) -> Iterator[Page]:
+    """A tab on the service with jobs in every state, which the test leaves as it is."""
+    busy.stage.beat(busy.running)
+    yield from tab_on(browser, busy.live.url)

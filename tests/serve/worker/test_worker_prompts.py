@@ -7,8 +7,6 @@ import json
 import shutil
 import threading
 import zipfile
-from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -20,12 +18,9 @@ from weft.data.load import prompt_of_chat
 from weft.data.tokenise import tokenise_prompt
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
 from weft.engine.inference.generate import Request, generate
-from weft.errors import JobError, WeftError
-from weft.serve.errors import Busy
+from weft.errors import WeftError
 from weft.serve.worker import prompt_inputs, prompt_server
-from weft.serve.worker import prompt_scheduler as scheduler_module
 from weft.serve.worker.prompt_inputs import AdapterCache
-from weft.serve.worker.prompt_scheduler import MAX_ADAPTERS, AnswerEnd, PromptRequest, PromptScheduler
 from weft.spec import AdapterSpec
 from weft.spec.sampling import Decoding
 from weft.store.peft_files import read_adapter, write_adapter
@@ -271,215 +266,6 @@ def test_prompts_when_jobs_train_then_both_go_on_and_the_adapter_is_the_same(tra
     bench.wait(id)
     assert answered > 2
     assert bench.adapter(id) == bench.twin(id)[0]
-
-
-class Clock:
-    """Time that passes only when a pass of the backbone takes it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.fixture(scope="module")
-def backbone():
-    made = random_backbone("llama")
-    made.model.generation_config.eos_token_id = None
-    return made
-
-
-def written(request):
-    tokens = []
-    while not isinstance(got := request.answer.get(timeout=PATIENCE_S), AnswerEnd):
-        tokens.append(got)
-    return tokens, got.reason
-
-
-def test_turn_when_something_trains_then_takes_its_share_and_at_least_one_pass(backbone, monkeypatch):
-    clock, advance = Clock(), scheduler_module.advance
-    passes = []
-
-    def slow(*arguments):
-        clock.now += 2**-7  # times here are sums of powers of two, so that none is rounded
-        passes.append(len(arguments[1]))
-        return advance(*arguments)
-
-    monkeypatch.setattr(scheduler_module, "advance", slow)
-    monkeypatch.setattr(scheduler_module, "time", clock)
-    # What was started of the training before the turn takes longer than the turn, and is none of it.
-    monkeypatch.setattr(backbone, "wait", lambda: setattr(clock, "now", clock.now + 5.0))
-    scheduler = PromptScheduler(backbone, 64)
-    assert not scheduler.take_turn(0.1)
-    assert clock.now == 0.0, "nobody waits where nothing is asked"
-    scheduler.submit(PromptRequest([5, 6], None, Decoding(50)))
-    scheduler.take_turn(0.001)
-    assert passes == [1], "one pass, however short training was"
-    scheduler.submit(PromptRequest([5], None, Decoding(50)))
-    scheduler.take_turn(20 * 2**-7)
-    assert passes == [1, 2, 2, 2, 2, 2], "a quarter of that"
-
-
-def test_turn_when_a_request_is_longer_than_the_capacity_then_it_is_read_in_parts(backbone):
-    tokens = [3 + i % 40 for i in range(21)]
-    (whole,) = generate(backbone, [Request(tokens)], Decoding(6))
-    scheduler = PromptScheduler(backbone, 8)
-    short, long = PromptRequest([5, 9], None, Decoding(6)), PromptRequest(tokens, None, Decoding(6))
-    for request in (long, short):
-        scheduler.submit(request)
-    while scheduler.take_turn(None):
-        pass
-    assert written(long) == (whole, "length")
-    assert written(short) == (generate(backbone, [Request([5, 9])], Decoding(6))[0], "length")
-
-
-def stored(backbone, name, seed):
-    spec = AdapterSpec(r=2, init_lora_weights=False)
-    adapter = backbone.new_adapter(spec, seed)
-    return StoredAdapter(name, None, spec, dict(adapter.tensors()), None)
-
-
-def test_turn_when_there_are_more_adapters_than_slots_then_all_are_answered_and_slots_stay_bounded(backbone):
-    adapters = [stored(backbone, f"v{i}", i) for i in range(MAX_ADAPTERS + 3)]
-    scheduler = PromptScheduler(backbone, 64)
-    before = slots(backbone)
-    questions = [PromptRequest([7, 8, 9], adapter, Decoding(3)) for adapter in adapters]
-    for request in questions:
-        scheduler.submit(request)
-    while scheduler.take_turn(None):
-        assert len(slots(backbone) - before) <= MAX_ADAPTERS
-    for request, adapter in zip(questions, adapters, strict=True):
-        slot = attach_adapter(backbone, replace(adapter, path="-"))
-        assert written(request)[0] == generate(backbone, [Request([7, 8, 9], slot)], Decoding(3))[0]
-        backbone.detach(slot)
-
-
-def slots(backbone):
-    return {slot for linear in backbone.linears.values() for slot in linear.slots}
-
-
-def test_turn_when_nobody_listens_any_more_then_nothing_more_is_written(backbone):
-    scheduler = PromptScheduler(backbone, 64)
-    request = PromptRequest([5, 6], None, Decoding(50))
-    scheduler.submit(request)
-    scheduler.take_turn(0.0)
-    request.is_cancelled = True
-    assert not scheduler.take_turn(0.0)
-    assert scheduler.num_waiting == 0
-
-
-def test_turn_when_a_pass_fails_then_its_prompts_hear_it_and_later_ones_are_answered(backbone, monkeypatch):
-    scheduler = PromptScheduler(backbone, 64)
-    first, second = PromptRequest([5, 6], None, Decoding(2)), PromptRequest([5, 6], None, Decoding(2))
-    scheduler.submit(first)
-    with monkeypatch.context() as patch:
-        patch.setattr(scheduler_module, "advance", lambda *_: 1 / 0)
-        scheduler.take_turn(0.0)
-    assert isinstance(first.answer.get(timeout=PATIENCE_S), ZeroDivisionError)
-    scheduler.submit(second)
-    while scheduler.take_turn(None):
-        pass
-    assert len(written(second)[0]) == 2
-
-
-def test_turn_when_one_prompt_cannot_be_read_then_only_it_fails_and_the_others_are_written_as_if_alone(
-    backbone, monkeypatch
-):
-    tokens = [3 + i % 40 for i in range(21)]
-    expected = [generate(backbone, [Request(t)], Decoding(6))[0] for t in ([5, 9], tokens)]
-    advance = scheduler_module.advance
-
-    def poisoned(backbone, items, ends, sampler):
-        if any(item.request.tokens == [7, 7] and len(item.tokens) == 2 for item in items):
-            raise ValueError("poison")
-        return advance(backbone, items, ends, sampler)
-
-    monkeypatch.setattr(scheduler_module, "advance", poisoned)
-    scheduler = PromptScheduler(backbone, 12)
-    poison, short, long = (PromptRequest(t, None, Decoding(6)) for t in ([7, 7], [5, 9], tokens))
-    for request in (poison, short, long):
-        scheduler.submit(request)
-    while scheduler.take_turn(None):
-        pass
-    got = [poison.answer.get(timeout=PATIENCE_S) for _ in range(3)]
-    assert isinstance(got[2], ValueError)
-    assert [written(short)[0], written(long)[0]] == expected
-    assert scheduler.num_waiting == 0
-
-
-def test_turn_when_the_logits_of_one_prompt_are_not_finite_then_the_others_are_answered(backbone):
-    broken = stored(backbone, "nan", 1)
-    for tensors in broken.tensors.values():
-        for tensor in tensors:
-            tensor.fill_(float("nan"))
-    scheduler = PromptScheduler(backbone, 64)
-    poison = PromptRequest([5, 6], broken, Decoding(4, temperature=1.0))
-    good = [PromptRequest([5, 6 + i], None, Decoding(4, temperature=1.0)) for i in range(3)]
-    for request in (poison, *good):
-        scheduler.submit(request)
-    while scheduler.take_turn(None):
-        pass
-    assert isinstance(poison.answer.get(timeout=PATIENCE_S), JobError)
-    assert [len(written(request)[0]) for request in good] == [4, 4, 4]
-
-
-@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-9])
-def test_turn_when_top_p_is_tiny_then_the_likeliest_token_is_taken(backbone, top_p):
-    scheduler = PromptScheduler(backbone, 64)
-    request = PromptRequest([5, 6], None, Decoding(4, temperature=1.0, top_p=top_p))
-    scheduler.submit(request)
-    while scheduler.take_turn(None):
-        pass
-    assert written(request)[0] == generate(backbone, [Request([5, 6])], Decoding(4))[0]
-
-
-def test_turn_when_an_adapter_cannot_be_attached_then_only_its_own_prompt_hears_it(backbone, monkeypatch):
-    """Whatever one prompt raises, the others are answered and the worker lives."""
-    scheduler = PromptScheduler(backbone, 64)
-    broken = PromptRequest([5, 6], StoredAdapter("a", Path("a"), AdapterSpec(), {}, None), Decoding(2))
-    good = PromptRequest([5, 6], None, Decoding(2))
-    monkeypatch.setattr(scheduler_module, "attach_adapter", lambda *_: 1 / 0)
-    scheduler.submit(broken)
-    scheduler.submit(good)
-    while scheduler.take_turn(None):
-        pass
-    assert isinstance(broken.answer.get(timeout=PATIENCE_S), ZeroDivisionError)
-    assert len(written(good)[0]) == 2
-
-
-def test_turn_when_the_driver_has_no_memory_then_its_prompts_hear_that_they_may_try_again(backbone, monkeypatch):
-    def end(*_: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    scheduler = PromptScheduler(backbone, 64)
-    request = PromptRequest([5, 6], None, Decoding(2))
-    scheduler.submit(request)
-    monkeypatch.setattr(scheduler_module, "advance", end)
-    scheduler.take_turn(0.0)
-    assert isinstance(request.answer.get(timeout=PATIENCE_S), Busy)
-
-
-def test_scheduler_when_closed_then_those_who_wait_hear_it(backbone):
-    scheduler = PromptScheduler(backbone, 64)
-    active, waiting = PromptRequest([5], None, Decoding(9)), PromptRequest([6], None, Decoding(9))
-    scheduler.submit(active)
-    scheduler.take_turn(0.0)
-    scheduler.submit(waiting)
-    scheduler.close()
-    active.answer.get()
-    assert isinstance(active.answer.get(timeout=PATIENCE_S), Busy)
-    assert isinstance(waiting.answer.get(timeout=PATIENCE_S), Busy)
-    with pytest.raises(Busy):
-        scheduler.submit(PromptRequest([5], None, Decoding(1)))
-
-
-def test_scheduler_when_too_many_wait_then_refuses_more(backbone):
-    scheduler = PromptScheduler(backbone, 64)
-    for _ in range(scheduler_module.MAX_WAITING):
-        scheduler.submit(PromptRequest([5], None, Decoding(1)))
-    with pytest.raises(Busy):
-        scheduler.submit(PromptRequest([5], None, Decoding(1)))
 
 
 def test_prompt_when_the_adapter_is_damaged_then_500_without_a_path(trained):
