@@ -392,6 +392,7 @@ OVERRIDES = [
     override("capacity", "'capacity' is not an override; write key=value, e.g. jobs.0.adapter.r=32."),
     override("=3", "'=3' is not an override; write key=value"),
     override("capacity=[", "capacity=[: the value of capacity is not valid: '['."),
+    override("capacity=", "capacity=: has no value; write one, or null for the default."),
     override("capacity=0", "capacity=0: must be at least 2, got 0."),
     override("nope.deep=1", "nope.deep=1: nope: unknown setting."),
     override("base_model.x=1", "base_model.x=1: base_model holds no settings."),

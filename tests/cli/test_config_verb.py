@@ -96,3 +96,5 @@ def test_config_when_a_setting_is_misspelt_and_misplaced_then_both_are_said(weft
     path.write_text(JOBS)
     done = weft("config", path, "learning_rat=1")
     assert "learning_rat=1: unknown setting. Did you mean learning_rate, a setting of a job; write it in" in done.err
+    done = weft("config", path, "max_step=1")
+    assert "max_step=1: unknown setting. Did you mean max_steps, a setting of a job; write it in" in done.err

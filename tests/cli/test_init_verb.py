@@ -61,3 +61,12 @@ def test_init_when_given_a_place_then_the_data_goes_beside_the_file(weft, folder
 def test_init_when_it_cannot_write_then_says_where(refused, folder: Path):
     (folder / "taken").write_text("a file")
     assert refused("init", "taken/jobs.yaml").startswith("taken/data: a file is in the way")
+
+
+def test_init_when_given_a_directory_then_asks_for_a_file_also_when_forced(refused, folder: Path):
+    (folder / "here").mkdir()
+    for name in (".", "here"):
+        for force in ((), ("--force",)):
+            expected = f"{name}: is a directory; name a file. {Path(name) / 'jobs.yaml'} would do."
+            assert refused("init", name, *force) == expected
+    assert list(folder.rglob("*")) == [folder / "here"]

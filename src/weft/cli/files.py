@@ -86,6 +86,8 @@ def init(
     """Write a commented jobs file that runs as it is, and two small data files for it."""
     from weft.store.atomic import forget, make_directories, storage_errors, write_file
 
+    if file.is_dir():
+        raise StorageError("is a directory; name a file.", where=str(file), hint=f"{file / 'jobs.yaml'} would do.")
     data = {file.parent / "data" / f"{name}.jsonl": _rows(name) for name in SKILLS}
     shown = shlex.quote(str(file))
     texts = {**data, file: JOBS_FILE.format(file=shown)}

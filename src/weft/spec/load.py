@@ -91,6 +91,7 @@ def _check_sections(values: Any, cls: type, where: str = "") -> None:
     if not isinstance(values, Mapping):
         return
     names = field_names(cls)
+    everywhere = list(dict.fromkeys([*names, *(name for home in _HOMES for name in field_names(home))]))
     for key, value in values.items():
         if str(key) in FOREIGN:
             continue
@@ -99,21 +100,16 @@ def _check_sections(values: Any, cls: type, where: str = "") -> None:
         # Jobs and runs both have a name, and each is far from the other.
         if str(key) not in (*names, "name") and home is not None:
             raise ConfigError(f"is a setting of {_HOMES[home]}.", where=path)
-        if str(key) not in names and home is None and closest(str(key), list(names)) is None:
-            _guess_home(str(key), path)
+        guess = closest(str(key), everywhere) if str(key) not in names and home is None else None
+        if guess is not None and guess not in names:
+            right = next(_HOMES[other] for other in _HOMES if guess in field_names(other))
+            raise ConfigError("unknown setting.", where=path, hint=f"Did you mean {guess}, a setting of {right}?")
         below = _BELOW.get((cls, names.get(str(key), "")))
         if below is not None and isinstance(value, list):
             for i, item in enumerate(value):
                 _check_sections(item, below, f"{path}.{i}")
         elif below is not None:
             _check_sections(value, below, path)
-
-
-def _guess_home(key: str, where: str) -> None:
-    for other, home in _HOMES.items():
-        guess = closest(key, list(field_names(other)))
-        if guess is not None:
-            raise ConfigError("unknown setting.", where=where, hint=f"Did you mean {guess}, a setting of {home}?")
 
 
 def _job(job: Any, defaults: Mapping[str, Any], index: int) -> JobSpec:
@@ -171,9 +167,11 @@ def apply_override(tree: Any, override: str, root: type = RunSpec) -> str:
     keys = path.split(".")
     if not equals or not all(keys):
         raise ConfigError(f"{override!r} is not an override; write key=value, e.g. jobs.0.adapter.r=32.")
+    if not text.strip():
+        raise ConfigError("has no value; write one, or null for the default.", where=override)
     try:
         loader = yaml.SafeLoader(text)
-        document = loader.get_single_node() or yaml.ScalarNode("tag:yaml.org,2002:null", "")
+        document = loader.get_single_node() or yaml.ScalarNode("tag:yaml.org,2002:null", "")  # a comment
         _check_aliases(document, override)
         value = loader.construct_document(document)
     except (yaml.YAMLError, ValueError, RecursionError):
