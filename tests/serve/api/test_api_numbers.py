@@ -29,7 +29,10 @@ JOB_PATHS = (
     "settings.loraplus_lr_ratio", "settings.max_length", "settings.eval_steps", "settings.early_stopping_patience",
     "settings.save_steps", "settings.save_minutes", "settings.save_total_limit", "settings.logging_steps",
 )  # fmt: skip
-CHAT_PATHS = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "n", "frequency_penalty", "stop")
+CHAT_PATHS = (
+    "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "n", "frequency_penalty", "presence_penalty",
+    "logit_bias", "logit_bias.5", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "top_logprobs", "stop",
+)  # fmt: skip
 
 
 def numbers_of(schema: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -135,6 +135,49 @@ def test_prompt_when_a_stop_sequence_comes_then_ends_before_it(trained):
     assert answer["finish_reason"] == "stop"
 
 
+def test_prompt_when_logprobs_are_wanted_then_tokens_have_those_of_the_model_and_join_to_the_text(trained):
+    _, _, blobs, worker = trained
+    question = {"model_blob": blobs[0], "prompt": "warp\n", "max_tokens": 10, "temperature": 0.9, "seed": 3}
+    plain, whole = (ask(worker, **question, **more).json() for more in ({}, {"logprobs": 2}))
+    assert (plain["text"], plain["logprobs"]) == (whole["text"], [])
+    records = whole["logprobs"]
+    assert len(records) == whole["completion_tokens"] and all(len(each["top"]) == 2 for each in records)
+    assert "".join(each["token"] for each in records) == whole["text"]
+    assert [whole["text"][each["offset"] :].startswith(each["token"]) for each in records] == [True] * len(records)
+    assert all(each["logprob"] <= each["top"][0][1] <= 0 for each in records)
+    # The same tokens as a prompt have the same log-probabilities.
+    scored = ask(worker, **{**question, "prompt": "warp\n" + whole["text"]}, logprobs=0, echo=True).json()
+    assert scored["text"].startswith("warp\n" + whole["text"])
+    assert scored["logprobs"][0]["logprob"] is None
+    again = scored["logprobs"][whole["prompt_tokens"] :][: len(records)]
+    assert [each["token"] for each in again] == [each["token"] for each in records]
+    assert [each["logprob"] for each in again] == pytest.approx([each["logprob"] for each in records], abs=1e-3)
+
+
+def test_prompt_when_a_stop_sequence_comes_then_logprobs_end_with_the_text(trained):
+    _, _, blobs, worker = trained
+    question = {"model_blob": blobs[1], "prompt": "warp\n", "max_tokens": 16, "temperature": 0, "logprobs": 0}
+    text = ask(worker, **question).json()["text"]
+    cut = ask(worker, **question, stop=[text[4:6]]).json()
+    assert cut["text"] == text[: text.index(text[4:6])] and cut["finish_reason"] == "stop"
+    assert "".join(each["token"] for each in cut["logprobs"]).startswith(cut["text"])
+    assert all(each["offset"] < len(cut["text"]) for each in cut["logprobs"])
+
+
+def test_prompt_when_settings_of_sampling_are_given_then_they_change_the_answer(trained):
+    _, _, blobs, worker = trained
+    question = {"model_blob": blobs[0], "prompt": "warp\n", "max_tokens": 6, "temperature": 0, "logprobs": 0}
+    plain = ask(worker, **question).json()
+    tokenizer = worker.scheduler.tokenizer
+    (first,) = tokenizer.encode(plain["logprobs"][0]["token"], add_special_tokens=False)
+    assert ask(worker, **question, stop_token_ids=[first]).json()["text"] == ""
+    banned = ask(worker, **question, logit_bias={str(first): -100}).json()
+    assert banned["logprobs"][0]["token"] != plain["logprobs"][0]["token"]
+    assert ask(worker, **{**question, "temperature": 5, "top_k": 1}).json() == plain
+    assert ask(worker, **{**question, "temperature": 5, "min_p": 1}).json() == plain
+    assert ask(worker, **question, repetition_penalty=100).json()["text"] != plain["text"]
+
+
 @pytest.mark.parametrize(
     ("question", "status", "words"),
     [
@@ -144,6 +187,9 @@ def test_prompt_when_a_stop_sequence_comes_then_ends_before_it(trained):
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "use system, user, assistant or tool"),
         ({"prompt": "a", "max_tokens": 0}, 400, "greater than or equal to 1"),
         ({"prompt": "a", "top_p": 2}, 400, "less than or equal to 1"),
+        ({"prompt": "a", "min_p": 2}, 400, "min_p: must be at least 0 and at most 1, got 2."),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs: must be at least 0 and at most 20, got 21."),
+        ({"prompt": "a", "logit_bias": {"999999": 1}}, 400, "logit_bias: has the token 999999; the model knows 0 to"),
         ({"prompt": "word " * 3000}, 400, "positions"),
         ({"prompt": "a", "model_blob": "../../etc/passwd"}, 404, "not the name of a blob"),
         ({"prompt": "a", "model_blob": "ab/" + "0" * 32}, 404, "not in the file store"),

@@ -1,9 +1,9 @@
 """/v1/chat/completions and /v1/completions: prompts for trained models, answered while others are trained.
 
 A prompt goes to the worker that holds the backbone: one POST to the address in its row, with its token.
-`POST {address}/generate` takes {model_blob, base, messages or prompt (a text or token ids), max_tokens, temperature,
-top_p, seed, stop, stream} and answers {"text", "done", "prompt_tokens", "completion_tokens"} as JSON, or as a stream of
-such events.
+`POST {address}/generate` takes {model_blob, base, messages or prompt (a text or token ids), max_tokens, temperature, …,
+stream} and answers {"text", "done", "logprobs", "prompt_tokens", "completion_tokens"} as JSON, or as a stream of such
+events. Each of several answers to a prompt is a request of its own to the worker.
 
 A worker may be silent for long, because it trains or others' prompts come first; one that is frozen or gone does not
 answer `GET {address}/alive` either, and one whose training hangs has that in its row. As long as nothing has been sent
@@ -18,7 +18,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ from weft.serve.api.pending_answers import (
     is_alive,
     send_all,
 )
-from weft.serve.api.requests import CreateChat, CreateCompletion, Message, body_of, documented
+from weft.serve.api.requests import MAX_ANSWERS, CreateChat, CreateCompletion, Message, body_of, documented
 from weft.serve.api.responses import event_stream
 from weft.serve.api.service import ApiService, Caller, ChatUser, ResolvedModel, resolve_model, service_of
 from weft.serve.db.engine import DbRow, new_id
@@ -49,6 +49,15 @@ from weft.serve.db.usage import add_usage
 from weft.serve.db.workers import find_worker, is_hung, live_workers
 from weft.serve.errors import Busy
 
+_PASSED_ON = (
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop_token_ids",
+)
+"""Fields that the worker takes as they are."""
 chat_router = APIRouter(prefix="/v1", tags=["Chat"])
 DEFAULT_MAX_TOKENS = 256
 WATCH_S = 0.2
@@ -65,30 +74,55 @@ class _CompletionKind:
     prefix: str
     object: str
     chunk_object: str
-    choice: Callable[[int, str, str | None, bool], dict[str, Any]]
+    choice: Callable[[int, AnswerPiece, str | None, bool], dict[str, Any]]
     """Makes one choice: its index, its text, why it ended, and whether it is a piece of a stream."""
+    logprobs: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 
 
-def _chat_choice(index: int, text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
+def _chat_choice(index: int, piece: AnswerPiece, reason: str | None, is_chunk: bool) -> dict[str, Any]:
     if is_chunk:
-        content: dict[str, Any] = {"delta": {"content": text} if text else {}}
+        content: dict[str, Any] = {"delta": {"content": piece.text} if piece.text or piece.logprobs else {}}
     else:
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        content = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
     return {"index": index, **content, "logprobs": None, "finish_reason": reason}
 
 
-def _text_choice(index: int, text: str, reason: str | None, is_chunk: bool) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _text_choice(index: int, piece: AnswerPiece, reason: str | None, is_chunk: bool) -> dict[str, Any]:
+    return {"index": index, "text": piece.text, "logprobs": None, "finish_reason": reason}
 
 
-CHAT = _CompletionKind("chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice)
-TEXT = _CompletionKind("cmpl-", "text_completion", "text_completion", _text_choice)
+def _chat_logprobs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def token(text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        {**token(each["token"], each["logprob"]), "top_logprobs": [token(*top) for top in each["top"]]}
+        for each in records
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _text_logprobs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    tops = [
+        # The token itself is there too, whether or not it is one of the likeliest.
+        None if each["logprob"] is None else {**dict(each["top"]), each["token"]: each["logprob"]}
+        for each in records
+    ]
+    columns = {"tokens": "token", "token_logprobs": "logprob", "text_offset": "offset"}
+    return {name: [each[key] for each in records] for name, key in columns.items()} | {"top_logprobs": tops}
+
+
+CHAT = _CompletionKind("chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice, _chat_logprobs)
+TEXT = _CompletionKind("cmpl-", "text_completion", "text_completion", _text_choice, _text_logprobs)
 
 
 @chat_router.post("/chat/completions", openapi_extra=documented(CreateChat), response_model=None)
 async def chat(request: Request, user: ChatUser, body: Annotated[CreateChat, Depends(body_of(CreateChat))]) -> Response:
     """Answers a chat with a backbone, a fine-tuned model or a checkpoint."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("Invalid value for 'top_logprobs': needs 'logprobs' to be true.", "top_logprobs", "invalid_value")
     prompt = _prompt_of(request, body, body.max_completion_tokens or body.max_tokens)
+    prompt["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     # As in training files, `developer` is the newer name of the system prompt.
     prompt["messages"] = [_turn(message, index) for index, message in enumerate(body.messages)]
     return await _answer(request, user, body, [prompt], CHAT)
@@ -102,7 +136,12 @@ async def complete(
     given = body.prompt
     is_one = isinstance(given, str) or isinstance(given[0], int)
     texts: list[Any] = [given] if is_one else list(given)
-    prompts = [{**_prompt_of(request, body, body.max_tokens), "prompt": text} for text in texts]
+    num_answers = len(texts) * (body.n or 1)
+    if num_answers > MAX_ANSWERS:
+        message = f"{len(texts)} prompts with {body.n} answers each are {num_answers}; use at most {MAX_ANSWERS}."
+        raise invalid(f"Invalid value for 'n': {message}", "n", "invalid_value")
+    options = {**_prompt_of(request, body, body.max_tokens), "logprobs": body.logprobs, "echo": bool(body.echo)}
+    prompts = [{**options, "prompt": text} for text in texts]
     return await _answer(request, user, body, prompts, TEXT)
 
 
@@ -133,7 +172,14 @@ def _prompt_of(request: Request, body: CreateChat | CreateCompletion, max_tokens
         "seed": secrets.randbits(32) if body.seed is None else body.seed % 2**32,
         "stop": [text for text in stop if text],
         "stream": bool(body.stream),
+        "top_k": max(body.top_k or 0, 0),
+        **{name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None},
     }
+
+
+def _seeds(seed: int, number: int) -> list[int]:
+    """Seeds of the answers to a prompt; the first is that of a single answer."""
+    return [(seed + index * 0x9E3779B1) % 2**32 for index in range(number)]
 
 
 async def _answer(
@@ -143,14 +189,15 @@ async def _answer(
     prompts: list[dict[str, Any]],
     kind: _CompletionKind,
 ) -> Response:
-    service = service_of(request)
+    service, n = service_of(request), body.n or 1
     tried: dict[str, ApiError] = {}
     while True:
         found, worker = await run_in_threadpool(_find_worker, service, user.tenant, body.model, tried)
         try:
-            sent = [{**prompt, "base": found.base, "model_blob": found.blob} for prompt in prompts]
+            model = {"base": found.base, "model_blob": found.blob}
+            sent = [{**prompt, **model, "seed": seed} for prompt in prompts for seed in _seeds(prompt["seed"], n)]
             pending = await run_in_threadpool(send_all, worker, sent)
-            reply = _CompletionReply(service, user, body.model, kind, pending, _fingerprint(found))
+            reply = _CompletionReply(service, user, body, kind, pending, _fingerprint(found))
             async with _watching(service, reply, worker, request):
                 if not body.stream:
                     return JSONResponse(await run_in_threadpool(reply.whole))
@@ -208,7 +255,7 @@ class _CompletionReply:
         self,
         service: ApiService,
         user: Caller,
-        model: str,
+        body: CreateChat | CreateCompletion,
         kind: _CompletionKind,
         pending: list[PendingAnswer],
         fingerprint: str,
@@ -216,7 +263,10 @@ class _CompletionReply:
         self._service, self._user, self._kind, self._pending = service, user, kind, pending
         self._answers = [answer.pieces() for answer in pending]
         self._first: AnswerPiece | None = None
-        self._same = {"id": new_id(kind.prefix), "created": int(time.time()), "model": model}
+        self._num_each = body.n or 1
+        # In chats true or false, in completions a number or null.
+        self._has_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._same = {"id": new_id(kind.prefix), "created": int(time.time()), "model": body.model}
         self._same["system_fingerprint"] = fingerprint
 
     def whole(self) -> dict[str, Any]:
@@ -226,8 +276,7 @@ class _CompletionReply:
         finally:
             self.close()
         choices = [
-            self._kind.choice(index, piece.text, piece.finish_reason or "stop", False)
-            for index, piece in enumerate(pieces)
+            self._choice(index, piece, piece.finish_reason or "stop", False) for index, piece in enumerate(pieces)
         ]
         return {"object": self._kind.object, **self._same, "choices": choices, "usage": self._count(pieces)}
 
@@ -244,19 +293,19 @@ class _CompletionReply:
         last: list[AnswerPiece] = []
         # With usage every chunk has the field, and the last one has the figures.
         chunk = partial(self._chunk, usage=None) if with_usage else self._chunk
-        if self._kind is CHAT:
-            opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            yield chunk([{"index": 0, **opening}])
+        opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         try:
             for index, answer in enumerate(self._answers):
+                if self._kind is CHAT:
+                    yield chunk([{"index": index, **opening}])
                 piece = self._first if index == 0 and self._first is not None else next(answer)
                 while True:
-                    if piece.text:
-                        yield chunk([self._kind.choice(index, piece.text, None, True)])
+                    if piece.text or piece.logprobs:
+                        yield chunk([self._choice(index, piece, None, True)])
                     if piece.done:
                         break
                     piece = next(answer)
-                yield chunk([self._kind.choice(index, "", piece.finish_reason or "stop", True)])
+                yield chunk([self._choice(index, AnswerPiece(""), piece.finish_reason or "stop", True)])
                 last.append(piece)
         except ApiError as error:
             yield event_stream(json.dumps(error.body))
@@ -282,11 +331,18 @@ class _CompletionReply:
         """How long the worker has sent nothing."""
         return time.monotonic() - max(answer.seen_at for answer in self._pending)
 
+    def _choice(self, index: int, piece: AnswerPiece, reason: str | None, is_chunk: bool) -> dict[str, Any]:
+        choice = self._kind.choice(index, piece, reason, is_chunk)
+        if self._has_logprobs and (piece.logprobs or not is_chunk):
+            choice["logprobs"] = self._kind.logprobs(piece.logprobs)
+        return choice
+
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return event_stream(json.dumps({"object": self._kind.chunk_object, **self._same, "choices": choices, **more}))
 
     def _count(self, pieces: list[AnswerPiece]) -> dict[str, int]:
-        prompt = sum(piece.prompt_tokens for piece in pieces)
+        # A prompt counts once, however many answers it has.
+        prompt = sum(piece.prompt_tokens for piece in pieces[:: self._num_each])
         completion = sum(piece.completion_tokens for piece in pieces)
         with self._service.database.begin() as tx:
             for name, tokens in (("prompt", prompt), ("completion", completion)):

@@ -208,7 +208,7 @@ def _accepted(problem: Any) -> str:
 def _got(problem: Any) -> str:
     value = problem.get("input")
     if problem.get("type") in ("too_short", "too_long"):
-        return f"a list of {len(value):,}"
+        return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value):,}"
     if isinstance(value, bool):
         return "true" if value else "false"
     return "an object" if isinstance(value, Mapping) else describe(value)

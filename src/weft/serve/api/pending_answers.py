@@ -50,13 +50,15 @@ def _connection_to(url: SplitResult, timeout_s: float) -> http.client.HTTPConnec
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """A piece of an answer's text, with the token counts once they are known."""
+    """A piece of an answer's text, with the token counts once they are known, and with the log-probabilities of the
+    tokens that begin in it, if they are wanted."""
 
     text: str
     done: bool = True
     prompt_tokens: int = 0
     completion_tokens: int = 0
     finish_reason: str | None = None
+    logprobs: Sequence[dict[str, Any]] = ()
 
 
 def choose_worker(workers: list[DbRow], base: str, blob: str | None) -> DbRow:
@@ -171,6 +173,6 @@ def _piece(value: Any) -> AnswerPiece:
     if not isinstance(value, dict) or "error" in value:
         raise ValueError("not an answer")
     counts = {name: int(value.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
-    return AnswerPiece(
-        str(value.get("text", "")), bool(value.get("done", True)), **counts, finish_reason=value.get("finish_reason")
-    )
+    reason, logprobs = value.get("finish_reason"), value.get("logprobs") or ()
+    text, is_done = str(value.get("text", "")), bool(value.get("done", True))
+    return AnswerPiece(text, is_done, **counts, finish_reason=reason, logprobs=logprobs)

@@ -32,13 +32,18 @@ from weft.data.json_rows import parse_json
 from weft.errors import DataError
 from weft.serve.api.errors import NOT_SERVED, ApiError, from_validation, invalid
 from weft.serve.api.service import service_of
+from weft.settings import describe
+from weft.spec.sampling import LARGEST_BIAS, MOST_BIASES, MOST_LOGPROBS, MOST_STOPS
 
 ShortText = Annotated[StrictStr, Field(min_length=1, max_length=512)]
 AnswerLength = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 """Tokens; the service's own limit is lower and has an error of its own."""
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
-MAX_PROMPTS = 20
-"""The most prompts of one completion: each waits for the worker like a request of its own."""
+MAX_PROMPTS = MAX_ANSWERS = 20
+"""The most prompts, and answers, of one completion: each waits for the worker like a request of its own."""
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS, allow_inf_nan=False)]
+NumLogprobs = Annotated[StrictInt, Field(ge=0, le=MOST_LOGPROBS)]
 MAX_KEYS, MAX_ITEMS = 20_000, 2**18
 """The most keys and items of a body; a prompt of token ids has the most items."""
 Prompts = (
@@ -211,10 +216,24 @@ class _Generate(Body):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: Unused = None
-    n: Annotated[Any, only(1)] = None
-    frequency_penalty: Annotated[Any, only(0)] = None
-    presence_penalty: Annotated[Any, only(0)] = None
-    logit_bias: Annotated[Any, only({})] = None
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31, description="Ours, as in vLLM; 0 and -1 are all.")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, description="Ours, as in vLLM.")] | None = None
+    repetition_penalty: (
+        Annotated[float, Field(gt=0, le=100, allow_inf_nan=False, description="Ours, as in vLLM.")] | None
+    ) = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MOST_STOPS, description="Ours, as in vLLM.")] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _of_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not (key.isascii() and key.isdecimal() and int(key) < 2**31):
+                raise ValueError(f"got {describe(key)}; use the id of a token")
+        return value
 
 
 class TextPart(BaseModel):
@@ -260,8 +279,8 @@ class CreateChat(_Generate):
     tool_choice: Annotated[Any, only("none", "auto")] = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
-    logprobs: Annotated[Any, only(False)] = None
-    top_logprobs: Annotated[Any, only(0)] = None
+    logprobs: StrictBool | None = None
+    top_logprobs: NumLogprobs | None = None
     modalities: Annotated[Any, only(["text"])] = None
     audio: Annotated[Any, only()] = None
     prediction: Annotated[Any, only()] = None
@@ -284,8 +303,8 @@ class CreateCompletion(_Generate):
 
     prompt: StrictStr | TokenIds | Prompts
     best_of: Annotated[Any, only(1)] = None
-    echo: Annotated[Any, only(False)] = None
-    logprobs: Annotated[Any, only()] = None
+    echo: StrictBool | None = None
+    logprobs: NumLogprobs | None = None
     suffix: Annotated[Any, only("")] = None
 
 

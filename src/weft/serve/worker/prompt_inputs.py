@@ -26,6 +26,7 @@ from weft.errors import AdapterFileError, DataError
 from weft.serve.blobs import Blobs, unpack
 from weft.serve.errors import Busy, Damaged
 from weft.serve.worker.prompt_scheduler import PromptRequest
+from weft.spec.sampling import COLDEST, MOST_BIASES, MOST_STOPS, Decoding
 from weft.store.atomic import storage_errors
 from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE, read_adapter, read_chat_template
 
@@ -111,9 +112,41 @@ class PromptBody(BaseModel):
     max_tokens: int = Field(256, ge=1, lt=2**31)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[TokenId, float] = Field(default_factory=dict, max_length=MOST_BIASES)
     seed: int = Field(0, ge=0, lt=2**32)
-    stop: list[str] = Field(default_factory=list, max_length=16)
+    stop: list[str] = Field(default_factory=list, max_length=MOST_STOPS)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MOST_STOPS)
+    logprobs: int | None = None
+    """How many likeliest tokens come with the log-probability of each token; None is no log-probabilities."""
+    echo: bool = False
+    """True: the prompt comes before the answer."""
     stream: bool = False
+
+    def decoding(self, longest: int, vocabulary: int) -> Decoding:
+        """Raises ConfigError or DataError for a wrong value. The server looks for stop strings."""
+        if self.logit_bias:
+            _known(list(self.logit_bias), vocabulary, "logit_bias")
+        return Decoding(
+            longest,
+            # Lower ones are taken as 0.
+            temperature=0.0 if self.temperature < COLDEST else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
 
 
 @dataclass(eq=False)
@@ -174,16 +207,23 @@ class Tokenizers:
                 self._num_long -= is_long
 
     def text(self, tokens: Sequence[int]) -> str:
+        return self._decode(tokens, skip_special_tokens=True)
+
+    def spelling(self, tokens: Sequence[int]) -> str:
+        """The text with special tokens."""
+        return self._decode(tokens, skip_special_tokens=False)
+
+    def _decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         tokenizer, lock = self._answers
         with lock:
-            return str(tokenizer.decode(tokens, skip_special_tokens=True))
+            return str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
 
-def _known(tokens: list[int], vocabulary: int) -> list[int]:
+def _known(tokens: list[int], vocabulary: int, where: str) -> list[int]:
     if not tokens:
-        raise DataError("is empty.", where="prompt")
+        raise DataError("is empty.", where=where)
     if max(tokens) >= vocabulary:
-        raise DataError(f"has the token {max(tokens)}; the model knows 0 to {vocabulary - 1}.", where="prompt")
+        raise DataError(f"has the token {max(tokens)}; the model knows 0 to {vocabulary - 1}.", where=where)
     return tokens
 
 
@@ -198,7 +238,7 @@ def tokens_of(body: PromptBody, tokenizer: Tokenizer, adapter: StoredAdapter | N
         turns = [message.model_dump(exclude_none=True) for message in body.messages]
         return list(map(int, prompt_of_chat(turns, tokenizer, chat_template=template).tokens))
     if isinstance(body.prompt, list):
-        return _known(body.prompt, vocabulary)
+        return _known(body.prompt, vocabulary, "prompt")
     tokens = tokenise_prompt(Rendered(body.prompt or "", (), True, "prompt"), tokenizer)
     if not len(tokens):
         raise DataError("is empty.", where="prompt")

@@ -21,7 +21,7 @@ import torch
 from weft.engine.execute.memory import release_memory
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
 from weft.engine.inference.generate import BATCH, Continuation, Request, advance, end_tokens, read_ahead
-from weft.engine.inference.sampling import Sampler
+from weft.engine.inference.sampling import Sampler, TokenLogprobs
 from weft.errors import WeftError
 from weft.kernels.device import memory_errors
 from weft.model.backbone import Backbone
@@ -47,15 +47,26 @@ class AnswerEnd:
     """`stop` if the model ended the answer, `length` if it reached its greatest length."""
 
 
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """Log-probabilities of the prompt's tokens; None for the first."""
+
+    logprobs: list[TokenLogprobs | None]
+
+
+AnswerPart = int | TokenLogprobs | ScoredPrompt | AnswerEnd | Exception
+
+
 @dataclass(eq=False)
 class PromptRequest:
-    """A prompt, and the queue on which its answer comes back: tokens and then an AnswerEnd, or an error."""
+    """A prompt, and the queue on which its answer comes back: tokens and then an AnswerEnd, or an error. Tokens come
+    with log-probabilities, and those of the prompt before them, if the decoding has them."""
 
     tokens: list[int]
     adapter: StoredAdapter | None
     """The adapter that answers; None is the bare backbone."""
     decoding: Decoding
-    answer: queue.SimpleQueue[int | AnswerEnd | Exception] = field(default_factory=queue.SimpleQueue)
+    answer: queue.SimpleQueue[AnswerPart] = field(default_factory=queue.SimpleQueue)
     is_cancelled: bool = False
 
 
@@ -181,8 +192,10 @@ class PromptScheduler:
                 LOG.error("a prompt could not be answered", exc_info=item.error)
                 self._end(request, item.error)
                 continue
+            if item.prompt_logprobs and len(item.tokens) == (token is not None):
+                request.answer.put(ScoredPrompt(item.prompt_logprobs))
             if token is not None:
-                request.answer.put(token)
+                request.answer.put(item.logprobs[-1] if item.logprobs else token)
             if item.reason is not None:
                 self._end(request, AnswerEnd(item.reason))
                 self.num_answered += 1

@@ -1,10 +1,11 @@
 """A worker's own small HTTP server, through which the API sends it prompts; every request needs its token.
 
     GET  /alive      answers 204 as long as the process runs
-    POST /generate   {model_blob, messages | prompt, max_tokens, temperature, top_p, seed, stop, stream}
-                     header X-Weft-Token
-    answers          {"text", "done", "finish_reason", "prompt_tokens", "completion_tokens"}, one object;
-                     with `stream` a text/event-stream of them, each with the text since the last
+    POST /generate   {model_blob, messages | prompt, max_tokens, temperature, top_p, …, stop, logprobs, echo, stream}
+                     as in `PromptBody`; header X-Weft-Token
+    answers          {"text", "done", "finish_reason", "logprobs", "prompt_tokens", "completion_tokens"}, one object;
+                     with `stream` a text/event-stream of them, each with the text and log-probabilities since the last
+    logprobs         [{"token", "logprob", "top": [[token, logprob], …], "offset"}, …], with characters before the token
     errors           {"error": {"message", "code", "param"}} with 400, 401, 404, 500 or 503
 
 The server's threads turn tokens into text and look for stop sequences, so that the thread that trains need not. A
@@ -21,7 +22,8 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from weft.engine.inference.answer_text import AnswerText, before_stop, safe_length
+from weft.engine.inference.answer_text import AnswerText, TokenTexts, before_stop, safe_length
+from weft.engine.inference.sampling import TokenLogprobs
 from weft.errors import AdapterFileError, DataError, StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.errors import Busy, Damaged, NotFound
 from weft.serve.settings import WorkerOptions
 from weft.serve.worker.prompt_inputs import AdapterCache, PromptBody, PromptClient, Tokenizers, tokens_of
-from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler
-from weft.spec.sampling import COLDEST, MOST_NEW_TOKENS, Decoding
+from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler, ScoredPrompt
+from weft.spec.sampling import MOST_NEW_TOKENS
 
 LOG = logging.getLogger("weft.serve.worker")
 SILENCE_S = 300.0
@@ -107,7 +110,9 @@ class PromptServer:
                     first = await run_in_threadpool(next, pieces)
                     return StreamingResponse(_stream(first, pieces), media_type="text/event-stream")
                 parts = await run_in_threadpool(list, pieces)
-                return JSONResponse({**parts[-1], "text": "".join(part["text"] for part in parts)})
+                text = "".join(part["text"] for part in parts)
+                logprobs = [record for part in parts for record in part["logprobs"]]
+                return JSONResponse({**parts[-1], "text": text, "logprobs": logprobs})
             except WeftError as error:
                 status = {Busy: 503, StorageError: 503, NotFound: 404, Damaged: 500}.get(type(error), 400)
                 if isinstance(error, AdapterFileError | StorageError | Damaged):
@@ -133,37 +138,43 @@ class PromptServer:
                 "included.",
                 where="messages" if body.messages is not None else "prompt",
             )
-        # Lower ones are taken as 0.
-        temperature = 0.0 if body.temperature < COLDEST else body.temperature
-        longest = min(body.max_tokens, room, MOST_NEW_TOKENS)
-        decoding = Decoding(longest, temperature=temperature, top_p=body.top_p, seed=body.seed)
+        decoding = body.decoding(min(body.max_tokens, room, MOST_NEW_TOKENS), self._scheduler.vocabulary)
         request = PromptRequest(tokens, adapter, decoding)
         client.request = request
         client.check()
         self._scheduler.submit(request)
         try:
-            yield from self._pieces(request, body.stop)
+            yield from self._pieces(request, body.stop, body.echo)
         finally:
             request.is_cancelled = True
 
-    def _pieces(self, request: PromptRequest, stops: list[str]) -> Iterator[dict[str, Any]]:
-        answer = AnswerText(self._tokenizers.text)
+    def _pieces(self, request: PromptRequest, stops: list[str], echo: bool) -> Iterator[dict[str, Any]]:
+        answer, text = AnswerText(self._tokenizers.text), ""
+        prompt = self._tokenizers.text(request.tokens) if echo else ""
+        records = TokenRecords(TokenTexts(self._tokenizers.spelling))
         sent = 0
         reason: str | None = None
         while reason is None:
             got = _next(request)
+            is_cut = False
+            if isinstance(got, ScoredPrompt):
+                records.add_prompt(request.tokens, got.logprobs, len(prompt))
+                continue
             if isinstance(got, AnswerEnd):
                 reason, text = got.reason, answer.whole()
             else:
-                text = answer.add(got)
+                if isinstance(got, TokenLogprobs):
+                    records.add(got, len(prompt) + len(text))
+                text = answer.add(got.token if isinstance(got, TokenLogprobs) else got)
             if (before := before_stop(text, stops)) is not None:
-                text, reason = before, "stop"
-            end = len(text) if reason is not None else safe_length(text, stops)
+                text, reason, is_cut = before, "stop", True
+            end = len(prompt) + (len(text) if reason is not None else safe_length(text, stops))
             if end > sent or reason is not None:
                 yield {
-                    "text": text[sent:end],
+                    "text": (prompt + text)[sent:end],
                     "done": reason is not None,
                     "finish_reason": reason,
+                    "logprobs": records.take(None if reason is not None and not is_cut else end),
                     "prompt_tokens": len(request.tokens),
                     "completion_tokens": len(answer.tokens),
                 }
@@ -184,7 +195,41 @@ class PromptServer:
         return num_chars
 
 
-def _next(request: PromptRequest) -> int | AnswerEnd:
+class TokenRecords:
+    """Log-probabilities of an answer's tokens as JSON, each from the text in which its token begins."""
+
+    LEAST = -9999.0
+    """Stands for the logarithm of 0, which JSON does not have."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._waiting: deque[dict[str, Any]] = deque()
+
+    def add(self, logprobs: TokenLogprobs, offset: int) -> None:
+        top = [[self._texts[token], max(value, self.LEAST)] for token, value in logprobs.top]
+        value = max(logprobs.logprob, self.LEAST)
+        self._waiting.append({"token": self._texts[logprobs.token], "logprob": value, "top": top, "offset": offset})
+
+    def add_prompt(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], num_chars: int) -> None:
+        """`num_chars`: of the whole prompt; special tokens may have none of them."""
+        offset = 0
+        for token, own in zip(tokens, logprobs, strict=True):
+            text = self._texts[token]
+            if own is None:
+                self._waiting.append({"token": text, "logprob": None, "top": [], "offset": offset})
+            else:
+                self.add(own, offset)
+            offset = min(offset + len(text), num_chars)
+
+    def take(self, end: int | None) -> list[dict[str, Any]]:
+        """Those that begin before `end`; None takes all."""
+        taken = []
+        while self._waiting and (end is None or self._waiting[0]["offset"] < end):
+            taken.append(self._waiting.popleft())
+        return taken
+
+
+def _next(request: PromptRequest) -> int | TokenLogprobs | ScoredPrompt | AnswerEnd:
     try:
         got = request.answer.get(timeout=SILENCE_S)
     except queue.Empty:

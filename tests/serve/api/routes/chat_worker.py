@@ -38,6 +38,10 @@ class Worker:
         status = {"refuse": 400, "busy": 503, "wrong token": 401}.get(self.mode, 200)
         handler.send_response(status)
         handler.end_headers()
+        logprobs = []
+        if body.get("logprobs") is not None:
+            top = [["well", -0.5], [" bad", -2.0]][: body["logprobs"]]
+            logprobs = [{"token": "well", "logprob": -0.5, "top": top, "offset": 0}]
         if status != 200:
             handler.wfile.write(
                 b'{"error": {"message": "the prompt is too long.", "code": "data", "param": "messages"}}'
@@ -45,7 +49,7 @@ class Worker:
         elif self.mode == "garbage":
             handler.wfile.write(b"hello")
         elif not body["stream"]:
-            answer = {"text": "well, hello", "done": True, "finish_reason": "length", **COUNTS}
+            answer = {"text": "well, hello", "done": True, "finish_reason": "length", "logprobs": logprobs, **COUNTS}
             handler.wfile.write(json.dumps(answer).encode())
         elif self.mode == "endless":
             self.talk_until_left(handler)
@@ -56,6 +60,7 @@ class Worker:
                 if self.mode == "dies" and done:
                     return
                 answer = {"text": text, "done": done, "finish_reason": "stop" if done else None, **COUNTS}
+                answer["logprobs"] = logprobs if i == 0 else []
                 handler.wfile.write(f"data: {json.dumps(answer)}\n\n".encode())
                 handler.wfile.flush()
 

@@ -105,6 +105,83 @@ def test_completion_when_its_prompts_are_none_of_openais_then_400(home: Home, wo
     assert worker.asked == []
 
 
+SETTINGS: dict[str, Any] = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1.0,
+    "logit_bias": {"5": -100},
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "stop_token_ids": [7, 8],
+}
+
+
+def test_completions_when_settings_of_sampling_are_given_then_the_worker_gets_them(home: Home, worker: Worker):
+    for ask in (
+        {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "x"}]},
+        {"path": "/v1/completions", "prompt": "x"},
+    ):
+        path = ask.pop("path")
+        body = {"model": "tiny", **ask, **SETTINGS, "top_k": -1, "stop": ["a", "b"]}
+        assert home.call("POST", path, json=body).status_code == 200
+        asked = worker.asked[-1]
+        assert {name: asked[name] for name in SETTINGS} == SETTINGS
+        assert (asked["top_k"], asked["stop"], asked["logprobs"]) == (0, ["a", "b"], None)
+
+
+def test_chat_when_several_answers_are_wanted_then_each_has_a_seed_and_the_prompt_counts_once(
+    home: Home, worker: Worker
+):
+    def seeds(**options: Any) -> set[int]:
+        del worker.asked[:]
+        answer = home.sdk().chat.completions.create(model="tiny", messages=CHAT, n=3, **options)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 9)
+        return {asked["seed"] for asked in worker.asked}
+
+    assert seeds(seed=7) == seeds(seed=7) >= {7}
+    assert len(seeds(seed=7)) == len(seeds()) == 3
+    chunks = list(home.sdk().chat.completions.create(model="tiny", messages=CHAT, n=2, stream=True))
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == {0: "well, hello", 1: "well, hello"}
+    assert [c.choices[0].index for c in chunks if c.choices[0].delta.role] == [0, 1]
+
+
+def test_completion_when_prompts_have_several_answers_then_they_come_prompt_by_prompt_up_to_the_most(
+    home: Home, worker: Worker
+):
+    answer = home.sdk().completions.create(model="tiny", prompt=["a", "b"], n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert sorted(asked["prompt"] for asked in worker.asked) == ["a", "a", "b", "b"]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10, 12)
+    with pytest.raises(openai.BadRequestError, match="3 prompts with 7 answers each are 21; use at most 20") as refused:
+        home.sdk().completions.create(model="tiny", prompt=["a", "b", "c"], n=7)
+    assert refused.value.param == "n"
+
+
+def test_chat_when_logprobs_are_wanted_then_they_come_whole_and_in_pieces(home: Home, worker: Worker):
+    options: dict[str, Any] = {"model": "tiny", "messages": CHAT, "logprobs": True, "top_logprobs": 2}
+    answer = home.sdk().chat.completions.create(**options)
+    (token,) = answer.choices[0].logprobs.content
+    assert (token.token, token.logprob, token.bytes) == ("well", -0.5, list(b"well"))
+    assert [(top.token, top.logprob) for top in token.top_logprobs] == [("well", -0.5), (" bad", -2.0)]
+    chunks = list(home.sdk().chat.completions.create(**options, stream=True))
+    found = [c.choices[0].logprobs.content for c in chunks if c.choices[0].logprobs]
+    assert found == [answer.choices[0].logprobs.content]
+    assert [asked["logprobs"] for asked in worker.asked] == [2, 2]
+    plain = home.sdk().chat.completions.create(model="tiny", messages=CHAT)
+    assert plain.choices[0].logprobs is None and worker.asked[-1]["logprobs"] is None
+
+
+def test_completion_when_logprobs_and_echo_are_wanted_then_columns_come(home: Home, worker: Worker):
+    answer = home.sdk().completions.create(model="tiny", prompt="x", logprobs=1, echo=True)
+    found = answer.choices[0].logprobs
+    assert (found.tokens, found.token_logprobs, found.text_offset) == (["well"], [-0.5], [0])
+    assert found.top_logprobs == [{"well": -0.5}]
+    assert (worker.asked[0]["echo"], worker.asked[0]["logprobs"]) == (True, 1)
+
+
 def test_chat_when_a_tool_was_asked_then_the_worker_hears_what_and_what_it_answered(home: Home, worker: Worker):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ghent"}'}}
     chat = [
@@ -162,7 +239,19 @@ BAD = [
     {"messages": [{"role": "king", "content": "x"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
     {"messages": [{"role": "user"}]},
-    {"n": 2},
+    {"n": 0},
+    {"n": 21},
+    {"presence_penalty": -3},
+    {"frequency_penalty": "much"},
+    {"logit_bias": {"warp": 1}},
+    {"logit_bias": {"5": 101}},
+    {"logprobs": 2},
+    {"logprobs": True, "top_logprobs": 21},
+    {"top_logprobs": 2},
+    {"top_k": -2},
+    {"min_p": 1.5},
+    {"repetition_penalty": 0},
+    {"stop_token_ids": [-1]},
     {"temperature": 3},
     {"temperature": -1},
     {"top_p": 0},
@@ -178,9 +267,6 @@ BAD = [
 NOT_HERE = {
     "tools": [{"type": "function"}],
     "functions": [{"name": "f"}],
-    "logprobs": True,
-    "frequency_penalty": 1.0,
-    "logit_bias": {"5": 1},
     "web_search_options": {},
 }
 
@@ -214,7 +300,17 @@ def test_chat_when_fields_ask_for_nothing_or_change_nothing_then_they_are_taken(
 
 
 SENTENCES = [
-    ({"n": 2}, "Invalid value for 'n': got 2; only 1 is available here. Leave it out."),
+    ({"n": 21}, "Invalid value for 'n': got 21; use at most 20."),
+    ({"frequency_penalty": -2.5}, "Invalid value for 'frequency_penalty': got -2.5; use at least -2."),
+    ({"logit_bias": {"a": 1}}, "Invalid value for 'logit_bias': got 'a'; use the id of a token."),
+    ({"logit_bias": {"5": 200}}, "Invalid value for 'logit_bias.5': got 200; use at most 100."),
+    (
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
+        "Invalid value for 'logit_bias': got an object of 1,025; use at most 1,024.",
+    ),
+    ({"top_logprobs": 2}, "Invalid value for 'top_logprobs': needs 'logprobs' to be true."),
+    ({"top_k": -2}, "Invalid value for 'top_k': got -2; use at least -1."),
+    ({"repetition_penalty": 0}, "Invalid value for 'repetition_penalty': got 0; use more than 0."),
     ({"max_token": 5}, "Unrecognized request argument supplied: max_token. Did you mean max_tokens?"),
     ({"path": 5}, "Unrecognized request argument supplied: path"),
     ({"temperature": 3}, "Invalid value for 'temperature': got 3; use at most 2."),
