@@ -79,7 +79,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
     from weft.kernels.layers import rotary
     from weft.kernels.lora import expand, product, shrink, weight_grad
-    from weft.kernels.lora.tables import ANY_ORDER, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
+    from weft.kernels.lora.tables import ANY_ORDER, FEW_ROWS, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
 
     num_rows, hidden = NUM_ROWS, HIDDEN
     heads = rotary.Heads(32, 8, 128)
@@ -96,7 +96,8 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     expand.expand_grad_kernel(x, s, *place)
     weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *place)
     weight = zeros(sum(heads.sizes), hidden)
-    product.product_kernel(product.Factors(x, weight), s, *place)
+    many, many_s = zeros(2 * FEW_ROWS, hidden), zeros(2 * FEW_ROWS, 3 * rank)
+    product.product_kernel(product.Factors(many, weight), many_s, *place)
     product.product_grad_kernel(product.Factors(qkv_TE, weight.t()), s, *place)
     if drops:
         table.needs = Needs.of([rank], drops=True, others=[ANY_ORDER])
@@ -107,10 +108,37 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
         return
     expand.expand_kernel(qkv_TE, s, *place, adds=False)
     expand.expand_grad_kernel(x, s, *place, adds=False)
-    x8, weight8, dy8 = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight, qkv_TE))
+    weight8, dy8 = (tensor.to(torch.float8_e4m3fn) for tensor in (weight, qkv_TE))
     scale = zeros(sum(heads.sizes), dtype=torch.float32)
-    product.product_kernel(product.Factors(x8, weight8, scale, scale), s, *place)
+    many8 = many.to(torch.float8_e4m3fn)
+    product.product_kernel(product.Factors(many8, weight8, scale, scale), many_s, *place)
     product.product_grad_kernel(product.Factors(dy8, weight8.t().contiguous(), scale), s, *place)
+
+
+def launch_decoding(rank: int) -> None:
+    """Calls the kernel functions that a decoding step launches otherwise than training, for each of their blocks."""
+    from weft.kernels.layers import paged_attention
+    from weft.kernels.lora import product, shrink
+    from weft.kernels.lora.tables import Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
+
+    shrink.lets_next_start = product.lets_next_start = lambda table, like: len(like) <= 512
+    for num_rows in (64, 512):
+        x, s = zeros(num_rows, HIDDEN), zeros(num_rows, 3 * rank)
+        rows = row_tables([SampleRows(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
+        for sizes in ((HIDDEN,), (2048,), (INNER, INNER)):
+            site = Site(0, sizes, HIDDEN)
+            table = SlotTable((site,), torch.device("cpu"))
+            table.needs = Needs.of([rank], drops=False)
+            shrink.shrink_kernel(x, s, site, rows, table)
+            factors = product.Factors(x, zeros(sum(sizes), HIDDEN))
+            product.product_kernel(factors, s, site, rows, table)
+            x8, weight8 = (tensor.to(torch.float8_e4m3fn) for tensor in (x, factors.w_NK))
+            scales = zeros(num_rows, dtype=torch.float32), zeros(sum(sizes), dtype=torch.float32)
+            product.product_kernel(product.Factors(x8, weight8, *scales), s, site, rows, table)
+    places = paged_attention.KeyTable(zeros(9, 4).int(), zeros(64).int(), zeros(64).int())
+    for heads, size, window in (((32, 8, 8), 128, None), ((8, 4, 4), 256, 1024), ((14, 2, 2), 64, None)):
+        qkv = [zeros(64, number, size) for number in heads]
+        paged_attention.attend_pages_kernel(*qkv, places, 0.1, window)
 
 
 def launch_others() -> None:
@@ -221,6 +249,7 @@ def recorded() -> Iterator[tuple[int, Any, dict[str, Any], dict[str, Any]]]:
             launch_adapted(rank, drops=False)
         if target == NEWEST:
             launch_adapted(ranks[0], drops=True)
+            launch_decoding(ranks[0])
         num_adapted = len(calls)
         launch_others()
         launch_bare()
@@ -238,7 +267,7 @@ def is_compiled(kernel: Any, target: int) -> bool:
     name, module = kernel.__name__, kernel.fn.__module__.rsplit(".", 1)[1]
     if target < 89 and {name, f"{module}.{name}"} & FP8:
         return False
-    return target >= 90 or not module.startswith(("attention", "product"))
+    return target >= 90 or not module.startswith(("attention", "paged_attention", "product"))
 
 
 def compile_one(kernel: Any, given: dict[str, Any], options: dict[str, Any], target: int) -> Any:

@@ -61,7 +61,7 @@ def test_fused_step_when_there_is_room_for_more_rows_and_samples_then_not_a_bit_
         batch, path = packed(slots), backbone.path
         assert isinstance(path, FusedPath)
         shape = replace(input_shape(batch, with_longest=False), num_rows=num_rows, num_spans=num_spans)
-        path.follow(batch)
+        path.follow(batch.segment_slots)
         place = path.new_buffers()
         hidden_TD = place.forward(batch, shape, 128, needs_grad=True)
         grad_TD = place.zero_gradient()

@@ -34,6 +34,7 @@ from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
 from weft.methods.registry import has_kernels, method_of
 from weft.methods.virtual_tokens.method import INPUT_PATH, layer_path
+from weft.model.fused.decode import FusedDecoder
 from weft.model.fused.model import FusedModel, fuse, why_not
 from weft.model.fused.path import FusedPath
 from weft.model.loss import Head, head_of
@@ -438,8 +439,17 @@ class Backbone:
         """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating. `entering_TD`:
         output of the earlier layers, if this is the last part of a model."""
         hidden_TD = self.reference.hidden(batch, None, caches, entering_TD=entering_TD)
-        chosen = range(len(hidden_TD)) if rows is None else rows
-        return logits_of(self.head, batch, self._output_rows, hidden_TD, chosen)
+        chosen = list(range(len(hidden_TD)) if rows is None else rows)
+        return self.logits_of(hidden_TD[chosen], batch.slots_at(chosen))
+
+    def logits_of(self, hidden_ND: torch.Tensor, slots: Sequence[int | None]) -> torch.Tensor:
+        """Logits (N, V) of last hidden states, each by the head of its slot."""
+        return logits_of(self.head, self._output_rows, hidden_ND, slots)
+
+    def decoder(self, slot: int | None) -> FusedDecoder | None:
+        """What continues sequences of a slot with keys and values in pages; None where the reference path does."""
+        path = self.path_of(slot)
+        return path.decoder if isinstance(path, FusedPath) else None
 
     @torch.no_grad()
     def pass_on(self, batch: PackedBatch, caches: list[Any], entering_TD: torch.Tensor | None) -> torch.Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,16 @@ class Head:
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         return self.capped(self.linear(hidden_BD))
 
+    def raw_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """`linear` of any number of rows, on a GPU with the bits that each row has in a block of the loss."""
+        if not is_gpu(hidden_ND.device):
+            return self.linear(hidden_ND)
+        parts = [
+            self.linear(F.pad(part_BD, (0, 0, 0, _block_for(self, len(part_BD)) - len(part_BD))))[: len(part_BD)]
+            for part_BD in hidden_ND.split(LOSS_ROWS)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def capped(self, raw_BV: torch.Tensor) -> torch.Tensor:
         raw_BV = raw_BV.float()
         return raw_BV if self.softcap is None else torch.tanh(raw_BV / self.softcap) * self.softcap
@@ -66,6 +77,22 @@ class Head:
         """The gradient of the hidden states (B, D) from that of `linear`."""
         grad_BD = grad_BV @ self.weight_VD
         return grad_BD if self.scale is None else grad_BD.mul_(self.scale)
+
+
+def _block_for(head: Head, num_rows: int) -> int:
+    """The least number of rows, at least as many, whose product has the bits of a block of the loss."""
+    weight = head.weight_VD
+    sizes = [size for size in (64, 128, 256) if size >= num_rows]
+    return next((size for size in sizes if _agrees(size, weight.shape, weight.dtype, weight.device)), LOSS_ROWS)
+
+
+@lru_cache(maxsize=64)
+def _agrees(num_rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a GPU's library adds up as many rows as it does a block of the loss."""
+    generator = torch.Generator(device).manual_seed(0)
+    weight_VD = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+    rows_BD = torch.randn(LOSS_ROWS, shape[1], dtype=dtype, device=device, generator=generator)
+    return torch.equal(rows_BD[:num_rows] @ weight_VD.t(), (rows_BD @ weight_VD.t())[:num_rows])
 
 
 def head_of(model: Any) -> Head:

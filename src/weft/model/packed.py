@@ -162,6 +162,11 @@ class PackedBatch:
                 found.append(slot_rows(slot, own, window, self.num_rows, begins, key))
         return tuple(found)
 
+    def slots_at(self, rows: Sequence[int]) -> list[int | None]:
+        """The slot of each row; padding counts to the last segment."""
+        starts = [segment.start for segment in self.segments]
+        return [self.segment_slots[index - 1] for index in np.searchsorted(starts, rows, side="right")]
+
     @property
     def _edges(self) -> list[int]:
         edges = [0, *(segment.end for segment in self.segments)]

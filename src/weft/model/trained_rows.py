@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -235,19 +235,18 @@ class SampleHeadLoss:
 
 
 def logits_of(
-    head: Head, batch: PackedBatch, own: Mapping[int, TokenRows], hidden_TD: torch.Tensor, rows: Sequence[int]
+    head: Head, own: Mapping[int, TokenRows], hidden_ND: torch.Tensor, slots: Sequence[int | None]
 ) -> torch.Tensor:
-    """Logits of some rows of a microbatch (rows, V), each by its own job's head; -inf for other jobs' new tokens."""
-    logits = head.logits(hidden_TD[list(rows)])
-    heads = _own_heads(head, batch, own, hidden_TD.dtype)
+    """Logits of rows (N, V), each by the head of its slot; -inf for new tokens of other slots."""
+    logits = head.capped(head.raw_logits(hidden_ND))
+    heads = _own_heads(head, slots, own, hidden_ND.dtype)
     num_tokens = max([logits.shape[1], *(found.num_tokens for found in heads.values())])
     if num_tokens > logits.shape[1]:
         logits = F.pad(logits, (0, num_tokens - logits.shape[1]), value=-torch.inf)
-    for segment, slot in zip(batch.segments, batch.segment_slots, strict=True):
-        if slot is not None and slot in heads:
-            indices = [index for index, row in enumerate(rows) if segment.start <= row < segment.end]
-            mine = heads[slot].logits(hidden_TD[[rows[index] for index in indices]])
-            logits[indices, : mine.shape[1]] = mine
+    for slot, found in heads.items():
+        indices = [index for index, other in enumerate(slots) if other == slot]
+        mine = found.logits(hidden_ND[indices])
+        logits[indices, : mine.shape[1]] = mine
     return logits
 
 
@@ -255,7 +254,7 @@ def loss_of(
     plain: BlockedLoss, batch: PackedBatch, own: Mapping[int, TokenRows], dtype: torch.dtype
 ) -> BlockedLoss | SampleHeadLoss:
     """The loss of a microbatch, given the trained rows of jobs by slot."""
-    heads = _own_heads(plain.head, batch, own, dtype)
+    heads = _own_heads(plain.head, batch.segment_slots, own, dtype)
     if not heads:
         return plain
     segments = np.repeat(np.arange(len(batch.counts)), batch.counts)
@@ -263,6 +262,6 @@ def loss_of(
 
 
 def _own_heads(
-    head: Head, batch: PackedBatch, own: Mapping[int, TokenRows], dtype: torch.dtype
+    head: Head, slots: Collection[int | None], own: Mapping[int, TokenRows], dtype: torch.dtype
 ) -> dict[int, SampleHead]:
-    return {slot: SampleHead(head, rows, dtype) for slot, rows in own.items() if slot in batch.segment_slots}
+    return {slot: SampleHead(head, rows, dtype) for slot, rows in own.items() if slot in slots}

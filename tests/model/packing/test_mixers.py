@@ -14,7 +14,8 @@ from tiny_models import random_backbone, random_sample
 
 from weft.adapters.adapter import Adapter
 from weft.data.samples import Sample
-from weft.engine.inference.generate import Continuation, Request, advance, generate, read_ahead
+from weft.engine.inference.generate import Continuation, Request, advance, generate
+from weft.engine.inference.read import read_ahead
 from weft.engine.inference.sampling import Sampler
 from weft.model.backbone import Backbone
 from weft.model.packed import SlotSample, pack_samples

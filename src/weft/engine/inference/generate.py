@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 
 from weft.data.load import Prompt
-from weft.data.samples import Sample
 from weft.engine.inference.answer_text import AnswerText, before_stop
-from weft.engine.inference.sampling import Sampler, TokenLogprobs, check, score
+from weft.engine.inference.read import next_logits, read_ahead
+from weft.engine.inference.sampling import Sampler, TokenLogprobs, check
 from weft.errors import DataError, JobError
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
-from weft.model.packed import PackedBatch, SlotSample, pack_samples
+from weft.model.fused.decode import MOST_ROWS
 from weft.spec.sampling import Decoding, Sampling
 
 BATCH = 64
+"""Most sequences of a pass on the reference path."""
 SCORED_TOKENS = 256
 """Tokens of a prompt whose log-probabilities are computed at once."""
 
@@ -147,22 +148,41 @@ def complete(
     """Continues every request; `on_token(index, token)` gets each token at once. A sequence's draws depend on its own
     seed and the decoding's, not on the others or its index."""
     ends, sampler = end_tokens(backbone), Sampler()
-    results: list[Finished] = []
-    for start in range(0, len(requests), BATCH):
-        group = [Continuation(each, decoding, text_of(backbone, each)) for each in requests[start : start + BATCH]]
-        for item in group:
-            while number := item.num_ahead(len(item.new)):
-                read_ahead(backbone, item, number)
-        while going := [(which, item) for which, item in enumerate(group) if not item.is_over]:
-            written = advance(backbone, [item for _, item in going], ends, sampler)
-            for (which, _), token in zip(going, written, strict=True):
-                if token is not None and on_token is not None:
-                    on_token(start + which, token)
-            for _, item in going:
-                if item.error is not None:
-                    raise item.error
-        results.extend(item.finished for item in group)
-    return results
+    items = [Continuation(request, decoding, text_of(backbone, request)) for request in requests]
+    waiting, going = deque(range(len(items))), list[int]()
+    most, can_join = most_at_once(backbone), backbone.decoder(None) is not None
+    while waiting or going:
+        # Without a decoder the number of rows may decide last bits, so groups stay as stages have them.
+        room = most - len(going) if can_join or not going else 0
+        joining = [waiting.popleft() for _ in range(min(len(waiting), room))]
+        going += joining
+        try:
+            for item in (items[which] for which in joining):
+                while number := item.num_ahead(len(item.new)):
+                    read_ahead(backbone, item, number)
+            written = advance(backbone, [items[which] for which in going], ends, sampler)
+        except torch.OutOfMemoryError:
+            most = len(going) // 2
+            if not most:
+                raise
+            # The last to come give way: they wait until others have ended, and are read again.
+            for which in reversed(going[most:]):
+                items[which].forget_read()
+                waiting.appendleft(which)
+            del going[most:]
+            continue
+        for which, token in zip(going, written, strict=True):
+            if (error := items[which].error) is not None:
+                raise error
+            if token is not None and on_token is not None:
+                on_token(which, token)
+        going = [which for which in going if not items[which].is_over]
+    return [item.finished for item in items]
+
+
+def most_at_once(backbone: Backbone) -> int:
+    """The most sequences that are continued in one pass."""
+    return BATCH if backbone.decoder(None) is None else MOST_ROWS
 
 
 def text_of(backbone: Backbone, request: Request) -> Callable[[Sequence[int]], str]:
@@ -179,9 +199,7 @@ def advance(
     """Writes the next token of each, in one pass of the backbone; None where an end token or an error came instead. A
     continuation's token does not depend on the others in the pass."""
     leading = [backbone.leading_rows(item.request.slot) for item in going]
-    batch = pack_new(going, leading, backbone.device)
-    logits = backbone.logits(batch, last_rows(batch), [item.cache for item in going])
-    tokens, logprobs = sampler.choose(logits, going).to_host()
+    tokens, logprobs = sampler.choose(next_logits(backbone, going), going).to_host()
     written: list[int | None] = []
     for item, token, own, num_leading in zip(going, tokens, logprobs, leading, strict=True):
         try:
@@ -189,47 +207,16 @@ def advance(
         except JobError as error:
             item.error = error
             written.append(None)
+        if item.is_over:
+            # What it has read is needed no more.
+            item.cache = {}
     return written
-
-
-def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
-    """Reads the first of the new tokens and writes nothing, for requests of several passes; one must be left for
-    `advance`. Scores the tokens of the prompt that follow them, if that is wanted."""
-    assert 0 < num_tokens < len(item.new)
-    rest, item.new = item.new[num_tokens:], item.new[:num_tokens]
-    batch = pack_new([item], [backbone.leading_rows(item.request.slot)], backbone.device)
-    num_top, scored = item.decoding.prompt_logprobs, item.prompt[item.num_read + 1 : item.num_read + 1 + num_tokens]
-    if num_top is None or not scored:
-        backbone.logits(batch, last_rows(batch), [item.cache])
-    else:
-        end = batch.segments[0].end
-        rows = range(end - num_tokens, end - num_tokens + len(scored))
-        logits = backbone.logits(batch, rows, [item.cache]).float()
-        found = score(logits, torch.tensor(scored, device=logits.device), num_top)
-        item.prompt_logprobs.extend(found.to_host()[1])
-    item.new, item.num_read = rest, item.num_read + num_tokens
 
 
 def end_tokens(backbone: Backbone) -> set[int]:
     configured = getattr(backbone.model.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     return {int(t) for t in [*listed, backbone.tokenizer.eos_token_id] if t is not None}
-
-
-def pack_new(going: Sequence[Continuation], leading: Sequence[int], device: torch.device) -> PackedBatch:
-    """The new tokens of continuations, each after what is already read; `leading`: rows in front of each."""
-    samples = []
-    for item, num_leading in zip(going, leading, strict=True):
-        sample = Sample(np.array(item.new, dtype=np.int32), np.zeros(len(item.new), dtype=bool))
-        if item.num_read:
-            samples.append(SlotSample(sample, item.request.slot, position=num_leading + item.num_read))
-        else:
-            samples.append(SlotSample(sample.led_by(num_leading), item.request.slot))
-    return pack_samples(samples, None, device)
-
-
-def last_rows(batch: PackedBatch) -> list[int]:
-    return [segment.end - 1 for segment in batch.segments]
 
 
 @dataclass(frozen=True)

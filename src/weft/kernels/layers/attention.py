@@ -177,12 +177,13 @@ def visible(queries, keys, window, HAS_WINDOW: tl.constexpr):  # type: ignore[no
 
 
 @jit
-def _take_keys(  # type: ignore[no-untyped-def]
-    acc, top, total, q, k, v, stride_k, stride_v, head, first, diagonal, end, rows, log_scale, window,
+def take_keys(  # type: ignore[no-untyped-def]
+    acc, top, total, q, k, v, stride_k, stride_v, head, first, at, diagonal, end, rows, log_scale, window,
     C: tl.constexpr, BN: tl.constexpr, CP: tl.constexpr, CHECKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The running output, maximum and sum of p after one more block of keys."""
-    k_tile = tile(k, stride_k, head, first, end, C, BN, CP, CHECKED)
+    """The running output, maximum and sum of p after one more block of keys, from key `first` on. They lie at the rows
+    from `at` on; where checked, those from row `end` on are none."""
+    k_tile = tile(k, stride_k, head, at, end, C, BN, CP, CHECKED)
     s = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
     # One loop for whole and for cut blocks keeps loads and products in flight from the first key to the last.
     if HAS_WINDOW or first >= diagonal:
@@ -193,7 +194,7 @@ def _take_keys(  # type: ignore[no-untyped-def]
     level = tl.where(higher == float("-inf"), 0.0, higher) if HAS_WINDOW else higher
     p = tl.exp2(s * log_scale - level[:, None])
     shrink = tl.exp2(top - level)
-    v_tile = tile(v, stride_v, head, first, end, C, BN, CP, CHECKED)
+    v_tile = tile(v, stride_v, head, at, end, C, BN, CP, CHECKED)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total * shrink + tl.sum(p, 1)
 
@@ -214,14 +215,14 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros((BM,), dtype=tl.float32)
     first_block, diagonal, edge, last = key_blocks(first, begin, end, window, HAS_WINDOW, BM // PACK, BN)
     for key in range(first_block, edge, BN):
-        acc, top, total = _take_keys(
-            acc, top, total, q_tile, k, v, stride_k, stride_v, kv_head, key, diagonal, end, rows, log_scale, window,
-            C, BN, CP, False, HAS_WINDOW,
+        acc, top, total = take_keys(
+            acc, top, total, q_tile, k, v, stride_k, stride_v, kv_head, key, key, diagonal, end, rows, log_scale,
+            window, C, BN, CP, False, HAS_WINDOW,
         )  # fmt: skip
     for key in tl.range(edge, last, BN, num_stages=1):
-        acc, top, total = _take_keys(
-            acc, top, total, q_tile, k, v, stride_k, stride_v, kv_head, key, diagonal, end, rows, log_scale, window,
-            C, BN, CP, True, HAS_WINDOW,
+        acc, top, total = take_keys(
+            acc, top, total, q_tile, k, v, stride_k, stride_v, kv_head, key, key, diagonal, end, rows, log_scale,
+            window, C, BN, CP, True, HAS_WINDOW,
         )  # fmt: skip
     # Past the end a window may hold no key.
     total = tl.where(rows < end, total, 1.0)

@@ -16,8 +16,10 @@ takes tile after tile), and y is neither written nor read a second time. `fits` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -25,7 +27,8 @@ from weft.kernels.device import capability, is_gpu, num_multiprocessors
 from weft.kernels.launch import cdiv, jit, runs_triton, tl
 from weft.kernels.lora.expand import expand_grad_reference, expand_reference
 from weft.kernels.lora.runs import add_all_in, add_all_out, in_owner, out_owner
-from weft.kernels.lora.tables import ROW_BLOCK, RowTables, Site, SlotTable
+from weft.kernels.lora.shrink import lets_next_start
+from weft.kernels.lora.tables import FEW_ROWS, ROW_BLOCK, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import part_bounds, part_of_block
 
 BLOCKS = {"BN": 256, "num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
@@ -37,6 +40,16 @@ STEP_BYTES = 128
 SHALLOW = 8192
 """Longest sum for which 16 blocks of rows share the order of columns; above it 8 do. They reuse each other's weights in
 the cache, which must hold their rows as well. That is 1 to 2 % of a product."""
+FEW: Mapping[int, Mapping[int, Mapping[str, int]]] = {
+    64: {64: {"BK": 2, "num_warps": 4, "num_stages": 5}, 32: {"BK": 4, "num_warps": 4, "num_stages": 4}},
+    128: {
+        128: {"BK": 1, "num_warps": 8, "num_stages": 4},
+        64: {"BK": 2, "num_warps": 8, "num_stages": 4},
+        32: {"BK": 2, "num_warps": 8, "num_stages": 4},
+    },
+}
+"""Launches for up to FEW_ROWS rows, by the rows and columns of a block; BK in steps of STEP_BYTES. The tensor cores add
+along a sum in order whatever the block is, so its size changes no bit."""
 NARROW, WIDE = 16, 64
 """Ranks of one product: a narrow adapter does not pay for a wide one's."""
 
@@ -139,6 +152,7 @@ def _product(  # type: ignore[no-untyped-def]
     size_2,
     SCALED: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -161,6 +175,9 @@ def _product(  # type: ignore[no-untyped-def]
         if SCALED:
             row_scales = tl.load(row_scale + rows, mask=rows < num_rows, other=0.0)
         left, right = _halves(_sum(x, w, row, column, num_in, True, BM, BN, BK), BM, BN)
+        if EARLY:
+            # `shrink` may still be at work until here.
+            tl.extra.cuda.gdc_wait()
         columns = block * BN + tl.arange(0, BN // 2)
         left = _scaled(left, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
         left = add_all_out(
@@ -240,11 +257,12 @@ def product_kernel(factors: Factors, s_TR: torch.Tensor, site: Site, rows: RowTa
     """X Wᵀ + S Bᵀ, (T, O), in the type of S."""
     x_TD, w_OD = factors.x_TK, factors.w_NK
     y_TO = s_TR.new_empty(len(x_TD), site.num_out)
-    width, step = BLOCKS["BN"], STEP_BYTES // x_TD.element_size()
-    _product[(_num_programs(len(x_TD), site.num_out, x_TD.device),)](
-        _blocks_of(x_TD, ROW_BLOCK, step),
-        _blocks_of(w_OD, width, step),
-        _blocks_of(y_TO, ROW_BLOCK, width // 2),
+    launch = _launch(len(x_TD), site.num_out, x_TD)
+    is_early = lets_next_start(table, x_TD)
+    _product[(_num_programs(len(x_TD), site.num_out, launch, x_TD.device),)](
+        _blocks_of(x_TD, launch["BM"], launch["BK"]),
+        _blocks_of(w_OD, launch["BN"], launch["BK"]),
+        _blocks_of(y_TO, launch["BM"], launch["BN"] // 2),
         s_TR if factors.scale_T is None else factors.scale_T,
         s_TR if factors.scale_N is None else factors.scale_N,
         s_TR,
@@ -259,12 +277,12 @@ def product_kernel(factors: Factors, s_TR: torch.Tensor, site: Site, rows: RowTa
         *site.three_sizes,
         SCALED=factors.scale_T is not None,
         NUM_PARTS=len(site.sizes),
-        BM=ROW_BLOCK,
-        BK=step,
+        EARLY=is_early,
         GROUP=_group(site.num_in),
         NARROW=NARROW,
         WIDE=WIDE,
-        **BLOCKS,
+        **launch,
+        **({"launch_pdl": True} if is_early else {}),
     )
     return y_TO
 
@@ -277,7 +295,8 @@ def product_grad_kernel(
     dx_TD = ds_TR.new_empty(len(dy_TO), site.num_in)
     width, step = BLOCKS["BN"], STEP_BYTES // dy_TO.element_size()
     is_along = w_DO.stride(1) == 1
-    _product_grad[(_num_programs(len(dy_TO), site.num_in, dy_TO.device),)](
+    launch = {"BM": ROW_BLOCK, "BK": step, **BLOCKS}
+    _product_grad[(_num_programs(len(dy_TO), site.num_in, launch, dy_TO.device),)](
         _blocks_of(dy_TO, ROW_BLOCK, step),
         _blocks_of(w_DO, width, step) if is_along else _blocks_of(w_DO.t(), step, width),
         _blocks_of(dx_TD, ROW_BLOCK, width // 2),
@@ -297,12 +316,10 @@ def product_grad_kernel(
         ALONG=is_along,
         NUM_PARTS=len(site.sizes),
         DROPS=table.drops and rows.drops,
-        BM=ROW_BLOCK,
-        BK=step,
         GROUP=_group(site.num_out),
         NARROW=NARROW,
         WIDE=WIDE,
-        **BLOCKS,
+        **launch,
     )
     return dx_TD
 
@@ -318,8 +335,21 @@ def _group(num_summed: int) -> int:
     return 16 if num_summed <= SHALLOW else 8
 
 
-def _num_programs(num_rows: int, num_columns: int, device: torch.device) -> int:
-    return min(_num_multiprocessors(device), cdiv(num_rows, ROW_BLOCK) * cdiv(num_columns, BLOCKS["BN"]))
+def _launch(num_rows: int, num_columns: int, like: torch.Tensor) -> dict[str, Any]:
+    """Blocks of a forward product: as wide as leaves one for most multiprocessors."""
+    step = STEP_BYTES // like.element_size()
+    if num_rows > FEW_ROWS:
+        return {"BM": ROW_BLOCK, "BK": step, **BLOCKS}
+    height = 64 if num_rows <= 64 else ROW_BLOCK
+    enough = _num_multiprocessors(like.device) * 2 // 3
+    widths = list(FEW[height])
+    width = next((n for n in widths if cdiv(num_rows, height) * cdiv(num_columns, n) >= enough), widths[-1])
+    chosen = FEW[height][width]
+    return {**BLOCKS, **chosen, "BM": height, "BN": width, "BK": step * chosen["BK"]}
+
+
+def _num_programs(num_rows: int, num_columns: int, launch: Mapping[str, int], device: torch.device) -> int:
+    return min(_num_multiprocessors(device), cdiv(num_rows, launch["BM"]) * cdiv(num_columns, launch["BN"]))
 
 
 @lru_cache(maxsize=64)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import torch
 
+from weft.kernels.device import capability
 from weft.kernels.launch import jit, lanes, runs_triton, tl
-from weft.kernels.lora.tables import RowTables, Site, SlotTable, padded
+from weft.kernels.lora.tables import FEW_ROWS, RowTables, Site, SlotTable, padded
 from weft.kernels.lora.tile import (
     drop_seed,
     drop_threshold,
@@ -71,11 +72,14 @@ def _shrink(  # type: ignore[no-untyped-def]
     UPTO: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     DROPS: tl.constexpr,
+    EARLY: tl.constexpr,
     PIECES: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tiles + tl.program_id(0) // PIECES * 4
     start, end, slot = tl.load(tile) + tl.program_id(0) % PIECES * BM, tl.load(tile + 1), tl.load(tile + 2)
     if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
@@ -190,6 +194,13 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
     tl.store(out, acc.to(ds.dtype.element_ty), mask=row_mask[:, None] & has[None, :])
 
 
+def lets_next_start(table: SlotTable, like: torch.Tensor) -> bool:
+    """True if the product after `shrink` may start beside it, and must wait for it before it reads S. With few rows
+    both leave the GPU room, and the time of `shrink` disappears."""
+    is_able = runs_triton(like) and capability(like.device) >= (9, 0)
+    return is_able and len(like) <= FEW_ROWS and len(table.launches) == 1
+
+
 def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     num_parts = len(site.sizes)
     for launch in lanes(table.launches, x_TD.device):
@@ -207,6 +218,7 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
             site.num_in,
             NUM_PARTS=num_parts,
             DROPS=table.drops and rows.drops,
+            EARLY=lets_next_start(table, x_TD),
             BK=REDUCTION,
             **launch.bounds,
             **blocks,

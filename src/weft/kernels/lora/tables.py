@@ -26,6 +26,8 @@ ROW_TILE = 64
 adapter's weights less often."""
 ROW_BLOCK = 128
 """Rows of one block of a frozen product, of any owners."""
+FEW_ROWS = 512
+"""Most rows that leave a GPU room for two launches at a time: those of a decoding step."""
 NUM_FIELDS = 23
 """Numbers per (slot, module): the module's rank and, above 32 bits, the slot's widest; first column in S; addresses of
 A, B and their gradients; the scale's bits; dropout. Then addresses of what changes outputs (8 to 11) and inputs or rank

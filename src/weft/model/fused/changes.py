@@ -36,6 +36,8 @@ class OtherChanges:
     rows: RowTables
     table: SlotTable
     is_adapted: bool
+    begins: bool = True
+    """Whether samples begin here, or rows continue sequences that were read before."""
     _turned: dict[int, torch.Tensor] = field(default_factory=dict)
     """Transposed gradients of outputs, from `sparse_input` until `sparse_grad`, by site."""
 
@@ -131,7 +133,7 @@ class OtherChanges:
             sparse_grad(x_TD, dy_TO, site, self.rows, self.table, turned_KNM)
 
     def has_rows(self, role: str) -> bool:
-        return self._has("rows", role)
+        return self.begins and self._has("rows", role)
 
     def put_rows(self, role: str, module: int, x_TN: torch.Tensor) -> None:
         if self.has_rows(role):

@@ -70,7 +70,7 @@ def capture(
     grad_TD = torch.zeros(shape.num_rows, model.hidden, dtype=model.dtype, device=device)
     entering_TD = None if model.is_first else torch.zeros_like(grad_TD)
     arguments = (model, inputs, table, row_tile, memory, entering_TD)
-    stream = _stream(device, lane)
+    stream = capture_stream(device, lane)
     with beside(device, stream):
         # Once in the open: kernels are compiled and libraries set up, which must not happen inside a capture.
         run_backward(run_forward(*arguments, needs_grad=True), grad_TD)
@@ -84,7 +84,7 @@ def capture(
 
 
 @lru_cache(maxsize=64)
-def _stream(device: torch.device, lane: int) -> Stream:
+def capture_stream(device: torch.device, lane: int = 0) -> Stream:
     """The stream of all captures of a lane: cuBLAS never frees a stream's workspace, and graphs that share a
     workspace must not run at the same time."""
     return Stream(device)

@@ -130,7 +130,7 @@ def attention(
     qkv_TE: torch.Tensor, heads: Heads, inputs: Inputs, scale: float, window: int | None, *, needs_grad: bool
 ) -> Attended:
     """Attention of concatenated q, k and v, each query within its own sample; padding rows are undefined."""
-    q_THC, k_TKC, v_TKC = _parts(qkv_TE, heads)
+    q_THC, k_TKC, v_TKC = qkv_parts(qkv_TE, heads)
     if needs_bounds(qkv_TE.device):
         return _torch_attention((q_THC, k_TKC, v_TKC), inputs, scale, window, needs_grad=needs_grad)
     blocks = AttentionBlocks(inputs.part("blocks"), inputs.spans)
@@ -138,12 +138,16 @@ def attention(
 
     def gradients(grad_THC: torch.Tensor) -> QkvParts:
         dqkv_TE = attend_grad(grad_THC, q_THC, k_TKC, v_TKC, out_THC, lse_HT, blocks, scale, window)
-        return _parts(dqkv_TE, heads)
+        return qkv_parts(dqkv_TE, heads)
 
     return Attended(out_THC, gradients)
 
 
-def _parts(qkv_TE: torch.Tensor, heads: Heads) -> QkvParts:
+def no_gradients(grad_THC: torch.Tensor) -> QkvParts:
+    raise AssertionError("nothing goes back through keys and values of earlier passes")
+
+
+def qkv_parts(qkv_TE: torch.Tensor, heads: Heads) -> QkvParts:
     q, k, v = (part.unflatten(1, (-1, heads.size)) for part in qkv_TE.split(heads.sizes, dim=1))
     return q, k, v
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -39,7 +40,7 @@ from weft.kernels.lora.tables import Delta, SlotTable
 from weft.kernels.lora.weight_grad import weight_grad
 from weft.kernels.storage import Rows8
 from weft.model.fused.changes import OtherChanges, SavedBlockEnd
-from weft.model.fused.inputs import Attended, Inputs, attention
+from weft.model.fused.inputs import Attended, Inputs, attention, no_gradients
 from weft.model.fused.model import FusedLayer, FusedModel, Product
 from weft.model.path import Recompute
 
@@ -83,6 +84,18 @@ class SavedForBackward:
     mlp_end: SavedBlockEnd | None = None
 
 
+class KeyCache(Protocol):
+    """Keeps keys and values for later passes, and attends to those of earlier ones; forward only."""
+
+    begins: ClassVar[bool]
+    """Whether samples begin in this pass, with the rows in front that adapters fill."""
+
+    def attend(
+        self, index: int, layer: FusedLayer, qkv_TE: torch.Tensor, inputs: Inputs, model: FusedModel
+    ) -> torch.Tensor:
+        """Output of attention (T, H, C) in the layer of this index."""
+
+
 @dataclass(frozen=True)
 class Context:
     model: FusedModel
@@ -93,10 +106,20 @@ class Context:
     row_tile: int | None
     recompute: Recompute
     needs_grad: bool
+    cache: KeyCache | None = None
 
     @cached_property
     def changes(self) -> OtherChanges:
-        return OtherChanges(self.inputs.rows, self.table, self.inputs.shape.is_adapted)
+        begins = self.cache is None or self.cache.begins
+        return OtherChanges(self.inputs.rows, self.table, self.inputs.shape.is_adapted, begins)
+
+    def attend(self, layer: FusedLayer, qkv_TE: torch.Tensor) -> Attended:
+        model = self.model
+        if self.cache is None:
+            heads, scale = model.heads, model.attention_scale
+            return attention(qkv_TE, heads, self.inputs, scale, layer.window, needs_grad=self.needs_grad)
+        index = layer.sites.keys_and_values - model.layers[0].sites.keys_and_values
+        return Attended(self.cache.attend(index, layer, qkv_TE, self.inputs, model), no_gradients)
 
     def linear(
         self, product: Product, x_TD: torch.Tensor, x8: Rows8 | None = None
@@ -193,9 +216,7 @@ def forward(layer: FusedLayer, stream: ResidualStream, context: Context) -> tupl
     before_qkv_TE = changes.outputs(layer.qkv.site, raw_TE)
     qkv_TE = rotate(raw_TE, context.turns[layer.rotary], model.heads, layer.head_norms)
     changes.put_rows("kv", sites.keys_and_values, qkv_TE[:, model.heads.sizes[0] :])
-    attended = attention(
-        qkv_TE, model.heads, context.inputs, model.attention_scale, layer.window, needs_grad=context.needs_grad
-    )
+    attended = context.attend(layer, qkv_TE)
     y_TD, s_out = context.linear(layer.out, attended.output_THC.flatten(1))
     before_out_TD = changes.outputs(layer.out.site, y_TD)
     y_TD = model.added_up(y_TD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -14,6 +14,8 @@ from weft.adapters.method import Keeps
 from weft.adapters.parts import HeadWeights
 from weft.kernels.device import is_gpu
 from weft.kernels.device_event import DeviceEvent, sent
+from weft.kernels.lora.product import fits
+from weft.model.fused.decode import FusedDecoder
 from weft.model.fused.graphs import InFlightBuffers
 from weft.model.fused.inputs import InputShape, input_shape
 from weft.model.fused.model import FusedModel, tile_for
@@ -25,6 +27,9 @@ from weft.model.path import Memory, PendingScores
 from weft.model.shards import LayerRing
 from weft.plan.cost.memory import MemoryModel, rank_class
 from weft.plan.cost.shape import CPU_ROW_TILE, gpu_row_tile
+
+DECODING_CAPACITY = 8192
+"""Rows whose tile new sequences are read in, where products need one."""
 
 
 class FusedPath:
@@ -55,6 +60,7 @@ class FusedPath:
         self._buffers: list[InFlightBuffers] = []
         self._only = self.new_buffers()
         self._loss = BlockedLoss(head)
+        self._decoder: FusedDecoder | None = None
 
     @property
     def model(self) -> FusedModel:
@@ -82,12 +88,28 @@ class FusedPath:
         self.table.remove(slot)
         self._adapters.pop(slot).kernel_copy = None
 
+    @property
+    def decoder(self) -> FusedDecoder | None:
+        """What decodes on this path; None for a model that is divided, or a GPU whose attention has no pages."""
+        model = self._model
+        is_whole = model.is_first and model.is_last and model.ring is None and model.devices is None
+        if not is_whole or needs_bounds(self._device):
+            return None
+        if self._decoder is None:
+            like = torch.empty(0, model.hidden, dtype=model.dtype, device=self._device)
+            layer = model.layers[0]
+            sites = (product.site for product in (layer.qkv, layer.out, layer.gate_up, layer.down))
+            has_kernels = all(fits(site, like, backward=False) for site in sites)
+            tile = self.row_tile(DECODING_CAPACITY)
+            self._decoder = FusedDecoder(model, self.table, self.follow, tile, has_kernels=has_kernels)
+        return self._decoder
+
     def launch(self, batch: PackedBatch, row_tile: int | None, *, through: bool = False) -> PendingScores:
         begun = DeviceEvent(self._device)
         shape = self.shape_of(batch)
         if not (through or shape.is_adapted):
             return self.score(self._only.forward(batch, shape, row_tile, needs_grad=False), batch, begun)
-        self.follow(batch)
+        self.follow(batch.segment_slots)
         hidden_TD = self._only.forward(batch, shape, row_tile, needs_grad=True)
         grad_TD = self._only.zero_gradient()
         scores = self.learn(hidden_TD, batch, grad_TD)
@@ -130,7 +152,7 @@ class FusedPath:
         on which graphs exist, nor wait for another capture."""
         shape = self.shape_of(batch)
         shape = replace(shape, is_adapted=shape.is_adapted or bool(self._adapters))
-        self.follow(batch)
+        self.follow(batch.segment_slots)
         return self._only.forward(batch, shape, row_tile, needs_grad=False)
 
     def shape_of(self, batch: PackedBatch) -> InputShape:
@@ -167,6 +189,8 @@ class FusedPath:
     def forget(self) -> None:
         for buffers in self._buffers:
             buffers.forget()
+        if self._decoder is not None:
+            self._decoder.forget()
 
     def new_buffers(self) -> InFlightBuffers:
         self._buffers.append(InFlightBuffers(self._model, self.table, self.memory, self._tile, self._lane))
@@ -182,8 +206,9 @@ class FusedPath:
             self._tiles[key] = tile_for(self._model, num_rows, row_tile)
         return self._tiles[key]
 
-    def follow(self, batch: PackedBatch) -> None:
-        for slot in dict.fromkeys(batch.segment_slots):
+    def follow(self, slots: Iterable[int | None]) -> None:
+        """Updates the kernels' copies of the adapters on some slots."""
+        for slot in dict.fromkeys(slots):
             if slot is not None:
                 copy = self._adapters[slot].kernel_copy
                 assert copy is not None

@@ -21,7 +21,16 @@ from weft.kernels.device import Stream, current_stream, has_streams, on_stream
 from weft.kernels.layers.rms_norm import add, add_norm, norm_grad
 from weft.kernels.lora.tables import SlotTable
 from weft.model.fused.inputs import Inputs
-from weft.model.fused.layer import Context, ResidualGrad, ResidualStream, SavedForBackward, added, backward, forward
+from weft.model.fused.layer import (
+    Context,
+    KeyCache,
+    ResidualGrad,
+    ResidualStream,
+    SavedForBackward,
+    added,
+    backward,
+    forward,
+)
 from weft.model.fused.model import FusedModel
 from weft.model.path import Memory
 
@@ -56,11 +65,12 @@ def run_forward(
     entering_TD: torch.Tensor | None = None,
     *,
     needs_grad: bool,
+    cache: KeyCache | None = None,
 ) -> Passed:
     """The hidden states of a microbatch and, with `needs_grad`, the state for its backward. `entering_TD`: from the
     part before."""
     turns = tuple(rotary.turns(inputs.part("positions"), model.dtype) for rotary in model.rotaries)
-    context = Context(model, inputs, table, turns, row_tile, memory.recompute, needs_grad)
+    context = Context(model, inputs, table, turns, row_tile, memory.recompute, needs_grad, cache)
     stream = ResidualStream(_embedded(context) if entering_TD is None else entering_TD)
     offload = Offload(stream.x_TD.device, model.moved) if memory.offload and needs_grad else None
     kept: list[SavedForBackward] = []

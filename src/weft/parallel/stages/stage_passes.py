@@ -29,7 +29,8 @@ from weft.engine.execute.evaluate import (
 )
 from weft.engine.execute.protocol import AnswersWork, EvaluatedPart, EvaluationWork
 from weft.engine.execute.references import ReferencePass, RequestedRows, reference_passes, requested_rows
-from weft.engine.inference.generate import BATCH, Continuation, Finished, end_tokens, last_rows, pack_new, requests_of
+from weft.engine.inference.generate import BATCH, Continuation, Finished, end_tokens, requests_of
+from weft.engine.inference.read import last_rows, pack_new
 from weft.engine.inference.sampling import Sampler, TokenLogprobs
 from weft.model.packed import PackedBatch, pack_samples
 from weft.parallel.stages.stage import Stage

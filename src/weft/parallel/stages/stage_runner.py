@@ -72,7 +72,7 @@ class FusedStageRunner:
     ) -> torch.Tensor:
         begun = DeviceEvent(self._device)
         buffers = self._free_buffers()
-        self._path.follow(batch)
+        self._path.follow(batch.segment_slots)
         left_TD = buffers.forward(batch, self._shape(batch), row_tile, entering_TD, needs_grad=True)
         if not self.part.is_last:
             self._in_flight[microbatch] = _InFlight(buffers, begun)
@@ -110,7 +110,7 @@ class FusedStageRunner:
     def _look(self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None) -> torch.Tensor:
         """The output; the next microbatch in its buffers may overwrite it."""
         buffers = self._free_buffers()
-        self._path.follow(batch)
+        self._path.follow(batch.segment_slots)
         left_TD = buffers.forward(batch, self._shape(batch), row_tile, entering_TD, needs_grad=False)
         self._free.append(buffers)
         return left_TD

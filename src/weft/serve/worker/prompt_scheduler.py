@@ -20,7 +20,8 @@ import torch
 
 from weft.engine.execute.memory import release_memory
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
-from weft.engine.inference.generate import BATCH, Continuation, Request, advance, end_tokens, read_ahead
+from weft.engine.inference.generate import Continuation, Request, advance, end_tokens, most_at_once
+from weft.engine.inference.read import read_ahead
 from weft.engine.inference.sampling import Sampler, TokenLogprobs
 from weft.errors import WeftError
 from weft.kernels.device import memory_errors
@@ -126,7 +127,7 @@ class PromptScheduler:
     def _start_waiting(self) -> None:
         for request in [request for request in self._active if request.is_cancelled]:
             del self._active[request]
-        while self._waiting and len(self._active) < BATCH:
+        while self._waiting and len(self._active) < most_at_once(self._backbone):
             request = self._waiting.popleft()
             if request.is_cancelled:
                 continue

@@ -1,0 +1,144 @@
+"""Keys and values of sequences in pages, and the table of whose they are.
+
+Pages and lines of the table are taken when a sequence grows and free again when nothing refers to it any more. There
+are as many as have been needed at once; if memory is wanted for something else, all of them can be given up.
+
+Shape suffixes: T rows, S lines of the table, N pages of a line, E keys and values of a row.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.kernels.device import empty_cache, memory_errors
+from weft.kernels.launch import cdiv, next_power_of_2
+from weft.kernels.layers.paged_attention import PAGE
+from weft.model.fused.model import FusedModel
+
+LEAST_PAGES, LEAST_LINES = 64, 64
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """A sequence of one slot, as far as it has been read."""
+
+    slot: int | None
+    line: int
+    """Its line in the page table."""
+    pages: list[int]
+    generation: int
+    """That of the pages it was read into; earlier ones are gone."""
+    length: int = 0
+    """Rows in its pages, leading ones included."""
+
+
+class KeyPages:
+    """Keys and values of all layers, in pages of PAGE rows. Page 0 and line 0 are no sequence's: padding uses them."""
+
+    def __init__(self, model: FusedModel) -> None:
+        self._num_layers, self._device = len(model.layers), model.device
+        self._sizes = model.heads.sizes[1:]
+        self._size, self._dtype = model.heads.size, model.dtype
+        self.generation = 0
+        """Changes when what the pages hold is lost."""
+        self.version = 0
+        """Changes when tensors are allocated again: captured graphs are then stale."""
+        self.clear()
+
+    def clear(self) -> None:
+        self.generation += 1
+        self.version += 1
+        self._rows = [torch.empty(0, sum(self._sizes), dtype=self._dtype, device=self._device)] * self._num_layers
+        self._lines = np.zeros((1, 1), dtype=np.int32)
+        self._num_pages, self._free_pages, self._free_lines = 0, list[int](), list[int]()
+        self.pages_SN = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
+        self._is_changed = False
+
+    @property
+    def is_empty(self) -> bool:
+        return self._num_pages == 0
+
+    @property
+    def num_used(self) -> int:
+        return max(0, self._num_pages - 1 - len(self._free_pages))
+
+    def open(self, slot: int | None) -> CachedSequence:
+        """A new sequence; its pages are free again as soon as nothing refers to it."""
+        if not self._free_lines:
+            self._grow_lines(2 * len(self._lines), self._lines.shape[1])
+        sequence = CachedSequence(slot, self._free_lines.pop(), [], self.generation)
+        weakref.finalize(sequence, self._close, sequence.line, sequence.pages, self.generation).atexit = False
+        return sequence
+
+    def _close(self, line: int, pages: list[int], generation: int) -> None:
+        if generation == self.generation:
+            self._free_lines.append(line)
+            self._free_pages.extend(pages)
+
+    def make_room(self, wanted: Sequence[tuple[CachedSequence, int]]) -> None:
+        """Gives each sequence pages for as many rows; out of memory changes none of them."""
+        missing = [(sequence, cdiv(num_rows, PAGE) - len(sequence.pages)) for sequence, num_rows in wanted]
+        missing = [(sequence, number) for sequence, number in missing if number > 0]
+        total = sum(number for _, number in missing)
+        if total > len(self._free_pages):
+            self._grow(total - len(self._free_pages))
+        widest = max((len(sequence.pages) + number for sequence, number in missing), default=0)
+        if widest > self._lines.shape[1]:
+            self._grow_lines(len(self._lines), next_power_of_2(widest))
+        for sequence, number in missing:
+            held = len(sequence.pages)
+            sequence.pages.extend(self._free_pages.pop() for _ in range(number))
+            self._lines[sequence.line, held : held + number] = sequence.pages[held:]
+            self._is_changed = True
+
+    def publish(self) -> None:
+        """Sends the page table to the device if it has changed."""
+        if self._is_changed:
+            self.pages_SN.copy_(torch.from_numpy(self._lines), non_blocking=False)
+            self._is_changed = False
+
+    def keys_and_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (part.unflatten(1, (-1, self._size)) for part in self._rows[layer].split(self._sizes, dim=1))
+        return k, v
+
+    def write(self, layer: int, rows_T: torch.Tensor, kv_TE: torch.Tensor) -> None:
+        self._rows[layer].index_copy_(0, rows_T, kv_TE)
+
+    def _grow(self, missing: int) -> None:
+        """Twice as many pages, or as many as are needed if there is no memory for that."""
+        least = max(1, self._num_pages) + missing
+        for number in dict.fromkeys((max(least, 2 * self._num_pages, LEAST_PAGES), least)):
+            try:
+                self._allocate(number)
+                return
+            except torch.OutOfMemoryError:
+                empty_cache(self._device)
+                if number == least:
+                    raise
+
+    @memory_errors()
+    def _allocate(self, number: int) -> None:
+        self.version += 1
+        # Layer by layer: what was allocated before memory ran out is used at the next try.
+        for layer, rows in enumerate(self._rows):
+            if len(rows) < number * PAGE:
+                self._rows[layer] = rows.new_empty(number * PAGE, rows.shape[1])
+                self._rows[layer][: len(rows)] = rows
+                del rows
+        self._free_pages.extend(range(max(1, self._num_pages), number))
+        self._num_pages = number
+
+    def _grow_lines(self, number: int, width: int) -> None:
+        number = max(number, LEAST_LINES)
+        lines = np.zeros((number, width), dtype=np.int32)
+        held = self._lines
+        lines[: len(held), : held.shape[1]] = held
+        self.pages_SN = torch.zeros(lines.shape, dtype=torch.int32, device=self._device)
+        self.version += 1
+        self._free_lines.extend(range(len(held), number))
+        self._lines, self._is_changed = lines, True

@@ -1,0 +1,162 @@
+"""Decoding with keys and values in pages; the reference path is the oracle."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCABULARY, random_backbone
+
+from weft.adapters.adapter import Adapter
+from weft.engine.inference.generate import Continuation, Request, generate
+from weft.engine.inference.read import next_logits, read_ahead
+from weft.kernels.layers.paged_attention import PAGE
+from weft.model.backbone import Backbone
+from weft.model.fused import pages
+from weft.model.fused.decode import FusedDecoder
+from weft.model.fused.pages import KeyPages
+from weft.spec import AdapterSpec
+from weft.spec.sampling import Decoding
+
+SPECS = {
+    "lora": AdapterSpec(r=8, lora_alpha=16),
+    "dora": AdapterSpec(method="dora", r=3),
+    "prefix": AdapterSpec(method="prefix_tuning", num_virtual_tokens=3),
+    "prompt": AdapterSpec(method="prompt_tuning", num_virtual_tokens=5),
+    "bottleneck": AdapterSpec(method="bottleneck", bottleneck_size=12),
+    "bitfit": AdapterSpec(method="bitfit", target_modules="all-linear"),
+    "sparse": AdapterSpec(method="diff_pruning", density=0.05),
+    "tokens": AdapterSpec(r=4, trainable_token_indices=(3, 7)),
+}
+LENGTHS = (1, 5, PAGE - 1, PAGE, PAGE + 3, 2 * PAGE + 7)
+GREEDY = Decoding(max_new_tokens=12)
+
+
+def moved(adapter: Adapter, seed: int) -> Adapter:
+    generator = torch.Generator().manual_seed(seed)
+    trained = adapter.trained()
+    adapter.put({name: x + 0.1 * torch.randn(x.shape, generator=generator) for name, x in trained.items()})
+    return adapter
+
+
+def with_adapters(name: str, kernels: str, methods: tuple[str, ...] = ("lora",)) -> tuple[Backbone, list[int | None]]:
+    backbone = random_backbone(name, kernels=kernels)
+    adapters = [moved(backbone.new_adapter(SPECS[method], seed), seed) for seed, method in enumerate(methods)]
+    return backbone, [None, *(backbone.attach(adapter) for adapter in adapters)]
+
+
+def requests(slots: list[int | None], lengths: tuple[int, ...] = LENGTHS) -> list[Request]:
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+    return [Request(tokens, slots[index % len(slots)], index) for index, tokens in enumerate(prompts)]
+
+
+def decoder_of(backbone: Backbone) -> FusedDecoder:
+    decoder = backbone.decoder(None)
+    assert decoder is not None
+    return decoder
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "qwen3", "gemma3_text", "olmo3", "granite"])
+def test_generate_when_keys_lie_in_pages_then_writes_what_the_reference_path_writes(name):
+    written = []
+    for kernels in ("fused", "reference"):
+        backbone, slots = with_adapters(name, kernels)
+        assert (backbone.decoder(None) is not None) == (kernels == "fused")
+        written.append(generate(backbone, requests(slots), GREEDY))
+    assert written[0] == written[1]
+    assert {len(tokens) for tokens in written[0]} != {0}
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_next_logits_when_slots_have_other_methods_then_they_are_those_of_the_reference_path(method):
+    found = []
+    for kernels in ("fused", "reference"):
+        backbone, slots = with_adapters("llama", kernels, (method, "lora"))
+        going = [Continuation(request, GREEDY) for request in requests(slots)]
+        logits = []
+        for _ in range(3):
+            logits.append(next_logits(backbone, going))
+            for index, item in enumerate(going):
+                item.write(7 + index, set(), 1000, backbone.leading_rows(item.request.slot))
+        found.append(torch.stack(logits))
+    finite = found[1].isfinite()
+    assert torch.equal(found[0].isfinite(), finite)
+    torch.testing.assert_close(found[0][finite], found[1][finite], rtol=1e-4, atol=1e-4)
+
+
+def test_next_logits_when_sequences_join_leave_and_are_read_in_pieces_then_no_bit_changes():
+    """Alone, or beside others that come and go, with its prompt read at once, in pieces or anew."""
+    backbone, slots = with_adapters("llama", "fused")
+    own = requests(slots)[-1]
+
+    def steps(disturb: bool) -> torch.Tensor:
+        mine, logits = Continuation(own, GREEDY), []
+        others = [Continuation(request, GREEDY) for request in requests(slots)[:-1]]
+        if disturb:
+            read_ahead(backbone, mine, PAGE + 1)
+        for step in range(4):
+            if disturb and step == 2:
+                decoder_of(backbone).forget()
+            going = [*others[:step], mine, *others[4:]] if disturb else [mine]
+            logits.append(next_logits(backbone, going)[going.index(mine)])
+            for item in going:
+                item.write(9 + step, set(), 1000, 0)
+        return torch.stack(logits)
+
+    torch.testing.assert_close(steps(disturb=True), steps(disturb=False), rtol=1e-5, atol=1e-5)
+
+
+def test_pages_when_sequences_end_then_are_free_again_and_memory_stays_flat():
+    backbone, slots = with_adapters("llama", "fused")
+    decoder = decoder_of(backbone)
+    for _ in range(3):
+        generate(backbone, requests(slots), GREEDY)
+        gc.collect()
+        assert decoder.pages.num_used == 0
+        held = decoder.pages.keys_and_values(0)[0].shape
+    assert decoder.pages.keys_and_values(0)[0].shape == held
+    decoder.forget()
+    assert decoder.pages.is_empty
+
+
+def test_next_logits_when_a_neighbour_is_nan_or_pages_held_nan_before_then_changes_no_bit():
+    backbone, slots = with_adapters("llama", "fused", ("lora", "lora"))
+    own, neighbour = Request([1, 2, 3], slots[1]), Request([4] * 70, slots[2])
+
+    def logits() -> torch.Tensor:
+        items = [Continuation(own, GREEDY), Continuation(neighbour, GREEDY)]
+        found = []
+        for _ in range(3):
+            found.append(next_logits(backbone, items)[0])
+            for item in items:
+                item.write(5, set(), 1000, 0)
+        return torch.stack(found)
+
+    expected = logits()
+    assert slots[2] is not None
+    for entry in backbone.path.table.entries[slots[2]].values():  # type: ignore[attr-defined]
+        entry.a_PD.fill_(torch.nan)
+    assert torch.equal(logits(), expected)
+    decoder_of(backbone).pages._rows[0].fill_(torch.nan)
+    assert torch.equal(logits(), expected)
+
+
+def test_generate_when_pages_do_not_fit_then_the_last_to_come_wait_and_nothing_else_changes(monkeypatch):
+    backbone, slots = with_adapters("llama", "fused")
+    wanted = requests(slots, LENGTHS * 2)
+    expected = generate(backbone, wanted, GREEDY)
+    decoder_of(backbone).forget()
+    grow = KeyPages._grow
+
+    def grow_little(self: KeyPages, missing: int) -> None:
+        if self._num_pages + missing > 8:
+            raise torch.OutOfMemoryError("no room for pages")
+        grow(self, missing)
+
+    monkeypatch.setattr(KeyPages, "_grow", grow_little)
+    monkeypatch.setattr(pages, "LEAST_PAGES", 8)
+    assert generate(backbone, wanted, GREEDY) == expected
+    assert decoder_of(backbone).pages.num_used == 0
