@@ -63,18 +63,18 @@ QUICK = Effort(warmups=1, repeats=2, batch_sizes=(4, 8, 16), num_batches=1, roun
 
 
 def in_turn_s(
-    works: Sequence[Callable[[], object]], device: torch.device, *, rounds: int, turn_s: float, settle_s: float = 0.0
+    works: Sequence[Callable[[], object]], device: torch.device, *, rounds: int, turn_s: float, warm_up_s: float = 0.0
 ) -> list[float]:
     """Median seconds of each work, taken in turn; a turn lasts `turn_s`, and the first round does not count.
 
     For ratios: a GPU at its power limit runs the same work faster after a pause, or after work that drew less. So does
-    a work here at the beginning of its turn, which is why it runs for `settle_s` before it is timed.
+    a work here at the beginning of its turn, which is why it runs for `warm_up_s` before it is timed.
     """
     found: list[list[float]] = [[] for _ in works]
     once = [seconds_of(work, device) for work in works]
     for turn in range(rounds + 1):
         for work, one, seconds in zip(works, once, found, strict=True):
-            seconds_of(work, device, math.ceil(settle_s / one))
+            seconds_of(work, device, math.ceil(warm_up_s / one))
             taken = seconds_of(work, device, max(1, math.ceil(turn_s / one)))
             seconds += [taken] if turn else []
     return [statistics.median(seconds) for seconds in found]
@@ -90,5 +90,5 @@ def release(device: torch.device) -> None:
 
 
 def peak_gb(device: torch.device) -> float:
-    """Most memory held by tensors since `release`, in 10⁹ bytes; 0 where nobody counts."""
+    """Most memory held by tensors since `release`, in 10⁹ bytes; 0 where memory is not counted."""
     return peak_bytes(device) / 1e9

@@ -10,9 +10,9 @@
 | curve_bits | numbers of the final adapters that differ when a job trains alone |
 
 Prompts count in the loss: they cannot be foretold, so it has a floor. Answers alone are learnt to 1e-4 in 100 steps,
-and a per cent of that says nothing.
+and a per cent of that means nothing.
 
-Two bf16 runs that round in different places drift apart however right both are, so in bf16 the second figure judges:
+Two bf16 runs that round in different places drift apart however right both are, so in bf16 the second figure decides:
 Weft is to stay as near to fp32 as PEFT does.
 """
 
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 import typer
 
 from benchmarks.figures import Figure, Kind
-from benchmarks.report import JsonFile, check_files, check_kernels, conclude, say, write_json
+from benchmarks.report import JsonFile, check_files, check_kernels, conclude, show, write_json
 from benchmarks.steps.peers import need_peft
 from weft.cli.skills import write_skill
 from weft.engine.engine import Engine
@@ -57,7 +57,7 @@ class Curves:
     starts: dict[str, dict[str, tuple[torch.Tensor, ...]]]
 
 
-def measure_curves(device: torch.device, steps: int, kernels: str, say: Callable[[str], None]) -> list[Figure]:
+def measure_curves(device: torch.device, steps: int, kernels: str, show: Callable[[str], None]) -> list[Figure]:
     """The figures of this file; `steps` for each job."""
     dtype = "bfloat16" if is_gpu(device) else "float32"
     spec = BackboneSpec("tiny", dtype=dtype, device=device.type, kernels=kernels)
@@ -66,12 +66,12 @@ def measure_curves(device: torch.device, steps: int, kernels: str, say: Callable
     def add(*found: Figure) -> None:
         for figure in found:
             figures.append(figure)
-            say(f"  {figure.line}")
+            show(f"  {figure.line}")
 
     with tempfile.TemporaryDirectory() as name:
         jobs = [_job(skill, seed, Path(name), steps) for seed in range(NUM_SEEDS) for skill in SKILLS]
         together = _train(spec, jobs)
-        say(f"tiny  {len(jobs)} jobs of {steps} steps together, {dtype}")
+        show(f"tiny  {len(jobs)} jobs of {steps} steps together, {dtype}")
         add(*_against_peft(spec, together, [job.name for job in jobs[: len(SKILLS)]]))
         add(_fp8_figure(together, _train(replace(spec, quantize="fp8"), jobs)))
         first = jobs[0].name
@@ -222,7 +222,7 @@ def curve(
     check_files(json, None)
     need_peft()
     device = default_device()
-    figures = measure_curves(device, steps, kernels, say)
+    figures = measure_curves(device, steps, kernels, show)
     if json is not None:
         write_json(json, {found.key: found.value for found in figures}, device)
     raise typer.Exit(conclude(figures, [], device, None))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.StrEnum):
-    """What a figure says."""
+    """A figure in one line of text."""
 
     SPEEDUP = "speedup"
     """Tokens per second over the peer's; more is better."""
@@ -76,7 +76,7 @@ class Figure:
     kind: Kind
     target: float | None = None
     tokens_per_s: float | None = None
-    """The speed behind it."""
+    """The speed that it is computed from."""
     peer_tokens_per_s: float | None = None
     detail: str = ""
     """What is worth knowing beside it."""
@@ -103,8 +103,8 @@ class Figure:
     @property
     def line(self) -> str:
         """All of it in one line."""
-        verdict = {True: ", met", False: ", NOT met", None: ""}[self.is_met]
-        target = f" (target {self.shown_target}{verdict})" if self.target is not None else ""
+        note = {True: ", met", False: ", NOT met", None: ""}[self.is_met]
+        target = f" (target {self.shown_target}{note})" if self.target is not None else ""
         detail = f"; {self.detail}" if self.detail else ""
         return f"{self.key} = {self.shown}{target}{detail}"
 

@@ -37,10 +37,10 @@ def gpu_tiles() -> None:
     for rows in ROWS:
         tokens = np.zeros(rows // NUM_JOBS, dtype=np.int32)
         sample = Sample(tokens, np.ones(len(tokens), dtype=np.bool_))
-        placed = [SlotSample(sample, slot, 1 / rows, dropout_key=slot) for slot in slots]
+        on_slots = [SlotSample(sample, slot, 1 / rows, dropout_key=slot) for slot in slots]
         times = []
         for tile in (tile for tile in TILES if tile <= rows):
-            batch = pack_samples(placed, tile, device)
+            batch = pack_samples(on_slots, tile, device)
             assert batch.num_rows == rows
             crossing_TD = torch.randn(rows, SHAPE.hidden, dtype=torch.bfloat16, device=device)
 

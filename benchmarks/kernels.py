@@ -25,7 +25,7 @@ from benchmarks.report import (
     check_files,
     conclude,
     measured_device,
-    say,
+    show,
     write_json,
 )
 from benchmarks.steps.regimes import MIXED_RANKS
@@ -44,7 +44,7 @@ SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (5120, 5120))
 NUM_TOKENS = (4096, 8192, 16384)
 NUM_INPUTS = 4
 """Inputs that take turns inside a graph, so that no result lies in the cache from the time before."""
-SETTLE_S, TURN_S = 0.2, 0.1
+WARM_UP_S, TURN_S = 0.2, 0.1
 """Of the linear with adapters, or of the frozen one, before it is timed, and while it is."""
 SCALE = 2.0
 LARGEST_ERROR = 0.02
@@ -192,7 +192,7 @@ def measure_case(
     device: torch.device,
     dtype: torch.dtype,
     effort: Effort,
-    say: Callable[[str], None],
+    show: Callable[[str], None],
     shapes: Sequence[tuple[int, int]] = SHAPES,
     num_tokens: Sequence[int] = NUM_TOKENS,
 ) -> Figure:
@@ -206,13 +206,13 @@ def measure_case(
             errors = relative_errors(linear, *inputs[0])
             worst = max(worst, *errors.values())
             works = [replayable(work, device) for work in _turns(linear, inputs)]
-            turn = {"turn_s": TURN_S, "settle_s": SETTLE_S} if is_gpu(device) else {"turn_s": 0.0}
+            turn = {"turn_s": TURN_S, "warm_up_s": WARM_UP_S} if is_gpu(device) else {"turn_s": 0.0}
             times = in_turn_s(works, device, rounds=effort.rounds, **turn)
             ours, frozen = (seconds / NUM_INPUTS for seconds in times)
             del works
             logs.append(math.log(ours / frozen))
             found = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
-            say(
+            show(
                 f"{case.key}  {num_in}→{num_out}, {num_rows:,} tokens: {ours * 1e6:,.0f} µs over {frozen * 1e6:,.0f} "
                 f"frozen = {ours / frozen:.3f}; relative errors {found}"
             )
@@ -267,11 +267,11 @@ def kernels(
     figures, failures = [], []
     for case in cases:
         try:
-            figures.append(measure_case(case, device, torch.bfloat16, effort, say))
+            figures.append(measure_case(case, device, torch.bfloat16, effort, show))
         except WeftError as error:
             failures.append(str(error))
             continue
-        say(f"  {figures[-1].line}")
+        show(f"  {figures[-1].line}")
         if json is not None:
             write_json(json, {found.key: found.value for found in figures}, device)
     raise typer.Exit(conclude(figures, failures, device, plot))

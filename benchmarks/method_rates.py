@@ -83,7 +83,7 @@ def method_rates(
         raise ConfigError(f"there is no method {unknown[0]!r}; accepted are {', '.join([*RATES, 'l0'])}.")
     backbone = load_backbone(BackboneSpec("tiny", device="cpu"))
     for method in named:
-        with tempfile.TemporaryDirectory() as place:
-            write_skill(Path(place), "shout", train=NUM_TRAIN, held=NUM_HELD)
-            line = gates(backbone, Path(place)) if method == "l0" else rates(backbone, Path(place), method)
+        with tempfile.TemporaryDirectory() as scratch:
+            write_skill(Path(scratch), "shout", train=NUM_TRAIN, held=NUM_HELD)
+            line = gates(backbone, Path(scratch)) if method == "l0" else rates(backbone, Path(scratch), method)
         print(f"{method:14}{line}", flush=True)

@@ -16,7 +16,7 @@ from weft.errors import WeftError
 from weft.store.run_dir import RunDirectory
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""What the environment of every process here says."""
+"""The settings in the environment of every process here."""
 JOBS_FILE = "jobs.yaml"
 TAIL = 2000
 """Characters of a failed command's output that are shown."""
@@ -89,10 +89,10 @@ FORK_SERVER = "multiprocessing.forkserver"
 def child_processes(parent: int, words: Sequence[str]) -> list[int]:
     """Process ids of what a process has started, itself or by its fork server, that one of the words names."""
     parents, ages = dict[int, int](), dict[int, int]()
-    for place in Path("/proc").glob("[0-9]*"):
+    for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
-            parents[int(place.name)], ages[int(place.name)] = int(fields[1]), int(fields[19])
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            parents[int(entry.name)], ages[int(entry.name)] = int(fields[1]), int(fields[19])
     found = [pid for pid, own in parents.items() if parent in (own, parents.get(own)) and is_named(pid, words)]
     return sorted(found, key=lambda pid: (ages[pid], pid))
 
@@ -103,6 +103,6 @@ def is_named(pid: int, words: Sequence[str]) -> bool:
         texts = [(Path("/proc") / str(pid) / file).read_text(errors="replace") for file in ("comm", "cmdline")]
         # The fork server's command names what it imports for its forks, which keep that command under their own names.
         searched = texts[:1] if FORK_SERVER in texts[1] else texts
-        # One that has ended and that nobody has asked for yet has a name, but no command.
+        # One that has ended and whose exit code has not been read has a name, but no command.
         return bool(texts[1]) and any(word in text for word in words for text in searched)
     return False

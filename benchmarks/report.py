@@ -101,9 +101,9 @@ def table(figures: Sequence[Figure]) -> Table:
         made.add_column(heading, justify="right")
     made.add_column("")
     for figure in figures:
-        verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}[figure.is_met]
+        mark = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}[figure.is_met]
         speeds = [_speed(speed) for speed in (figure.tokens_per_s, figure.peer_tokens_per_s)]
-        made.add_row(figure.key, *speeds, figure.shown, figure.shown_target, verdict)
+        made.add_row(figure.key, *speeds, figure.shown, figure.shown_target, mark)
     return made
 
 
@@ -149,7 +149,7 @@ def bar_length(figure: Figure) -> float:
     return target / value if figure.kind.less_is_better else value / target
 
 
-def say(line: str) -> None:
+def show(line: str) -> None:
     """Prints one line at once, so that a run that is cut short still shows what it had."""
     print(line, flush=True)
 
@@ -171,9 +171,9 @@ def run_parts(parts: Parts, targets: Targets, json: Path | None, *, on_gpu: Coll
     cpu = torch.device("cpu")
     figures: list[Figure] = []
     for name, values, found in measure_parts(parts, targets):
-        say(name)
+        show(name)
         for figure in found:
-            say(f"  {figure.line}")
+            show(f"  {figure.line}")
         figures += found
         if json is not None:
             is_cpu = name not in on_gpu

@@ -191,9 +191,9 @@ def fitted_7b(tensor_parallel: int) -> PaddedTime:
         if layout != (tensor_parallel, 1):
             continue
         most = 2048 << (len(rates) - 1)
-        for place, rate in enumerate(rates):
+        for index, rate in enumerate(rates):
             seconds = most / (rate * K * tensor_parallel)
-            batches.append(PaddedBatch(most // (2048 << place), 2048 << place, LAYERS_7B, seconds))
+            batches.append(PaddedBatch(most // (2048 << index), 2048 << index, LAYERS_7B, seconds))
     return fit_padded(batches)
 
 

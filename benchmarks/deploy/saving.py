@@ -3,14 +3,14 @@
 All figures are shares of the GPU-seconds of a step that one way saves against another, means over 20 drawn batches.
 
 gpu_seconds_saving         LobRA's twelve tasks, 70B-like layouts on 64 GPUs, samples padded: planned replicas, balanced
-                           dispatch and buckets chosen anew every step, against the best alike replicas with even shares
+                           dispatch and buckets chosen in every step, against the best alike replicas with even shares
                            and fixed buckets (powers of two from 256 to 16,384)
 ablation_length            the same with dispatch by length and fixed buckets
 ablation_balanced          with balanced dispatch and fixed buckets
-ablation_bucketing         with buckets chosen anew as well
+ablation_bucketing         with buckets chosen again as well
 ablation                   the least that one of the three adds to what was there before it; above 0, their order is
                            that of the paper
-gpu_seconds_saving_bucketed    of the planned replicas where the alike ones choose buckets anew too
+gpu_seconds_saving_bucketed    of the planned replicas where the alike ones choose buckets again too
 gpu_seconds_saving_sequential  against one task after another on the best alike replicas for each
 gpu_seconds_saving_lobra_sequential   the same on the best unlike replicas for each
 gpu_seconds_saving_table_8     the same on the unlike replicas that the paper used for each (its Table 8)
@@ -116,7 +116,7 @@ class _Comparison:
         )
 
     def saving(self) -> float:
-        """Of planned replicas, where both sides choose buckets anew."""
+        """Of planned replicas, where both sides choose buckets again."""
         return 1 - mean_step_s(self.planned, self.batches) / self.alike_s()
 
     def alike_s(self, bounds: Sequence[int] | None = None) -> float:
@@ -124,7 +124,7 @@ class _Comparison:
         return min(mean_step_s(models, self.batches, dispatch_evenly, bounds) for models in self.alike)
 
     def ablation(self) -> list[float]:
-        """By length, balanced, and with buckets chosen anew, against alike replicas with fixed buckets."""
+        """By length, balanced, and with buckets chosen again, against alike replicas with fixed buckets."""
         fused_s = self.alike_s(FIXED_BOUNDS)
         steps = (
             mean_step_s(self.planned, self.batches, dispatch_by_length, FIXED_BOUNDS),

@@ -1,7 +1,7 @@
 """The jobs that are measured, on random tokens: eight of different methods and objectives, eight LoRAs; their pace.
 
-Every job asks for as many rows a step as any other: half of them where each sample runs twice (KTO), and so on. So
-the work of a step is the same in every mixture. What a reference says of a sample is asked for once: where
+Every job needs as many rows a step as any other: half of them where each sample runs twice (KTO), and so on. So
+the work of a step is the same in every mixture. What a reference returns for a sample is computed once: where
 no job meets a sample twice, every step pays for its own.
 
 The pace is measured from the moment when all of them are under way to the last step but one of all.
@@ -133,7 +133,7 @@ class Pace:
 
     tokens: int
     """Of all microbatches, those that teach nothing included."""
-    heard: int
+    num_reference: int
     """Rows that went through references besides, forward only."""
     trained: int
     """Of the samples that steps were taken on."""
@@ -145,7 +145,7 @@ class Pace:
     @property
     def tokens_per_s(self) -> float:
         """The speed of all jobs together; a row that goes forward only is half of one that also goes back."""
-        return (self.tokens + self.heard / 2) / self.seconds
+        return (self.tokens + self.num_reference / 2) / self.seconds
 
     @property
     def trained_per_s(self) -> float:
@@ -167,7 +167,7 @@ def measure_pace(backbone: Backbone, jobs: Sequence[tuple[JobSpec, JobData]], ca
         engine.submit(spec, data)
     steps = dict.fromkeys(engine.jobs, 0)
     most = min(spec.max_steps or 0 for spec, _ in jobs)
-    tokens, heard, trained, begun_s, ended_s = 0, 0, 0, None, None
+    tokens, num_reference, trained, begun_s, ended_s = 0, 0, 0, None, None
     alone = dict.fromkeys(engine.jobs, (0, 0.0))
     for event in engine.events():
         if isinstance(event, JobFailed):
@@ -181,9 +181,9 @@ def measure_pace(backbone: Backbone, jobs: Sequence[tuple[JobSpec, JobData]], ca
                 ended_s = time.perf_counter()
         elif isinstance(event, MicrobatchDone) and begun_s is not None and ended_s is None:
             tokens += event.tokens
-            heard += event.num_reference_rows
+            num_reference += event.num_reference_rows
             if len(event.jobs) == 1:
                 own_tokens, own_s = alone[event.jobs[0]]
                 alone[event.jobs[0]] = own_tokens + event.tokens, own_s + event.seconds
     assert begun_s is not None and ended_s is not None, "jobs have more steps than the warm-up"
-    return Pace(tokens, heard, trained, ended_s - begun_s, alone, peak_gb(backbone.device))
+    return Pace(tokens, num_reference, trained, ended_s - begun_s, alone, peak_gb(backbone.device))

@@ -54,7 +54,7 @@ def measure_dora(shape: Shape, length: int, dtype: torch.dtype, device: torch.de
 
 
 def measure_dpo(shape: Shape, length: int, dtype: torch.dtype, device: torch.device, effort: Effort) -> float:
-    """Tokens of pairs per second of a LoRA on all linears; a batch's rows are pairs, one behind the other."""
+    """Tokens of pairs per second of a LoRA on all linears; a batch's rows are pairs, one after the other."""
     model = with_adapter(build(shape, dtype, device, "sdpa"), 0.0)
     return _fastest(pair_steps(model), model, length, device, effort)
 

@@ -140,7 +140,7 @@ def _programs(
     *,
     drains: bool,
 ) -> list[Program]:
-    """All that the engine would ask for, one after another."""
+    """All programs that the engine would request, one after another."""
     rest, found = list(jobs), list[Program]()
     while rest:
         queues = [_shown(queue, every) for queue in rest]

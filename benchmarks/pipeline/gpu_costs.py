@@ -86,13 +86,13 @@ def _seated(backbone: Backbone, adapters: Sequence[Adapter]) -> Iterator[list[in
 def _packed(bench: OneDevice, backbone: Backbone, slots: Sequence[int], *, turned: bool = False) -> PackedBatch:
     """A microbatch with as many samples of every job as one has room for, of a quarter of the usual length."""
     length = bench.length // BATCH
-    placed = [
+    on_slots = [
         SlotSample(sample.cut(length), slot, 1 / bench.length, mix(job, 0, index), mix(job))
         for job, slot in enumerate(slots)
         for index, sample in enumerate(bench.samples(job)[:BATCH])
     ]
     tile = backbone.path.row_tile(bench.capacity)
-    return pack_samples(placed[::-1] if turned else placed, tile, bench.device)
+    return pack_samples(on_slots[::-1] if turned else on_slots, tile, bench.device)
 
 
 def _num_differing(bench: OneDevice, backbone: Backbone, adapters: Sequence[Adapter]) -> int:

@@ -45,7 +45,7 @@ class LocalTransport:
         self._missed = None
 
     def open(self, routes: Collection[Route]) -> None:
-        """Has nothing to make ready; says no to ways that processes would not have."""
+        """Has nothing to make ready; refuses ways that processes would not have."""
         assert all(route.direction in DIRECTIONS for route in routes)
 
     def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
@@ -80,12 +80,14 @@ class LocalStages:
         parts = [part for own in replicas for part in own]
         self._transports = [LocalTransport(device, self._boxes) for device in range(len(parts))]
         self.stages = [
-            Stage(place, part, transport)
-            for place, part, transport in zip(stage_positions(self.replica_sizes), parts, self._transports, strict=True)
+            Stage(position, part, transport)
+            for position, part, transport in zip(
+                stage_positions(self.replica_sizes), parts, self._transports, strict=True
+            )
         ]
         self._going = [RunningStage(stage) for stage in self.stages]
         self._ended: dict[int, dict[int, StageOutcome]] = defaultdict(dict)
-        """What stages have told of programs that nobody has waited for."""
+        """Outcomes of programs by stage, until `wait` collects them."""
         self._num_appended = 0
 
     def call_all(self, what: str, *given: Any) -> list[Any]:
@@ -102,13 +104,13 @@ class LocalStages:
                 with self.stages[index].at_work():
                     running.close()
             if what in TOGETHER:
-                # What else is asked may fail while programs go on, and leaves what they have sent.
+                # Other calls may fail while programs go on, and leaves what they have sent.
                 self._boxes.clear()
             raise
         return [found[device] for device in given]
 
     def _take_turns(self, waiting: dict[int, Generator[None, None, Any]]) -> dict[int, Any]:
-        """Runs them to their ends, and says what each has found."""
+        """Runs them to their ends, and returns their results."""
         found: dict[int, Any] = {}
         while waiting:
             for index, running in list(waiting.items()):
@@ -137,7 +139,7 @@ class LocalStages:
         self._run()
 
     def outcomes(self, number: int) -> list[StageOutcome]:
-        """What has been told."""
+        """The outcomes so far."""
         found = self._ended.pop(number)
         return [found[stage] for stage in range(len(self.stages))]
 
@@ -159,7 +161,7 @@ class LocalStages:
             raise
 
     def _check_not_stuck(self, working: Collection[int]) -> None:
-        """RuntimeError where all that have work left wait for what nobody is going to send: they would for ever."""
+        """RuntimeError if all that have work left wait for each other: they would for ever."""
         awaited = [self._transports[stage].awaited for stage in working]
         routes = [route for route in awaited if route is not None]
         if routes and len(routes) == len(working):
@@ -195,7 +197,7 @@ class HostPeers:
         if self._stream is None:
             self._copy(layer, own, into)
             return _Copied(None)
-        # Whoever read what is overwritten has been asked to do so before.
+        # What is overwritten has been read: that was requested before.
         self._stream.wait_stream(current_stream(self._device))
         with on_stream(self._stream):
             self._copy(layer, own, into)
@@ -207,8 +209,8 @@ class HostPeers:
 
     def _copy(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> None:
         slices = self._slices[layer]
-        for place, target in enumerate(into.chunk(self.count)):
-            target.copy_(own if place == self.index else slices[place], non_blocking=True)
+        for position, target in enumerate(into.chunk(self.count)):
+            target.copy_(own if position == self.index else slices[position], non_blocking=True)
 
 
 class _Copied:
@@ -218,6 +220,6 @@ class _Copied:
         self._stream = stream
 
     def wait(self) -> None:
-        """Lets what is asked of the device from now on wait for it."""
+        """Makes all later work of the device wait for it."""
         if self._stream is not None:
             current_stream(self._stream.device).wait_stream(self._stream)

@@ -12,7 +12,7 @@ each with the all-reduce at its end, and every adapter by itself. Then Kahn's al
 (`launch_order`): of the subgraphs that wait for nothing, those of the least depth come first, and of these the one that
 computes longest is launched next. So the groups take turns, and the longest computations hide what is under way.
 
-Seconds are the hardware table's; links are assumed: what the table says of NVLink and PCIe.
+Seconds are the hardware table's; links are assumed: the table's values for NVLink and PCIe.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def segment(graph: Graph, group: int = 0) -> list[Subgraph]:
     before: list[set[int]] = []
     """All subgraphs that come before each, however far."""
     is_open = -1
-    for place, operator in enumerate(graph):
+    for index, operator in enumerate(graph):
         needed = {home[need] for need in operator.needs}
         joins = is_open >= 0 and operator.kind != "adapter"
         # What waits for the open run by way of another subgraph cannot be part of it.
@@ -89,8 +89,8 @@ def segment(graph: Graph, group: int = 0) -> list[Subgraph]:
             members.append([])
             before.append(set())
         own = is_open if joins else len(members) - 1
-        members[own].append(place)
-        home[place] = own
+        members[own].append(index)
+        home[index] = own
         for other in needed - {own}:
             before[own] |= {other, *before[other]}
         if operator.kind == "frozen":
@@ -101,7 +101,7 @@ def segment(graph: Graph, group: int = 0) -> list[Subgraph]:
 
 
 def launch_order(groups: Sequence[Sequence[Subgraph]]) -> list[Launch]:
-    """Algorithm 1: the order in which the subgraphs of all groups are launched; ties by group and place."""
+    """Algorithm 1: the order in which the subgraphs of all groups are launched; ties by group and index."""
     waiting = {(g, i): len(own.needs) for g, group in enumerate(groups) for i, own in enumerate(group)}
     followers: dict[Launch, list[Launch]] = {}
     for g, group in enumerate(groups):
@@ -127,8 +127,8 @@ def _rank(groups: Sequence[Sequence[Subgraph]], launch: Launch) -> tuple[int, fl
 
 
 def _in_order(graph: Graph, group: int, members: list[list[int]], home: dict[int, int]) -> list[Subgraph]:
-    """The subgraphs of those members, each behind all that it needs."""
-    needs = [{home[need] for place in own for need in graph[place].needs} - {i} for i, own in enumerate(members)]
+    """The subgraphs of those members, each after all that it needs."""
+    needs = [{home[need] for index in own for need in graph[index].needs} - {i} for i, own in enumerate(members)]
     depths: dict[int, int] = {}
     # What a subgraph needs was begun before it, or while it was open by an adapter that needs what came before.
     left = list(range(len(members)))
@@ -141,7 +141,7 @@ def _in_order(graph: Graph, group: int, members: list[list[int]], home: dict[int
     number = {i: new for new, i in enumerate(order)}
     found = []
     for i in order:
-        operators = [graph[place] for place in members[i]]
+        operators = [graph[index] for index in members[i]]
         reduce_s = sum(operator.seconds for operator in operators if operator.kind == "reduce")
         compute_s = sum(operator.seconds for operator in operators) - reduce_s
         own_needs = tuple(sorted(number[need] for need in needs[i]))

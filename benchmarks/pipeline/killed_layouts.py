@@ -1,9 +1,9 @@
 """`kill -9` at random moments of whole `weft train --layout` commands, from their first import to their last file.
 
-layout_kills_differ   adapters of all these runs whose bytes are not those of the same layout that nobody disturbed.
+layout_kills_differ   adapters of all these runs whose bytes are not those of the same layout without a kill.
 layout_kills_hung     runs that did not end by themselves, or ended with an error.
 layout_kills_left     processes of stages that outlived their run.
-layout_kill_seen_s    the longest time from the death of a stage until its coordinator says so.
+layout_kill_seen_s    the longest time from the death of a stage until its coordinator reports it.
 num_layout_kills      runs in which something was killed: a stage, and once for every layout the coordinator, which is
                       then resumed. Each run of a layout is disturbed in another part of its time.
 """
@@ -45,7 +45,7 @@ ORDERED = SmallJobs(num_jobs=3, num_steps=8, save_steps=2, settings=SETTINGS)
 STAGE = ("weft-stage", "stage_process")
 """What every stage is called, or its command is: the one that was forked, and the one that was not."""
 SEEN = "was ended by signal 9"
-"""What a coordinator says of a stage that was killed."""
+"""The coordinator's message about a stage that was killed."""
 LOOK_S = 0.1
 LONGEST_S = 120.0
 """A run that takes so much longer than five undisturbed ones is taken for hung."""
@@ -113,7 +113,7 @@ class _Runs:
         begun_s = time.monotonic()
         if self.command.start(self.layout, "--layout", self.layout).wait() != 0:
             words = self.command.log(self.layout).read_text().splitlines()
-            raise WeftError(f"a run that nobody disturbed failed: {words[-1] if words else ''}", where=self.layout)
+            raise WeftError(f"a run without a kill failed: {words[-1] if words else ''}", where=self.layout)
         self.whole_s = time.monotonic() - begun_s
 
     def kill(self, out: str, moment: float, *, is_coordinator: bool) -> bool:

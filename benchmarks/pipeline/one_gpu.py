@@ -133,11 +133,11 @@ class _Piece:
         spec = AdapterSpec(r=RANK, lora_dropout=DROPOUT, init_lora_weights=False)
         adapters = [backbone.new_adapter(spec, job) for job in range(NUM_JOBS)]
         slots = [backbone.attach(adapter) for adapter in adapters]
-        placed = [
+        on_slots = [
             SlotSample(bench.samples(job)[0], slots[job], 1 / bench.length, mix(job, 0), mix(job))
             for job in range(NUM_JOBS)
         ]
-        return cls(backbone, adapters, slots, pack_samples(placed, row_tile, bench.device))
+        return cls(backbone, adapters, slots, pack_samples(on_slots, row_tile, bench.device))
 
     def gradients(self) -> list[torch.Tensor]:
         """Of every job and group."""

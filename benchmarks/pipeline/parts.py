@@ -75,7 +75,7 @@ REGIMES = (
     "layout_kills_differ",
     *GPU_REGIMES,
 )
-"""The figures that parts are asked for by."""
+"""The figures by which parts are chosen."""
 SHARDS = "shards on one GPU, gathered from pinned memory"
 STREAMS = "8B in stages on one GPU, each a stream of this process"
 FREE_SUMS = "8B on one GPU, free sums beside ordered ones"

@@ -118,7 +118,7 @@ def simulated_events(program: Program, stage: int) -> list[Event]:
 
 
 def event_of(span: Span) -> Event:
-    """What a span tells, without its time."""
+    """The contents of a span, without its time."""
     if span.name != "step":
         return span.name, span.args["microbatch"]
     (job,) = span.args["jobs"]
@@ -160,7 +160,7 @@ def replay(program: Program, spans: Iterable[Span]) -> Timeline:
 class _Recorded:
     """A cost model that gives each stage the durations it had, one after another.
 
-    The simulator asks for each pass and step of a stage once, in the stage's order.
+    The simulator requests each pass and step of a stage once, in the stage's order.
     """
 
     def __init__(self, spans: Iterable[Span]) -> None:

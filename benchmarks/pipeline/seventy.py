@@ -8,11 +8,11 @@ sim70b_vs_…_bound what that could be at most: Weft's work at single rows, no s
 sim70b_vs_…_torch the first two against peers with plain torch LoRA, which is what they run: their time is longer by
                   what PEFT's adapters were measured to cost on the 8B shape, less what Weft's do (`torch_lora`)
 
-All have the same seconds per layer, and nobody pads: LoRAFusion's baselines pack samples. Where a profile is given,
+All have the same seconds per layer, and none pads: LoRAFusion's baselines pack samples. Where a profile is given,
 these are measured: those of an 8B backbone on one H200, each term taken as many times as the 70B layers have more of
 what it counts (weights, attention, adapters, layers); an H100 is taken to compute like an H200. Otherwise the hardware
 table's. Every layer is run forward again on its way back, since four microbatches would not fit otherwise. In the first
-two peers compute single rows, and Weft whole tiles, as it does. Links are assumed: what the hardware table says of
+two peers compute single rows, and Weft whole tiles, as it does. Links are assumed: the hardware table's values for
 NVLink (`sim70b_link_gb_s`).
 """
 
@@ -115,7 +115,7 @@ def _cost(
 
 
 def scaled(profile: Profile, shape: ModelShape, row_tile: int) -> Profile:
-    """What a profile says of a larger backbone; every layer is run forward again on its way back."""
+    """A profile's prediction for a larger backbone; every layer is run forward again on its way back."""
     setup = replace(
         profile.setup,
         device=DEVICE,

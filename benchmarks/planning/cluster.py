@@ -75,7 +75,7 @@ def plan_share(*, num_steps: int = 24, planner: str = "auto") -> dict[str, float
         adapter = AdapterSpec(r=8)
         spec = JobSpec(f"job{number}", ("random",), adapter=adapter, max_steps=num_steps, max_length=128, seed=number)
         engine.submit(spec, _random_data(number, engine.executor.facts.vocabulary))
-    # What importing left behind is collected here, not in the middle of a plan, where it would take half a second.
+    # The garbage of importing is collected here, not in the middle of a plan, where it would take half a second.
     gc.collect()
     engine.run()
     seconds: dict[str, float] = {}

@@ -60,14 +60,14 @@ def measure_cost(
     *,
     capacity: int | None = None,
     profile: Path | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    show: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
     """The cost models' figures, from a stored profile or from one measured now."""
     if profile is not None:
         return figures(load_profile(profile))
     model = model or (GPU_MODEL if has_gpu() else EMBEDDED)
     backbone = open_backbone(model)
-    return figures(measure_profile(backbone, capacity=capacity or default_capacity(backbone), report=say))
+    return figures(measure_profile(backbone, capacity=capacity or default_capacity(backbone), report=show))
 
 
 def figures(found: Profile) -> dict[str, float]:

@@ -82,7 +82,7 @@ def _merge(order: list[Bins], limits: RoundLimits) -> None:
             if limits.taken([*now[-1], s]) <= limits.room and _may_move(s, now, order, limits):
                 now[-1].append(s)
                 next(own for own in after if s in own).remove(s)
-        # Bins that became empty are gone; the round itself stays, if only as a place to merge into.
+        # Bins that became empty are gone; the round itself stays, if only as a number to merge into.
         after[:] = [own for own in after if own] or [[]]
 
 
@@ -102,20 +102,20 @@ def lemma_violations(stream: Sequence[Microbatch], apart: int) -> list[str]:
     before: dict[str, int] = {}
     """Of each job: the last microbatch that holds a sample of a batch before its latest."""
     problems: list[str] = []
-    for place, microbatch in enumerate(stream):
+    for number, microbatch in enumerate(stream):
         for job, step in sorted({(s.job, s.step) for s in microbatch.segments}):
-            latest, last = newest.get(job, (step, place))
+            latest, last = newest.get(job, (step, number))
             if step < latest:
-                problems.append(f"microbatch {place}: step {step} of {job} comes after its step {latest} has begun")
+                problems.append(f"microbatch {number}: step {step} of {job} comes after its step {latest} has begun")
                 continue
             if step > latest:
                 before[job] = last
-            if job in before and place < before[job] + apart:
+            if job in before and number < before[job] + apart:
                 problems.append(
-                    f"microbatch {place}: step {step} of {job} comes {place - before[job]} after the one before it; "
+                    f"microbatch {number}: step {step} of {job} comes {number - before[job]} after the one before it; "
                     f"at least {apart} are needed"
                 )
-            newest[job] = (step, place)
+            newest[job] = (step, number)
     return problems
 
 
@@ -179,8 +179,8 @@ def group_jobs(jobs: Sequence[JobLengths], num_groups: int) -> JobGroups:
         raise PlanError(f"{len(jobs)} jobs cannot form {num_groups} groups; use 1 to {len(jobs)}.")
     ordered = sorted(jobs, key=lambda j: (j.mean_length, j.job))
     weights = [j.batch_tokens for j in ordered]
-    places = improve(deal_head_tail(len(ordered), num_groups), weights, num_groups)
-    members = [[i for i, place in enumerate(places) if place == g] for g in range(num_groups)]
+    group_of = improve(deal_head_tail(len(ordered), num_groups), weights, num_groups)
+    members = [[i for i, number in enumerate(group_of) if number == g] for g in range(num_groups)]
     return JobGroups(
         groups=tuple(tuple(ordered[i].job for i in group) for group in members),
         batch_tokens=tuple(sum(weights[i] for i in group) for group in members),

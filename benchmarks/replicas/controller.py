@@ -111,52 +111,52 @@ class ScriptedRank:
             connection.send(RankJoined(socket.gethostname(), os.getpid(), library_versions()))
             if isinstance(connection.recv(), SetUp):
                 rank = cls(connection)
-                rank.tell(RankReady(FACTS, CAPACITY, Budget(), weights="none"))
+                rank.send(RankReady(FACTS, CAPACITY, Budget(), weights="none"))
                 return rank
             # The controller does not expect it yet.
 
-    def tell(self, report: Report) -> None:
+    def send(self, report: Report) -> None:
         """Sends a report."""
         self.connection.send(report)
 
-    def obey(self, command: Command) -> None:
-        """Accepts every job, and trains what it is told to."""
+    def apply(self, command: Command) -> None:
+        """Accepts every job, and trains the jobs it is given."""
         self.num_applied += 1
         match command:
             case CheckJob(order):
-                self.tell(JobChecked(order.spec.name, num_parameters=1000))
+                self.send(JobChecked(order.spec.name, num_parameters=1000))
             case TrainJob(order):
                 self.jobs.append(order.spec)
                 self.steps[order.spec.name] = 0
-                self.tell(EventBatch((RankEvent(JobStarted(order.spec.name, 0, _num_steps(order.spec))),)))
+                self.send(EventBatch((RankEvent(JobStarted(order.spec.name, 0, _num_steps(order.spec))),)))
             case EndRank():
                 self.is_over = True
         if not self.jobs:
-            self.tell(RankIdle(self.num_applied))
+            self.send(RankIdle(self.num_applied))
 
     def step(self) -> None:
-        """Tells the next step of the job whose turn it is."""
+        """Reports the next step of the job whose turn it is."""
         if not self.jobs:
             return
         job = self.jobs.popleft()
         self.steps[job.name] += 1
-        events = _told(job, self.steps[job.name], tuple(other.name for other in (job, *self.jobs)))
+        events = _events_of(job, self.steps[job.name], tuple(other.name for other in (job, *self.jobs)))
         if self.steps[job.name] < _num_steps(job):
             self.jobs.append(job)
         else:
             events += (JobSucceeded(job.name, self.steps[job.name], None),)
-        self.tell(EventBatch(tuple(RankEvent(event) for event in events)))
+        self.send(EventBatch(tuple(RankEvent(event) for event in events)))
         if not self.jobs:
-            self.tell(RankIdle(self.num_applied))
+            self.send(RankIdle(self.num_applied))
 
 
 def _num_steps(job: JobSpec) -> int:
-    assert job.max_steps is not None, "scripted jobs say how many steps they take"
+    assert job.max_steps is not None, "scripted jobs set their number of steps"
     return job.max_steps
 
 
-def _told(job: JobSpec, step: int, jobs: tuple[str, ...]) -> tuple[Event, ...]:
-    """What one step of a job tells."""
+def _events_of(job: JobSpec, step: int, jobs: tuple[str, ...]) -> tuple[Event, ...]:
+    """Events of one step of a job."""
     done = StepDone(
         job=job.name,
         step=step,
@@ -181,7 +181,7 @@ def play(address: str, num_ranks: int) -> None:
     while ranks:
         for connection in wait(list(ranks), timeout=max(0.0, step_s - time.monotonic())):
             assert isinstance(connection, Connection)
-            ranks[connection].obey(connection.recv())
+            ranks[connection].apply(connection.recv())
             if ranks[connection].is_over:
                 del ranks[connection]
         now_s = time.monotonic()
@@ -192,7 +192,7 @@ def play(address: str, num_ranks: int) -> None:
         if now_s >= alive_s:
             alive_s = now_s + ALIVE_S
             for rank in ranks.values():
-                rank.tell(RankAlive())
+                rank.send(RankAlive())
 
 
 NUM_RANKS, JOBS_PER_RANK, NUM_STEPS = 64, 4, 40
@@ -223,7 +223,7 @@ def _submit(engine: ReplicatedEngine, num_jobs: int, num_steps: int) -> None:
 
 
 def _follow(engine: ReplicatedEngine) -> dict[str, float]:
-    """Hears all that happens, and divides the processor time by it."""
+    """Receives all that happens, and divides the processor time by it."""
     num_steps, num_ended = -1, 0
     moments: list[float] = []
     """Processor time at the first step, whose cause was placing, and at the first end of a job."""
@@ -235,7 +235,7 @@ def _follow(engine: ReplicatedEngine) -> dict[str, float]:
             num_ended += 1
             moments = moments if num_ended > 1 else [*moments, time.process_time()]
     if num_steps < 1 or len(moments) < 2:
-        raise WeftError("no scripted rank told steps and ends.", where="controller_us")
+        raise WeftError("no scripted rank reported steps and ends.", where="controller_us")
     first_s, ending_s = moments
     return {
         "controller_us": 1e6 * (ending_s - first_s) / num_steps,

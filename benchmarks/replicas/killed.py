@@ -223,7 +223,7 @@ class _Runs:
             threading.Thread(target=disturb, args=groups, daemon=True).start()
             return load_replicated(spec, groups[0], clock=datetime.datetime.now(), wall=wall)
 
-        def hear(event: Event) -> None:
+        def observe(event: Event) -> None:
             if isinstance(event, JobWarning):
                 lost.update(event.jobs)
             elif isinstance(event, StepDone):
@@ -233,7 +233,7 @@ class _Runs:
         run = prepare_run(self.spec, base_dir=self.folder, open_engine=load)
         try:
             with RunDirectory.open(self.folder / out, resume=False) as directory:
-                execute_run(run, directory, on_event=hear)
+                execute_run(run, directory, on_event=observe)
         finally:
             run.engine.close()
         return groups[0], sum(count for job, count in repeated.items() if job not in lost)

@@ -50,7 +50,7 @@ REGIMES = dict(
         strict=True,
     )
 )
-"""Each part by the figure that it is asked for by."""
+"""Each part by the figure that names it."""
 ON_GPU = frozenset({REGIMES["bits_two_ranks"]})
 
 

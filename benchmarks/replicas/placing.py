@@ -8,7 +8,7 @@ place_1000_ratio   the first one's makespan over the larger of two bounds that n
 Predicted; nothing here has run on eight GPUs:
 
 sim8_jobs     64 jobs of mixed lengths, from ten minutes to four hours on one GPU, four at a time on each: the predicted
-              time on one replica over that on eight (`simulate_placed`, with the cost of every move).
+              time on one replica over that on eight (`simulate_placement`, with the cost of every move).
 sim8_trials   120 configurations of PLoRA's space (batches 1 to 32, ranks 8 to 128, samples of 1,024 tokens) with
               Qwen2.5-7B's shape on H200: the makespan that the packing planner finds for one GPU over that for eight.
 sim8          the smaller of both.
@@ -105,7 +105,7 @@ def mixed_jobs() -> list[Candidate]:
 def jobs_speedup(jobs: list[Candidate]) -> float:
     """Predicted time of jobs on one replica over that on eight."""
     replicas = [Replica(f"gpu{i}", Budget(max_jobs=MAX_SIMULATED)) for i in range(NUM_GPUS)]
-    return simulate_placed(jobs, replicas[:1]).makespan_s / simulate_placed(jobs, replicas).makespan_s
+    return simulate_placement(jobs, replicas[:1]).makespan_s / simulate_placement(jobs, replicas).makespan_s
 
 
 def paper_trials() -> list[Configuration]:
@@ -126,7 +126,7 @@ def trials_speedup(trials: list[Configuration]) -> float:
 
 
 @dataclass(frozen=True)
-class PlacedRun:
+class PlacementRun:
     """When the jobs would end."""
 
     ends_s: Mapping[str, float]
@@ -139,9 +139,9 @@ class PlacedRun:
         return max(self.ends_s.values(), default=0.0)
 
 
-def simulate_placed(
+def simulate_placement(
     candidates: Sequence[Candidate], replicas: Sequence[Replica], *, move_s: float = MOVE_S
-) -> PlacedRun:
+) -> PlacementRun:
     """The predicted run of all jobs to their end; a PlanError if some never get a seat.
 
     At the start and whenever a job ends, `assign_jobs` decides again; in between, the jobs of a replica share its time
@@ -169,7 +169,7 @@ def simulate_placed(
                 del left[job]
             else:
                 left[job] = replace(left[job], seconds_left=rest_s)
-    return PlacedRun(ends_s, num_moves)
+    return PlacementRun(ends_s, num_moves)
 
 
 def _seated(candidate: Candidate, name: str | None, extra_s: float) -> Candidate:

@@ -129,7 +129,7 @@ class Pace:
             raise WeftError("no job took a step.", where="scale2_cpu")
         return self.num_tokens / (self.stepped_s - self.started_s)
 
-    def hear(self, event: Event, engine: ReplicatedEngine) -> None:
+    def observe(self, event: Event, engine: ReplicatedEngine) -> None:
         """Takes note of starts and steps."""
         now_s = time.perf_counter()
         if isinstance(event, JobStarted) and self.started_s is None:
@@ -161,8 +161,8 @@ class Killing:
             raise WeftError("the jobs of a killed rank took no step again.", where="recover_s")
         return self.stepped_s - self.killed_s
 
-    def hear(self, event: Event, engine: ReplicatedEngine) -> None:
-        """Kills when it is time; steps count from where a job has started anew, since older ones may be under way."""
+    def observe(self, event: Event, engine: ReplicatedEngine) -> None:
+        """Kills when it is time; steps count from where a job has started again, since older ones may be under way."""
         if isinstance(event, StepDone) and self.killed_s is None and event.step >= KILL_AT:
             rank = engine.jobs[event.job].rank
             assert rank is not None, "a job that steps is on a rank"
@@ -199,7 +199,7 @@ def _train(jobs: SmallJobs, num_ranks: int, watch: Pace | Killing) -> None:
 def _follow(run: PreparedRun, directory: RunDirectory, watch: Pace | Killing) -> None:
     engine = run.engine
     assert isinstance(engine, ReplicatedEngine), "it was loaded as one"
-    execute_run(run, directory, on_event=lambda event: watch.hear(event, engine), should_stop=lambda: watch.is_over)
+    execute_run(run, directory, on_event=lambda event: watch.observe(event, engine), should_stop=lambda: watch.is_over)
 
 
 SHAPE = "tinyllama-1.1b"
@@ -224,7 +224,7 @@ def measure_two_ranks() -> dict[str, float]:
 
 
 def compare_runs(jobs_file: Path, folder: Path, settings: Sequence[str], two: Sequence[str]) -> list[str]:
-    """Trains a jobs file in one process and by what the words `two` ask for; jobs whose adapters differ."""
+    """Trains a jobs file in one process and with the options in `two`; jobs whose adapters differ."""
     outs = folder / "one", folder / "two"
     for out, words in zip(outs, ((), two), strict=True):
         timed(["weft", "train", str(jobs_file), *settings, *words, "--out", str(out)], {}, out.with_suffix(".log"))

@@ -3,10 +3,10 @@
 They share the machine with what they measure, so they must take next to nothing: sockets and one `select`, and requests
 that are made beforehand. Run as a module, it reads a plan from standard input and prints what it measured:
 
-    with `every_s`   every connection asks for its paths in turn, one request in that time, until `for_s` is over
-    without          every connection asks for each of its paths once, as fast as they are answered
+    with `every_s`   every connection requests its paths in turn, one request in that time, until `for_s` is over
+    without          every connection requests each of its paths once, as fast as they are answered
 
-It prints the milliseconds of every request by what was asked; any answer but a 200 ends the process.
+It prints the milliseconds of every request by path; any answer but a 200 ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Ask:
+class Query:
     """One request."""
 
     kind: str
@@ -49,8 +49,8 @@ class Plan:
     """What the clients do."""
 
     port: int
-    connections: tuple[tuple[Ask, ...], ...]
-    """What each asks for."""
+    connections: tuple[tuple[Query, ...], ...]
+    """The requests of each."""
     every_s: float | None = None
     """Time between two requests of a connection; None is as fast as they are answered, each once."""
     for_s: float = 0.0
@@ -70,19 +70,19 @@ class Answers:
 class Connection:
     """One kept-alive connection; its requests come round and round."""
 
-    def __init__(self, port: int, asks: tuple[Ask, ...]) -> None:
+    def __init__(self, port: int, queries: tuple[Query, ...]) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._asks, self._requests = asks, [ask.as_bytes() for ask in asks]
+        self._queries, self._requests = queries, [query.as_bytes() for query in queries]
         self.num_sent = 0
         self._began = 0.0
         self._parts: list[bytes] = []
         self._missing: int | None = None
 
     @property
-    def asked(self) -> Ask:
+    def current(self) -> Query:
         """What the last request was."""
-        return self._asks[(self.num_sent - 1) % len(self._asks)]
+        return self._queries[(self.num_sent - 1) % len(self._queries)]
 
     def send(self) -> None:
         """Sends the next request."""
@@ -96,7 +96,7 @@ class Connection:
         """Takes what has come: the milliseconds of the request once its answer is whole, else None."""
         data = self.socket.recv(1 << 18)
         if not data:
-            sys.exit(f"{self.asked.path} was not answered: the connection was closed")
+            sys.exit(f"{self.current.path} was not answered: the connection was closed")
         self._parts.append(data)
         if self._missing is None:
             head, end, body = b"".join(self._parts).partition(b"\r\n\r\n")
@@ -105,7 +105,7 @@ class Connection:
             self._parts = [body]
             self._missing = _length(head) - len(body)
             if b" 200 " not in head[:16]:
-                sys.exit(f"{self.asked.path} was answered with {head.decode()[:200]} {body.decode()[:500]}")
+                sys.exit(f"{self.current.path} was answered with {head.decode()[:200]} {body.decode()[:500]}")
         else:
             self._missing -= len(data)
         return (time.perf_counter() - self._began) * 1000 if self._missing == 0 else None
@@ -117,19 +117,19 @@ class Connection:
 
 
 def follow(plan: Plan) -> Answers:
-    """Does what the plan says."""
+    """Carries out the plan."""
     answers = Answers(defaultdict(list), [])
-    connections = [Connection(plan.port, asks) for asks in plan.connections]
+    connections = [Connection(plan.port, queries) for queries in plan.connections]
     started = time.perf_counter()
     until = started + plan.for_s
     every_s = plan.every_s or 0.0
-    # When each is to ask next; spread evenly, so that they do not all come at once.
-    due = [(started + every_s * place / len(connections), place) for place in range(len(connections))]
+    # When each sends its next request; spread evenly, so that they do not all come at once.
+    due = [(started + every_s * position / len(connections), position) for position in range(len(connections))]
     num_waiting = 0
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
-        for place, connection in enumerate(connections):
-            selector.register(stack.enter_context(connection.socket), selectors.EVENT_READ, place)
+        for position, connection in enumerate(connections):
+            selector.register(stack.enter_context(connection.socket), selectors.EVENT_READ, position)
         while due or num_waiting:
             at = time.perf_counter()
             while due and due[0][0] <= at:
@@ -141,8 +141,8 @@ def follow(plan: Plan) -> Answers:
                 if took is None:
                     continue
                 num_waiting -= 1
-                answers.milliseconds[connection.asked.kind].append(took)
-                if connection.asked.body is not None:
+                answers.milliseconds[connection.current.kind].append(took)
+                if connection.current.body is not None:
                     answers.bodies.append(json.loads(connection.body))
                 again = started + every_s * (ready.data / len(connections) + connection.num_sent)
                 if again < until if plan.every_s else connection.num_sent < len(plan.connections[ready.data]):
@@ -154,13 +154,13 @@ def _length(head: bytes) -> int:
     for line in head.lower().split(b"\r\n"):
         if line.startswith(b"content-length:"):
             return int(line[15:])
-    sys.exit(f"an answer does not say how long it is: {head.decode()[:200]}")
+    sys.exit(f"an answer has no content-length: {head.decode()[:200]}")
 
 
 def read_plan(text: str) -> Plan:
     """A plan as `write_plan` wrote it."""
     found: Mapping[str, Any] = json.loads(text)
-    connections = tuple(tuple(Ask(**ask) for ask in asks) for asks in found["connections"])
+    connections = tuple(tuple(Query(**query) for query in queries) for queries in found["connections"])
     return Plan(**{**found, "connections": connections})
 
 

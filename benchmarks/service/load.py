@@ -1,7 +1,7 @@
 """The service under load on one machine: 1,000 jobs in the queue, 200 clients that poll, and a worker that trains.
 
 serve_submit_1000_s     1,000 jobs made by 8 clients at once, each of which waits for its answer, while the first train.
-serve_retrieve_p99_ms   of clients that ask every 5 seconds, as the SDK's `wait_for_processing` does, for their own job
+serve_retrieve_p99_ms   of clients that request their own job every 5 seconds, as the SDK's `wait_for_processing` does,
 serve_list_p99_ms       and in turn for the newest 20 jobs of their tenant.
 serve_training_slowed   tokens per second lost beside these clients; the median over pairs of times without and with.
 serve_worker_cpu_lost   processor time that the worker lost to them, as a share of what it has without: what the clients
@@ -10,7 +10,7 @@ serve_worker_cpu_lost   processor time that the worker lost to them, as a share 
 serve_api_cores         processor time of the process that answers, per second beside these clients,
 serve_clients_cores     and that of the clients themselves, which share the machine with what they measure.
 serve_event_latency_s   from the end of a step to its event at a client that streams, beside the others: p99.
-serve_eager_…           the same beside clients that ask every second.
+serve_eager_…           the same beside clients that send one every second.
 serve_contended_…       the same as the first while as many other programs as there are cores never rest.
 
 Clients, service and training share the cores, so what the clients take slows training like what the service takes.
@@ -35,7 +35,7 @@ from benchmarks.report import (
     JsonFile,
     run_parts,
 )
-from benchmarks.service.clients import Ask, Plan
+from benchmarks.service.clients import Plan, Query
 from benchmarks.service.process import (
     Service,
     TrainedStep,
@@ -55,7 +55,7 @@ POLL_S = {"serve": 5.0, "serve_eager": 1.0, CONTENDED: 5.0}
 NUM_SUBMITTERS = 8
 TENANTS = ("acme", "globex", "initech", "umbrella")
 NUM_SAMPLES = 240
-SETTLE_S, WAIT_S = 1.0, 120.0
+WARM_UP_S, WAIT_S = 1.0, 120.0
 """Left out at each end of a stretch; the most that anything may take to begin."""
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -98,26 +98,26 @@ class Listener:
     def latencies(self, steps: list[TrainedStep], spans: list[tuple[float, float]]) -> list[float]:
         """Seconds from the end of each step that was done in one of the spans to its event."""
         mine = [step for step in steps if step.job == self.job and step.step in self.seen]
-        inside = [step for step in mine if any(start < step.at < end - SETTLE_S for start, end in spans)]
+        inside = [step for step in mine if any(start < step.at < end - WARM_UP_S for start, end in spans)]
         return [self.seen[step.step] - step.at for step in inside]
 
 
 @dataclass
 class Stretches:
-    """When nobody asked and when the clients did, in unix seconds, and how long their answers took."""
+    """Times without and with clients, in unix seconds, and how long their answers took."""
 
     service: Service
     quiet: list[tuple[float, float]] = field(default_factory=list)
     busy: list[tuple[float, float]] = field(default_factory=list)
     milliseconds: dict[str, list[float]] = field(default_factory=lambda: {"retrieve": [], "list": []})
     cpu_s: Counter[str] = field(default_factory=Counter)
-    """Processor time while the clients asked, by who took it."""
+    """Processor time with clients, by who took it."""
     worker_cores: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "busy": []})
     """Processor time of the worker per second of each stretch."""
 
     def add(self, plan: Plan) -> None:
         """One more of each; which comes first takes turns, so that what drifts does not favour either."""
-        steps = (self._rest, self._ask) if len(self.quiet) % 2 == 0 else (self._ask, self._rest)
+        steps = (self._rest, self._query) if len(self.quiet) % 2 == 0 else (self._query, self._rest)
         for step in steps:
             step(plan)
 
@@ -126,7 +126,7 @@ class Stretches:
         time.sleep(plan.for_s)
         self._add("quiet", began, worker)
 
-    def _ask(self, plan: Plan) -> None:
+    def _query(self, plan: Plan) -> None:
         began, worker, before = time.time(), self.service.worker_cpu_s(), self.service.cpu_s()
         answers = run_clients(plan)
         for kind, times in answers.milliseconds.items():
@@ -142,7 +142,7 @@ class Stretches:
     def figures(self, name: str, steps: list[TrainedStep], listener: Listener) -> dict[str, float]:
         """Everything that is known of them."""
         rates = [
-            [tokens_per_s(steps, start + SETTLE_S, end - SETTLE_S) for start, end in part]
+            [tokens_per_s(steps, start + WARM_UP_S, end - WARM_UP_S) for start, end in part]
             for part in (self.quiet, self.busy)
         ]
         latencies = listener.latencies(steps, self.busy)
@@ -192,10 +192,10 @@ def _submit(service: Service, keys: list[str], num_jobs: int) -> tuple[list[tupl
     more |= {"settings": {"save_steps": 100_000}}
     bodies = [json.dumps({**more, "training_file": service.upload(key, data)}) for key in keys]
     connections = []
-    for place in range(NUM_SUBMITTERS):
-        whose = place % len(keys)
-        num = len(range(place, num_jobs, NUM_SUBMITTERS))
-        connections.append((Ask("submit", JOBS, keys[whose], bodies[whose]),) * num)
+    for index in range(NUM_SUBMITTERS):
+        whose = index % len(keys)
+        num = len(range(index, num_jobs, NUM_SUBMITTERS))
+        connections.append((Query("submit", JOBS, keys[whose], bodies[whose]),) * num)
     began = time.perf_counter()
     answers = run_clients(Plan(service.port, tuple(connections)))
     took = time.perf_counter() - began
@@ -204,9 +204,9 @@ def _submit(service: Service, keys: list[str], num_jobs: int) -> tuple[list[tupl
 
 
 def _polling(port: int, jobs: list[tuple[str, str]], every_s: float, for_s: float) -> Plan:
-    asks = [(Ask("retrieve", f"{JOBS}/{job}", key), Ask("list", JOBS, key)) for job, key in jobs]
-    # Every other client begins with the list, so that both are asked for all the time.
-    turned = [pair if place % 2 else pair[::-1] for place, pair in enumerate(asks)]
+    queries = [(Query("retrieve", f"{JOBS}/{job}", key), Query("list", JOBS, key)) for job, key in jobs]
+    # Every other client begins with the list, so that both are requested all the time.
+    turned = [pair if index % 2 else pair[::-1] for index, pair in enumerate(queries)]
     return Plan(port, tuple(turned), every_s, for_s)
 
 

@@ -32,7 +32,7 @@ from benchmarks.report import (
     check_files,
     conclude,
     measured_device,
-    say,
+    show,
     write_json,
 )
 from benchmarks.steps.regimes import BF16, BenchRun, Workload, packed_samples
@@ -90,7 +90,7 @@ def _gradients(
     samples = packed_samples(workload, backbone.vocabulary)
     row_tile = backbone.path.row_tile(workload.capacity)
     slots: list[int] = []
-    placed: list[SlotSample] = []
+    on_slots: list[SlotSample] = []
     try:
         # The job itself comes last.
         for job in reversed(range(num_neighbours + 1)):
@@ -100,8 +100,8 @@ def _gradients(
                 adapter.changed()
             slots.append(backbone.attach(adapter))
             own = [s.cut(s.length - s.length // 7) if shortened and job else s for s in samples[job]]
-            placed += [SlotSample(s, slots[-1], 1e-3, mix(job, 0, i)) for i, s in enumerate(own)]
-        batch = pack_samples(placed, row_tile, backbone.device)
+            on_slots += [SlotSample(s, slots[-1], 1e-3, mix(job, 0, i)) for i, s in enumerate(own)]
+        batch = pack_samples(on_slots, row_tile, backbone.device)
         losses = backbone.forward_backward(batch, row_tile)
         if poison and math.isfinite(losses[0]):
             raise ModelError("the planted NaN did not reach its own job's loss.", where="benchmarks step")
@@ -124,7 +124,7 @@ LAYERS, LENGTHS, CAPACITY = 2, (100, 180), 1024
 LARGEST_ERROR = 0.05
 
 
-def measure_agreement(shape: Shape, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Figure:
+def measure_agreement(shape: Shape, dtype: torch.dtype, device: torch.device, show: Callable[[str], None]) -> Figure:
     """The largest error over all classes of ranks, without dropout and with it."""
     small = replace(shape, layers=LAYERS)
     worst, where = 0.0, ""
@@ -137,7 +137,7 @@ def measure_agreement(shape: Shape, dtype: torch.dtype, device: torch.device, sa
                 _gradients_by_path(small, workload, dtype, device, path) for path in ("fused", "reference")
             )
             errors = [_error(found, true) for found, true in zip(fast, reference, strict=True)]
-            say(f"{KEY}  ranks {ranks}, dropout {dropout}: " + ", ".join(f"{error:.1e}" for error in errors))
+            show(f"{KEY}  ranks {ranks}, dropout {dropout}: " + ", ".join(f"{error:.1e}" for error in errors))
             if max(errors) > worst:
                 worst, where = max(errors), f"ranks {ranks}, dropout {dropout}"
     return Figure(KEY, worst, Kind.ERROR, LARGEST_ERROR, detail=f"largest at {where}")
@@ -158,12 +158,12 @@ def _gradients_by_path(
     adapters = [_dropping_adapter(backbone, workload, job) for job in range(len(workload.ranks))]
     slots = [backbone.attach(adapter) for adapter in adapters]
     samples = packed_samples(workload, backbone.vocabulary)
-    placed = [
+    on_slots = [
         SlotSample(sample, slots[job], 1e-3, mix(job, 0, i))
         for job, own in enumerate(samples)
         for i, sample in enumerate(own)
     ]
-    backbone.forward_backward(pack_samples(placed, row_tile, device), row_tile)
+    backbone.forward_backward(pack_samples(on_slots, row_tile, device), row_tile)
     return [group.grad.clone() for adapter in adapters for group in adapter.groups.values()]
 
 
@@ -184,7 +184,7 @@ def agreement(
     device = measured_device(needs_gpu=False)
 
     dtype = torch.float32 if is_cpu(device) else torch.bfloat16
-    found = measure_agreement(shape, dtype, device, say)
+    found = measure_agreement(shape, dtype, device, show)
     if json is not None:
         write_json(json, {found.key: found.value}, device)
     raise typer.Exit(conclude([found], [], device, None))

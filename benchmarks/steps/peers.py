@@ -2,7 +2,7 @@
 
 The peers train what Weft trains: adapters and optimizer in fp32, as is PEFT's own default, products in bf16 by
 autocast, as transformers' Trainer does with bf16. Beyond that they get every doubt: one fused AdamW, no gradient
-clipping, no reading of the loss, and the batch size that serves them best. Tokens of padding do not count, as nobody
+clipping, no reading of the loss, and the batch size that serves them best. Tokens of padding do not count, as no one
 trains on them.
 """
 
@@ -99,7 +99,7 @@ def frozen_steps(model: Any) -> PeerStep:
 
 
 def need_peft() -> None:
-    """PEFT is installed, or a clear sentence says how to install it."""
+    """PEFT is installed, or a clear sentence has the command that installs it."""
     if importlib.util.find_spec("peft") is None:
         hint = f"Install it: {install_command('bench')}."
         raise MissingExtraError("PEFT, which Weft is measured beside, is not installed.", hint=hint)

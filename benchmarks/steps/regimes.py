@@ -224,14 +224,14 @@ def regimes_of(shape: str) -> tuple[Regime, ...]:
 
 def choose(shapes: Sequence[str], names: Sequence[str]) -> dict[str, tuple[Regime, ...]]:
     """The named figures of the named shapes; without names, all of them."""
-    asked = shapes or [shape for shape in REGIMES if shape != "tiny"]
-    offered = {shape: regimes_of(shape) for shape in asked}
+    chosen = shapes or [shape for shape in REGIMES if shape != "tiny"]
+    offered = {shape: regimes_of(shape) for shape in chosen}
     keys = [regime.key for regimes in offered.values() for regime in regimes]
     for name in names:
         if name not in keys:
             guess = closest(name, keys)
             raise ConfigError(
-                f"there is no regime {name!r} on {', '.join(asked)}; accepted are {', '.join(keys)}.",
+                f"there is no regime {name!r} on {', '.join(chosen)}; accepted are {', '.join(keys)}.",
                 where="--regime",
                 hint=f"Did you mean {guess}?" if guess else None,
             )

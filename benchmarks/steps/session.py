@@ -34,7 +34,7 @@ from benchmarks.report import (
     check_kernels,
     conclude,
     measured_device,
-    say,
+    show,
     write_json,
 )
 from benchmarks.steps.peers import Missing, measure_peers, need_peft
@@ -103,14 +103,14 @@ def figure(regime: Regime, results: Mapping[BenchRun, Measured]) -> Figure | Non
 
 @dataclass
 class Session:
-    """One `python -m benchmarks step`: what is asked for, what was found, what failed."""
+    """One `python -m benchmarks step`: what was chosen, what was measured, what failed."""
 
     chosen: Mapping[str, tuple[Regime, ...]]
     device: torch.device
     effort: Effort
     kernels: str
     """Which of Weft's paths: auto, fused or reference."""
-    say: Callable[[str], None]
+    show: Callable[[str], None]
     """Shows one line of progress."""
     keep: Callable[[Session], None]
     """Called after every result, to write down what is there."""
@@ -144,7 +144,7 @@ class Session:
                 for regime, found in done:
                     waiting.remove(regime)
                     self.figures.append(found)
-                    self.say(f"  {found.line}")
+                    self.show(f"  {found.line}")
                 self.keep(self)
                 begun = time.perf_counter()
             self.failures += [f"{regime.key} was not measured" for regime in waiting]
@@ -157,14 +157,14 @@ class Session:
         with self._surviving(f"the peers of {shape.name}"):
             for run, found in measure_peers(shape, peers, self.dtype, self.device, self.effort):
                 if isinstance(found, Missing):
-                    self.say(f"{shape.name}  {run.key} is left out: {found.reason}")
+                    self.show(f"{shape.name}  {run.key} is left out: {found.reason}")
                 else:
                     yield run, found
         ours = [run for run in needed if run.program in OURS]
         for storage in dict.fromkeys(run.storage for run in ours):
             with self._surviving(f"a backbone of {shape.name} ({storage.quantize})"):
                 backbone = make_backbone(shape, storage, self.dtype, self.device, self.kernels)
-                self.say(f"{shape.name}  kernels {backbone.kernels}; weights {storage.quantize}")
+                self.show(f"{shape.name}  kernels {backbone.kernels}; weights {storage.quantize}")
                 for run in ours:
                     if run.storage == storage:
                         with self._surviving(f"{shape.name} {run.key}"):
@@ -183,7 +183,7 @@ class Session:
         self.runs[f"{name}_rows_s"] = measured.rows / measured.seconds
         self.runs[f"{name}_peak_gb"] = measured.peak_gb
         self.runs.update({f"{name}_{extra}": value for extra, value in measured.extra.items()})
-        self.say(
+        self.show(
             f"{shape.name}  {run.key}: {measured.tokens_per_s:,.0f} tokens/s ({measured.seconds * 1e3:,.1f} ms, "
             f"{measured.tokens:,} tokens in {measured.rows:,} rows, peak {measured.peak_gb:.1f} GB; {measured.detail}) "
             f"[{taken_s:.0f} s]"
@@ -197,7 +197,7 @@ class Session:
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             self.failures.append(f"{what} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            self.say(self.failures[-1])
+            self.show(self.failures[-1])
 
 
 def step(
@@ -224,6 +224,6 @@ def step(
         if json is not None:
             write_json(json, found.values, device)
 
-    run = Session(chosen, device, QUICK if quick else THOROUGH, kernels, say=say, keep=keep)
+    run = Session(chosen, device, QUICK if quick else THOROUGH, kernels, show=show, keep=keep)
     run.measure()
     raise typer.Exit(conclude(run.figures, run.failures, device, plot))

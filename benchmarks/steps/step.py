@@ -59,13 +59,13 @@ class BenchJobs:
         self.batch = self._pack(workload)
 
     def _pack(self, workload: Workload) -> PackedBatch:
-        placed = []
+        on_slots = []
         for job, samples in enumerate(packed_samples(workload, self.backbone.vocabulary)):
             weight = 1.0 / sum(sample.num_supervised for sample in samples)
             slot = self.slots[job] if self.slots else None
             for index, sample in enumerate(samples):
-                placed.append(SlotSample(sample, slot, weight, mix(job, 0, index)))
-        return pack_samples(placed, self.row_tile, self.backbone.device)
+                on_slots.append(SlotSample(sample, slot, weight, mix(job, 0, index)))
+        return pack_samples(on_slots, self.row_tile, self.backbone.device)
 
     def forward_backward_frozen(self) -> None:
         """The same without adapters, all the way back; what an adapter costs is counted from here."""
@@ -188,9 +188,9 @@ def measure_engine(backbone: Backbone, run: BenchRun, effort: Effort) -> Measure
     """Tokens/s of the engine once it is under way; leaves the backbone without adapters."""
     # Whole programs, whose ends count too: a program is as long as the global batches that a planner sees.
     watch = _Watch(PLANNED_BATCHES, 2 * PLANNED_BATCHES, effort.repeats * effort.in_a_row_s)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(backbone, capacity=run.workload.capacity)
-        engine.keep_in(Path(place) / "run")
+        engine.keep_in(Path(scratch) / "run")
         for job, samples in enumerate(packed_samples(run.workload, backbone.vocabulary)):
             spec = JobSpec(
                 f"job{job}",

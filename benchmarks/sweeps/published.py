@@ -147,12 +147,12 @@ class PackProgram:
             row(h=line[1] * self.rows / self.unit_s, m=line[0] * self.unit / self.unit_s, w=-1.0)
         row(h=self.rows / self.filled / self.unit, m=-1.0)
         each, z, y = np.eye(n), np.eye(num_z), np.eye(num_y)
-        for place, length in enumerate(self.lengths):
-            row(z=z[place] * length / self.unit, m=-1.0)
+        for index, length in enumerate(self.lengths):
+            row(z=z[index] * length / self.unit, m=-1.0)
         for i in range(n):
             row(h=each[i], z=-z[np.searchsorted(self.lengths, self.steps[i])] * self.most[i])
-            for place in range(self.width[i]):
-                row(h=each[i], y=-y[place] * self.most[i])
+            for index in range(self.width[i]):
+                row(h=each[i], y=-y[index] * self.most[i])
         row(h=adapter, y=wider)
         limits = np.zeros(len(rows))
         limits[-1] = 1.0

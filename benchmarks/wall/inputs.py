@@ -79,7 +79,7 @@ def problems(num_rows: int) -> Iterator[dict[str, str]]:
         who, other = chance.sample(PEOPLE, 2)
         what = chance.choice(THINGS)
         first, each, days = number + 2, chance.randint(2, 90), chance.randint(2, 30)
-        asked = [
+        questions = [
             f"{who} has {first} {what} and gets {each} more on each of {days} days.",
             f"Then {who} gives {days} of them to {other}, who had none before.",
             f"How many {what} does {who} have in the end?",
@@ -91,9 +91,9 @@ def problems(num_rows: int) -> Iterator[dict[str, str]]:
             f"After the gift to {other} there are {total} - {days} = {rest} left.",
         ]
         extra = chance.randint(0, 3)
-        asked[1:1] = [f"On day {day + 1} it rains, and {other} stays at home." for day in range(extra)]
+        questions[1:1] = [f"On day {day + 1} it rains, and {other} stays at home." for day in range(extra)]
         worked[1:1] = [f"The rain on day {day + 1} does not change the number of {what}." for day in range(extra)]
-        yield {"prompt": " ".join(asked), "completion": "\n".join(worked) + f"\n#### {rest}"}
+        yield {"prompt": " ".join(questions), "completion": "\n".join(worked) + f"\n#### {rest}"}
 
 
 def write_jobs(path: Path, model: Path | str, jobs: WallJobs, data: Path) -> None:

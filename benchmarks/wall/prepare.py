@@ -88,10 +88,10 @@ def prepare_by_datasets(file: Path, tokenizer: Any) -> Callable[[], tuple[int, i
 
 
 def _tokenised(rows: dict[str, list[str]], tokenizer: Any) -> dict[str, list[list[int]]]:
-    asked = [[{"role": "user", "content": prompt}] for prompt in rows["prompt"]]
+    chats = [[{"role": "user", "content": prompt}] for prompt in rows["prompt"]]
     answers = [[{"role": "assistant", "content": answer}] for answer in rows["completion"]]
-    prompts = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    texts = tokenizer.apply_chat_template(list(map(operator.add, asked, answers)), tokenize=False)
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    texts = tokenizer.apply_chat_template(list(map(operator.add, chats, answers)), tokenize=False)
     starts = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
     tokens = tokenizer(texts, add_special_tokens=False, truncation=True, max_length=MAX_LENGTH)["input_ids"]
     labels = [[-100] * min(start, len(ids)) + ids[start:] for start, ids in zip(starts, tokens, strict=True)]
@@ -108,7 +108,7 @@ class MemoryWatch:
         self._thread.start()
 
     def stop(self) -> int:
-        """Ends watching and says how much it was."""
+        """Ends watching and returns the amount."""
         self._is_over.set()
         self._thread.join()
         return self._most - self._first

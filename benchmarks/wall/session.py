@@ -36,7 +36,7 @@ from benchmarks.report import (
     JsonFile,
     check_files,
     conclude,
-    say,
+    show,
     write_json,
 )
 from benchmarks.wall.inputs import WallJobs, WallTime, caches, time_train, write_jobs, write_model, write_problems
@@ -48,9 +48,9 @@ from weft.errors import ConfigError, WeftError
 from weft.kernels.device import default_device, has_gpu
 from weft.plan.cost.shape import find_shape
 
-Say = Callable[[str], None]
+Show = Callable[[str], None]
 EVAL_ROWS = 64
-"""Rows held out of each job's data, evaluated at its end, or as often as a case says."""
+"""Rows held out of each job's data, evaluated at its end, or as often as a case sets."""
 PEER_ROWS, PEER_TURNS = 100_000, 3
 """Rows that both prepare, in turn and so often: for the peer, a million would take minutes."""
 MILLION = 1_000_000
@@ -97,23 +97,23 @@ class WallSession:
     """Times whole runs in a folder of its own, which goes when all is done."""
 
     def __init__(
-        self, folder: Path, device: torch.device, *, data: Path | None, num_rows: int, peers: bool, say: Say
+        self, folder: Path, device: torch.device, *, data: Path | None, num_rows: int, peers: bool, show: Show
     ) -> None:
         self.folder = folder
         self.device = device
         self.peers = peers
-        self.say = say
+        self.show = show
         self._data, self._num_rows = data, num_rows
         self._num_runs = 0
 
     @classmethod
     @contextmanager
     def open(
-        cls, device: torch.device, *, data: Path | None, num_rows: int, peers: bool, say: Say
+        cls, device: torch.device, *, data: Path | None, num_rows: int, peers: bool, show: Show
     ) -> Iterator[WallSession]:
         """A session whose files are deleted at its end."""
         with tempfile.TemporaryDirectory(prefix="weft-wall-") as folder:
-            yield cls(Path(folder), device, data=data, num_rows=num_rows, peers=peers, say=say)
+            yield cls(Path(folder), device, data=data, num_rows=num_rows, peers=peers, show=show)
 
     @cached_property
     def data(self) -> Path:
@@ -153,12 +153,12 @@ class WallSession:
         self._num_runs += 1
         out = self.folder / f"run-{self._num_runs}"
         found = time_train(jobs_file, out, caches(kept))
-        self.say(f"{title}: {found.line}")
+        self.show(f"{title}: {found.line}")
         shutil.rmtree(out)
         return found
 
     def _measure_unprepared(self, name: str, jobs_file: Path, kept: Path) -> list[Figure]:
-        """The same command where only data is prepared anew."""
+        """The same command where only data is prepared again."""
         shutil.rmtree(caches(kept)[CACHE_VARIABLE])
         found = self.train(f"{name}, unprepared", jobs_file, kept)
         return [Figure("first_step_cpu_unprepared_s", found.before_first_s, Kind.SECONDS)]
@@ -166,7 +166,7 @@ class WallSession:
     def _measure_imports(self, kept: Path) -> Figure:
         """The libraries alone, in a process that does nothing else."""
         seconds = timed([MODEL_MODULE], caches(kept), self.folder / "imports.log")
-        self.say(f"importing {MODEL_MODULE} alone: {seconds:.1f} s")
+        self.show(f"importing {MODEL_MODULE} alone: {seconds:.1f} s")
         return Figure("first_step_cpu_imports_s", seconds, Kind.SECONDS)
 
     def _measure_preparing(self) -> list[Figure]:
@@ -176,7 +176,7 @@ class WallSession:
         first, again = self._prepare("weft", file, kept), self._prepare("weft", file, kept)
         pairs = []
         if self.peers and importlib.util.find_spec("datasets") is None:
-            self.say("datasets is not installed, so nothing is timed beside")
+            self.show("datasets is not installed, so nothing is timed beside")
         elif self.peers:
             some = self._rows_file(min(PEER_ROWS, self._num_rows))
             pairs = [self._prepare_both(some, self.folder / f"turn-{turn}") for turn in range(PEER_TURNS)]
@@ -198,7 +198,7 @@ class WallSession:
 
     def _prepare(self, program: str, file: Path, variables: dict[str, str]) -> PrepareTime:
         found = time_prepare(program, file, variables)
-        self.say(f"{program}: {found.line}")
+        self.show(f"{program}: {found.line}")
         return found
 
     def _inputs(self, name: str, case: WallCase) -> Path:
@@ -215,14 +215,14 @@ class WallSession:
         """The same jobs one after another with a peer, and PEFT."""
         out = self.folder / f"{name}-{peer}"
         seconds = timed(["benchmarks.wall.trainer", str(jobs_file), str(out), peer], {}, out.with_suffix(".log"))
-        self.say(f"{name}, {called}: {seconds:.1f} s")
+        self.show(f"{name}, {called}: {seconds:.1f} s")
         return Figure(f"wall_{name}_vs_{peer}", seconds / ours.wall_s, Kind.SPEEDUP, detail=f"{called} {seconds:.1f} s")
 
 
 def prepare_figures(
     first: PrepareTime, again: PrepareTime, pairs: Sequence[tuple[PrepareTime, PrepareTime]]
 ) -> list[Figure]:
-    """What preparing the same rows twice says, and turns of fewer rows beside the peer."""
+    """Times of preparing the same rows twice, and turns of fewer rows beside the peer."""
     scaled = "" if first.num_samples == MILLION else f"scaled from {first.num_samples:,} rows"
     found = [
         Figure("prepare_1m_s", first.seconds * MILLION / first.num_samples, Kind.SECONDS, detail=scaled),
@@ -244,7 +244,7 @@ def prepare_figures(
 
 
 def figures(name: str, cold: WallTime, warm: WallTime) -> list[Figure]:
-    """What two runs of a case say."""
+    """Results of two runs of a case."""
     if name == "cpu":
         return [
             Figure("first_step_cpu_s", cold.before_first_s, Kind.SECONDS, 8.0),
@@ -285,12 +285,12 @@ def wall(
         raise ConfigError("there is no such file.", where=f"--data {data}")
     device = default_device()
     found_figures: list[Figure] = []
-    with WallSession.open(device, data=data, num_rows=rows, peers=peers, say=say) as session:
+    with WallSession.open(device, data=data, num_rows=rows, peers=peers, show=show) as session:
         for name in names:
             found = session.measure(name)
             found_figures += found
             for figure in found:
-                say(f"  {figure.line}")
+                show(f"  {figure.line}")
             if json is not None:
                 values = {figure.key: figure.value for figure in found}
                 if needs_gpu(name):

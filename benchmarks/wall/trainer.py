@@ -2,7 +2,7 @@
 loaded once.
 
 `python -m benchmarks.wall.trainer jobs.yaml OUT [trl]` trains the same jobs on the same samples for the same number of
-steps, and leaves an adapter of each behind. The batch is one pass where it fits, nothing is evaluated or checkpointed
+steps, and leaves an adapter of each. The batch is one pass where it fits, nothing is evaluated or checkpointed
 on the way, and TRL finds the samples prepared: the peer is given every doubt.
 """
 
@@ -49,11 +49,11 @@ def _padded(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         "attention_mask": torch.zeros(len(rows), longest, dtype=torch.long),
         "labels": torch.full((len(rows), longest), -100),
     }
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         size = len(row["labels"])
-        batch["attention_mask"][place, :size] = 1
+        batch["attention_mask"][index, :size] = 1
         for name in ("input_ids", "labels"):
-            batch[name][place, :size] = torch.tensor(row[name], dtype=torch.long)
+            batch[name][index, :size] = torch.tensor(row[name], dtype=torch.long)
     return batch
 
 

@@ -40,7 +40,7 @@ def test_works_when_they_settle_first_then_that_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     works = [lambda: work("a"), lambda: work("b")]
-    assert in_turn_s(works, CPU, rounds=2, turn_s=2.0, settle_s=1.0) == [pytest.approx(1.0), pytest.approx(1.0)]
+    assert in_turn_s(works, CPU, rounds=2, turn_s=2.0, warm_up_s=1.0) == [pytest.approx(1.0), pytest.approx(1.0)]
     assert "".join(done) == "ab" + "aaabbb" * 3
 
 

@@ -96,7 +96,7 @@ def fill_level(wants: Sequence[int], capacity: int) -> list[float]:
     shares = [0.0] * len(wants)
     free = float(capacity)
     order = sorted(range(len(wants)), key=wants.__getitem__)
-    for place, i in enumerate(order):
-        shares[i] = min(float(wants[i]), free / (len(order) - place))
+    for index, i in enumerate(order):
+        shares[i] = min(float(wants[i]), free / (len(order) - index))
         free -= shares[i]
     return shares

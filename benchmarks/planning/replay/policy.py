@@ -33,7 +33,7 @@ class FirstCome:
         heapq.heappush(self._heap, (self._first(waiting), waiting.job.arrival_s, waiting.job.job, waiting))
 
     def peek(self, now_s: float) -> Waiting | None:
-        """The next job; None if nobody waits."""
+        """The next job; None if none waits."""
         return self._heap[0][-1] if self._heap else None
 
     def pop(self) -> Waiting:
@@ -64,7 +64,7 @@ class Slack(FirstCome):
     _late: FirstCome = field(default_factory=FirstCome)
 
     def peek(self, now_s: float) -> Waiting | None:
-        """The next job; None if nobody waits."""
+        """The next job; None if none waits."""
         while self._heap and self._heap[0][0] < now_s:
             self._late.push(heapq.heappop(self._heap)[-1])
         return self._heap[0][-1] if self._heap else self._late.peek(now_s)

@@ -126,9 +126,9 @@ class _Cluster:
                 host = self._cleared_host(waiting.job, now_s)
             if host is None:
                 return
-            # What was preempted is queued behind it, so the next one is still this one.
+            # What was preempted is queued after it, so the next one is still this one.
             self.queue.pop()
-            self._place(host, waiting, now_s)
+            self._seat(host, waiting, now_s)
 
     def _free_host(self, job: TraceJob) -> _Host | None:
         """The least loaded host with room."""
@@ -164,7 +164,7 @@ class _Cluster:
                 return leaving
         return []
 
-    def _place(self, host: _Host, waiting: Waiting, now_s: float) -> None:
+    def _seat(self, host: _Host, waiting: Waiting, now_s: float) -> None:
         job = waiting.job
         alone_rate = self.instance.rates([job])[0]
         host.advance(now_s)
@@ -184,7 +184,7 @@ class _Cluster:
         self._lowest[host.number] = min((active.job.priority for active in host.active), default=np.inf)
 
     def _reschedule(self, host: _Host) -> None:
-        """Sets the speeds anew and foresees the next end."""
+        """Sets the speeds again and foresees the next end."""
         host.version += 1
         if not host.active:
             return
@@ -206,8 +206,8 @@ def replay(
 ) -> ReplayReport:
     """Runs a trace to its last end; jobs that fit no instance are an error.
 
-    Durations say what jobs took alone on an instance of `recorded_on`, by default the same; the work they stand for is
-    the same on any other.
+    Durations are those of jobs alone on an instance of `recorded_on`, by default the same; their work is the same on
+    any other.
     """
     _check(trace, instance, num_gpus, gpus_per_instance, policy)
     alone_s = {job.job: _alone_s(job, instance, recorded_on or instance) for job in trace}

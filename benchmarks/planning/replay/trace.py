@@ -3,7 +3,7 @@
 The published week (seed system MuxTune, after Microsoft's Philly trace): 2.59 jobs a minute, durations of 372.6 min on
 average with a standard deviation of 612.9, 128 GPUs. Arrivals are drawn as a Poisson process, durations from the
 log-normal distribution with that mean and deviation. A duration is what the job takes alone on an instance of whatever
-the trace was recorded with; a replay is told what that was.
+the trace was recorded with; a replay is given that instance.
 """
 
 from __future__ import annotations

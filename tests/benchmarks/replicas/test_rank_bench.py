@@ -33,9 +33,9 @@ def test_pace_when_jobs_start_and_step_then_time_runs_from_the_first_start_to_th
     pace, engine = Pace(), None
     for seconds, event in [(20, JobStarted("a", 0, 9)), (22, JobStarted("b", 0, 9)), (24, step("a", 1))]:
         clock.s = seconds
-        pace.hear(event, engine)
+        pace.observe(event, engine)
     clock.s = 30
-    pace.hear(step("b", 1), engine)
+    pace.observe(step("b", 1), engine)
     assert pace.tokens_per_s == 200 / 10
 
 
@@ -50,18 +50,18 @@ def test_killing_when_steps_of_the_dead_rank_are_still_told_then_only_those_afte
     jobs = {name: types.SimpleNamespace(name=name, rank=rank) for name, rank in [("a", 0), ("b", 1), ("c", 1)]}
     engine = types.SimpleNamespace(jobs=jobs, process_ids={0: 100, 1: 101})
     killing = Killing()
-    killing.hear(step("b", 3), engine)
+    killing.observe(step("b", 3), engine)
     assert not killed
-    killing.hear(step("b", 4), engine)
+    killing.observe(step("b", 4), engine)
     assert killed == [101] and killing.lost == {"b", "c"}
     clock.s = 13
     for event in (step("c", 4), step("a", 5), JobStarted("b", 2, 9), JobStarted("c", 2, 9), step("b", 3)):
-        killing.hear(event, engine)
+        killing.observe(event, engine)
     assert not killing.is_over
     with pytest.raises(WeftError, match="took no step again"):
         killing.recovered_s  # noqa: B018
     clock.s = 16
-    killing.hear(step("c", 3), engine)
+    killing.observe(step("c", 3), engine)
     assert killing.is_over and killing.recovered_s == 6
 
 

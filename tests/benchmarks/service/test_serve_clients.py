@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.service.clients import Ask, Plan, follow, read_plan, write_plan
+from benchmarks.service.clients import Plan, Query, follow, read_plan, write_plan
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -58,7 +58,7 @@ def server() -> Iterator[tuple[int, type[Handler]]]:
 def test_clients_when_polling_then_ask_in_turn_once_in_every_while(server):
     port, handler = server
     handler.wait_s = 0.03
-    asks = (Ask("one", "/one", "key"), Ask("all", "/all", "key"))
+    asks = (Query("one", "/one", "key"), Query("all", "/all", "key"))
     plan = read_plan(write_plan(Plan(port, (asks, asks[::-1]), every_s=0.2, for_s=0.75)))
     answers = follow(plan)
     assert {kind: len(times) for kind, times in answers.milliseconds.items()} == {"one": 4, "all": 4}
@@ -70,7 +70,7 @@ def test_clients_when_polling_then_ask_in_turn_once_in_every_while(server):
 
 def test_clients_when_submitting_then_send_every_body_once_and_keep_the_answers(server):
     port, handler = server
-    asks = tuple(Ask("submit", f"/{number}", "key", json.dumps({"number": number})) for number in range(5))
+    asks = tuple(Query("submit", f"/{number}", "key", json.dumps({"number": number})) for number in range(5))
     answers = follow(Plan(port, (asks[:3], asks[3:])))
     assert sorted(answer["path"] for answer in answers.bodies) == [f"/{number}" for number in range(5)]
     assert sorted(json.loads(body)["number"] for *_, body in handler.heard) == list(range(5))
@@ -81,4 +81,4 @@ def test_clients_when_an_answer_is_an_error_then_end_with_it(server):
     port, handler = server
     handler.status = 503
     with pytest.raises(SystemExit, match=r"/one was answered with HTTP/1\.1 503"):
-        follow(Plan(port, ((Ask("one", "/one", "key"),),)))
+        follow(Plan(port, ((Query("one", "/one", "key"),),)))

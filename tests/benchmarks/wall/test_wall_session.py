@@ -83,7 +83,9 @@ def test_measure_when_on_a_cpu_then_what_the_libraries_take_alone_stands_beside(
     imported = []
     monkeypatch.setattr(wall, "time_train", train)
     monkeypatch.setattr(wall, "timed", lambda command, variables, log: imported.append(command) or 4.0)
-    session = wall.WallSession(tmp_path, torch.device("cpu"), data=None, num_rows=1, peers=False, say=lambda line: None)
+    session = wall.WallSession(
+        tmp_path, torch.device("cpu"), data=None, num_rows=1, peers=False, show=lambda line: None
+    )
     found = {figure.key: figure.value for figure in session.measure("cpu")}
     assert found["first_step_cpu_imports_s"] == 4.0 and found["first_step_cpu_again_s"] == 6.0
     assert importlib.util.find_spec(imported[0][0]) is not None
