@@ -26,7 +26,7 @@ import os
 import platform
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -221,6 +221,10 @@ class RunDirectory(RunFiles):
         line = json.dumps(json_text.finite(dict(record)), allow_nan=False).encode() + b"\n"
         append_line(path, line, "metrics.append")
 
+    def heal_job(self, name: str) -> None:
+        """Finishes or undoes what a dead rank left unfinished of a job."""
+        _heal_job(self._job_path(name))
+
     def truncate_metrics(self, name: str, step: int) -> None:
         """Drops the lines of later steps and an incomplete line, so that a resumed job repeats none."""
         path = self.metrics_path(name)
@@ -261,17 +265,16 @@ def _heal(root: Path) -> None:
     """Finishes or undoes unfinished changes of a killed process."""
     for permit in root.glob(f"{PERMIT}*"):
         permit.unlink(missing_ok=True)
-    for directory in _directories(root):
-        remove_leftovers(directory)
-
-
-def _directories(root: Path) -> Iterator[Path]:
-    yield root
+    remove_leftovers(root)
     for job in sorted(root.iterdir()):
         if job.is_dir() and not job.is_symlink():
-            yield job
-            if (job / "checkpoints").is_dir():
-                yield job / "checkpoints"
+            _heal_job(job)
+
+
+def _heal_job(job: Path) -> None:
+    for directory in (job, job / "checkpoints"):
+        if directory.is_dir():
+            remove_leftovers(directory)
 
 
 def _belongs(line: bytes, step: int) -> bool:

@@ -28,9 +28,11 @@ from weft.job_state import Reason, ReasonCode
 from weft.parallel.replicas import rank as rank_module
 from weft.parallel.replicas import rank_group, replicated_engine
 from weft.parallel.replicas.records import JobRecord, RankRecord
+from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.plan.admit import Admission, HeldJob
 from weft.plan.place import JobPlacement, Move
 from weft.spec import AdapterSpec, JobSpec
+from weft.store.atomic import TEMP_PREFIX
 from weft.store.owner import Owner
 from weft.store.run_dir import RankDirectory, RunDirectory
 
@@ -133,6 +135,28 @@ def test_run_when_ranks_die_then_every_job_ends_once_with_the_same_bytes(data, e
     assert_same(tmp_path / "out", expected, events)
     died = [event.message for event in events if isinstance(event, JobWarning)]
     assert any(says.startswith("replica ") and " vanished; " in says for says in died)
+
+
+def test_run_when_ranks_die_in_the_middle_of_a_write_then_nothing_half_written_is_left(
+    data, expected, tmp_path, monkeypatch
+):
+    lives, vanish = iter([60, 90, 40]), ReplicatedEngine._replace
+
+    def leave_half(self: ReplicatedEngine, rank: RankRecord, how: str) -> None:
+        for job in self.jobs.values():
+            if job.rank == rank.index:
+                half = tmp_path / "out" / job.name / "checkpoints" / f"{TEMP_PREFIX}half"
+                half.mkdir(parents=True)
+                (half / "tensors.safetensors").write_bytes(b"half of")
+                left.append(half)
+        vanish(self, rank, how)
+
+    left: list[Path] = []
+    monkeypatch.setattr(ReplicatedEngine, "_replace", leave_half)
+    states, events = train(run_spec(max_jobs=2), data, tmp_path / "out", 2, life=lambda index: next(lives, 10**9))
+    assert states == FINAL
+    assert_same(tmp_path / "out", expected, events)
+    assert left
 
 
 @pytest.mark.faults

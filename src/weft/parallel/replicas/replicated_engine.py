@@ -355,6 +355,8 @@ class ReplicatedEngine:
         revoke_permit(rank.permit)
         lost = [job for job in self.jobs.values() if job.rank == index]
         for job in lost:
+            if self._directory is not None:
+                self._directory.heal_job(job.name)
             self._lose(job, job.saved_step)
         self._is_stale = True
         names = tuple(job.name for job in lost if job.state is JobState.QUEUED)
