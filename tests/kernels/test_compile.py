@@ -176,7 +176,7 @@ def launch_others() -> None:
 def launch_bare() -> None:
     """Calls every kernel function of the frozen model, the optimizer and the weights."""
     from weft.kernels import adamw, adamw_8bit, fixed_point, storage
-    from weft.kernels.layers import attention, attention_grad, cross_entropy, gated, rms_norm, rotary
+    from weft.kernels.layers import attention, attention_grad, cross_entropy, draw, gated, rms_norm, rotary
 
     heads = rotary.Heads(32, 8, 128)
     x, qkv_TE, gu, act = (zeros(NUM_ROWS, n) for n in (HIDDEN, sum(heads.sizes), 2 * INNER, INNER))
@@ -214,6 +214,11 @@ def launch_bare() -> None:
     logits, targets = zeros(2, 128256), zeros(2, dtype=torch.int64)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, zeros(2, dtype=torch.float32), None)
     cross_entropy.cross_entropy_rows_kernel(logits, targets, None, 30.0)
+    ids, exact_rows = zeros(2, dtype=torch.int64), zeros(2, dtype=torch.float64)
+    settings = draw.DrawSettings(zeros(2, dtype=torch.float32), exact_rows, ids, exact_rows, ids, ids)
+    for is_ranked in (False, True):
+        draw.draw_kernel(zeros(2, 128256, dtype=torch.float32), ids, settings, is_ranked)
+    draw.normalisers_kernel(zeros(2, 128256, dtype=torch.float32))
     q_TK, scale_T = storage.quantise_rows_kernel(x)
     storage.quantise_rows_kernel(zeros(2, 32768), zeros(32768, dtype=torch.float32))
     storage.dequantise_kernel(q_TK, scale_T, torch.bfloat16)
@@ -278,6 +283,7 @@ def compile_one(kernel: Any, given: dict[str, Any], options: dict[str, Any], tar
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+             torch.float64: "fp64",
              torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}  # fmt: skip
     signature, constants, hints = {}, {}, {}
     for i, param in enumerate(kernel.params):

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from weft.engine.inference.sampling import FAILED, Sampler, SamplerRows, TokenLogprobs, choose, likeliest, uniforms
+from weft.engine.inference.sampling import FAILED, Sampler, SamplerRows, TokenLogprobs, choose, likeliest
 from weft.errors import ConfigError
 from weft.spec.sampling import Sampling
 
 VOCABULARY = 1003
 """Odd, so that rows begin at any alignment."""
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @dataclass(eq=False)
@@ -52,8 +51,8 @@ def rows(number: int) -> list[Row]:
     ]
 
 
-def chosen(given: list[Row], device: str = "cpu") -> list[tuple[int, TokenLogprobs | None]]:
-    logits = torch.stack([row.logits for row in given]).to(device)
+def chosen(given: list[Row]) -> list[tuple[int, TokenLogprobs | None]]:
+    logits = torch.stack([row.logits for row in given])
     tokens, logprobs = Sampler().choose(logits, given).to_host()
     return list(zip(tokens, logprobs, strict=True))
 
@@ -66,32 +65,30 @@ def trimmed(row: Row, got: tuple[int, TokenLogprobs | None]) -> tuple:
     return token, logprobs.logprob, logprobs.top[: row.sampling.logprobs]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_choose_when_batches_are_shuffled_then_each_row_gets_the_bits_it_has_alone(size, device):
+def test_choose_when_batches_are_shuffled_then_each_row_gets_the_bits_it_has_alone(size):
     everyone = rows(64)
-    alone = {id(row): trimmed(row, chosen([row], device)[0]) for row in everyone}
+    alone = {id(row): trimmed(row, chosen([row])[0]) for row in everyone}
     assert len({got[0] for got in alone.values()}) > 40
     for round_ in range(4):
         random.Random(round_).shuffle(everyone)
         for start in range(0, 64, size):
             group = everyone[start : start + size]
-            for row, got in zip(group, chosen(group, device), strict=True):
+            for row, got in zip(group, chosen(group), strict=True):
                 assert trimmed(row, got) == alone[id(row)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_choose_when_rows_are_not_finite_then_they_fail_alone(value, device):
+def test_choose_when_rows_are_not_finite_then_they_fail_alone(value):
     good = rows(len(KINDS))
     bad = [Row(each.sampling, torch.full((VOCABULARY,), value)) for each in good]
     half = [Row(each.sampling, torch.where(torch.arange(VOCABULARY) == 900, value, each.logits)) for each in good]
-    got = chosen([row for three in zip(bad, good, half, strict=True) for row in three], device)
+    got = chosen([row for three in zip(bad, good, half, strict=True) for row in three])
     assert [token for token, _ in got[0::3]] == [FAILED] * len(bad)
     # A token that is excluded by -inf is no failure of the row.
     assert all((token == FAILED) == (value != float("-inf")) for token, _ in got[2::3])
     for row, mine in zip(good, got[1::3], strict=True):
-        assert trimmed(row, mine) == trimmed(row, chosen([row], device)[0])
+        assert trimmed(row, mine) == trimmed(row, chosen([row])[0])
 
 
 def test_choose_when_greedy_then_takes_the_likeliest_token_and_of_equal_ones_the_first():
@@ -143,17 +140,6 @@ def test_choose_when_drawn_often_then_follows_the_probabilities(sampling, vocabu
     assert not share[expected == 0].any()
     error = (expected * (1 - expected) / number).sqrt()
     assert ((share - expected).abs() <= 5 * error + 1e-3).all()
-
-
-def test_uniforms_when_seed_or_position_change_then_are_even_and_unrelated():
-    seeds, positions = torch.arange(400), torch.arange(100)
-    u = uniforms(seeds[:, None].expand(400, 100).reshape(-1), positions.repeat(400)).view(400, 100)
-    assert u.min() >= 0 and u.max() < 1 and u.unique().numel() == u.numel()
-    counts = torch.histc(u.float(), 20, 0.0, 1.0)
-    assert ((counts - 2000).abs() < 5 * 2000**0.5).all()
-    for one, other in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1])):
-        correlation = torch.corrcoef(torch.stack([one.reshape(-1), other.reshape(-1)]))[0, 1]
-        assert correlation.abs() < 5 / one.numel() ** 0.5
 
 
 def test_choose_when_penalties_are_given_then_scores_are_vllms():
@@ -216,7 +202,7 @@ def test_likeliest_when_tokens_are_equal_then_the_first_ids_come_first():
 def test_choose_when_there_are_more_weights_than_fit_then_rows_are_drawn_in_parts(monkeypatch):
     given = rows(30)
     whole = chosen(given)
-    monkeypatch.setattr("weft.engine.inference.sampling._MOST_WEIGHTS", 4 * VOCABULARY)
+    monkeypatch.setattr("weft.kernels.layers.draw.MOST_WEIGHTS", 4 * VOCABULARY)
     assert chosen(given) == whole
 
 

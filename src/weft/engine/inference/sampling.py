@@ -3,45 +3,31 @@
     scores  = logits, then bias, repetition penalty (tokens of prompt and answer), frequency and presence penalty
               (tokens of the answer), as in vLLM
     greedy  argmax of the scores; equal scores go to the lower id
-    drawn   weight_v = floor(2^B · exp((score_v - max) / temperature)), an integer; the token at which the running sum
-            of weights exceeds u · (sum of all weights)
-
-u has 53 bits, a hash of the sequence's seed and position alone. Weights of tokens that min_p, top_k or top_p leave out
-are 0. Without top_k and top_p the running sum goes by token ids; with them by rank, for which the row is sorted.
+    drawn   by `kernels/layers/draw.py`, from scores, settings, seed and position
 
 **A row's result depends on the row alone**: sums are sums of integers, exact in any order, and all else is elementwise,
-a maximum or a stable sort. So it has the same bits on any row, in any batch and beside rows of NaN. B is 43, so that
-the sum of a million weights has 63 bits; a weight of 0 has less than 2⁻⁴³ of the likeliest token's probability. Columns
-of -inf, such as other jobs' new tokens, change nothing.
-
-Measured on an H200 at 64 rows of 128,256: argmax 29 µs, weights 127, sums of blocks 23, running sum over all 249,
-stable sort 640 (topk of 1,024 values and their ties by id cost as much).
+a maximum or a stable sort. So it has the same bits on any row, in any batch and beside rows of NaN. Columns of -inf,
+such as other jobs' new tokens, change nothing.
 
 Shape suffixes: R rows, G rows of a group, P rows with penalties, V vocabulary, K ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from weft.errors import JobError
+from weft.kernels.layers.draw import DrawSettings, draw, normalisers, rows_at_once
 from weft.spec.sampling import Sampling
 
 FAILED = -1
 """Token of a row whose logits are not finite."""
 _IN_PROMPT = 2**30
 """Bit of a count: the prompt has the token."""
-_UNIT = 2.0**43
-_BLOCK = 128
-"""Tokens whose weights are added first."""
-_MOST_WEIGHTS = 2**24
-"""Weights that are in memory at once."""
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-"""Numbers of splitmix64."""
 
 
 class Sequenced(Protocol):
@@ -116,14 +102,16 @@ class SamplerRows:
         self.num_top = max(wanted, default=None)
         self.ranked_G = indices([each.is_ranked for each in settings])
         self.plain_G = indices([not each.is_greedy and not each.is_ranked for each in settings])
+        self.drawing: DrawSettings | None = None
         if self.ranked_G is not None or self.plain_G is not None:
-            # Temperatures of greedy rows are not used.
-            self.temperature_R = column([each.temperature or 1.0 for each in settings], torch.float32)
-            self.min_p_R = column([each.min_p for each in settings], torch.float64)
-            self.top_p_R = column([each.top_p for each in settings], torch.float64)
-            self.top_k_R = column([each.top_k or vocabulary for each in settings], torch.int64)
-            self.seed_R = column([each.seed for each in settings], torch.int64)
-            self.position_R = column([len(each.prompt) + len(each.tokens) for each in sequences], torch.int64)
+            self.drawing = DrawSettings(
+                temperature_R=column([each.temperature for each in settings], torch.float32),
+                min_p_R=column([each.min_p for each in settings], torch.float64),
+                top_k_R=column([each.top_k or vocabulary for each in settings], torch.int64),
+                top_p_R=column([each.top_p for each in settings], torch.float64),
+                seed_R=column([each.seed for each in settings], torch.int64),
+                position_R=column([len(each.prompt) + len(each.tokens) for each in sequences], torch.int64),
+            )
         penalised = [each.has_penalties for each in settings]
         self.penalised_P = indices(penalised)
         if self.penalised_P is not None:
@@ -166,8 +154,8 @@ class SamplerRows:
         return scores_RV
 
     def move_on(self, tokens_R: torch.Tensor) -> None:
-        if self.ranked_G is not None or self.plain_G is not None:
-            self.position_R += 1
+        if self.drawing is not None:
+            self.drawing.position_R.add_(1)
         if self.penalised_P is not None:
             tokens_P1 = tokens_R[self.penalised_P].clamp(min=0)[:, None]
             self.counts_PV.scatter_add_(1, tokens_P1, torch.ones_like(tokens_P1, dtype=torch.int32))
@@ -203,9 +191,10 @@ def choose(logits_RV: torch.Tensor, rows: SamplerRows, normaliser_R: torch.Tenso
     scores_RV = rows.scores(logits_RV)
     if scores_RV is not logits_RV:
         tokens_R = scores_RV.argmax(1)
-    for every_G, is_ranked in ((rows.plain_G, False), (rows.ranked_G, True)):
-        for rows_G in _blocks(every_G, logits_RV.shape[1]):
-            tokens_R[rows_G] = _draw(scores_RV[rows_G], rows, rows_G, is_ranked)
+    for rows_G, is_ranked in ((rows.plain_G, False), (rows.ranked_G, True)):
+        if rows_G is not None and rows.drawing is not None:
+            drawn_G = draw(scores_RV, rows_G, rows.drawing, is_ranked=is_ranked)
+            tokens_R = drawn_G if len(rows_G) == len(tokens_R) else tokens_R.index_copy(0, rows_G, drawn_G)
     tokens_R = torch.where(largest_R.isfinite(), tokens_R, FAILED)
     rows.move_on(tokens_R)
     if rows.num_top is None:
@@ -230,18 +219,8 @@ def check(token: int) -> None:
         raise JobError("the model's logits are not finite, so no token can be chosen.")
 
 
-def normalisers(logits_RV: torch.Tensor) -> torch.Tensor:
-    """float64: logarithm of the sum of exp(logits)."""
-    parts = []
-    for x_BV in logits_RV.split(_rows_at_once(logits_RV.shape[1])):
-        largest_B1 = x_BV.amax(1, keepdim=True)
-        total_B = _weights(x_BV - largest_B1).sum(1)
-        parts.append(largest_B1[:, 0].double() + (total_B.double() / _UNIT).log())
-    return torch.cat(parts)
-
-
 def logprobs_of(logits_RV: torch.Tensor, tokens_RK: torch.Tensor, normaliser_R: torch.Tensor) -> torch.Tensor:
-    return (logits_RV.gather(1, tokens_RK).double() - normaliser_R[:, None].double()).float()
+    return (logits_RV.gather(1, tokens_RK).to(normaliser_R.dtype) - normaliser_R[:, None]).float()
 
 
 def likeliest(logits_RV: torch.Tensor, number: int) -> torch.Tensor:
@@ -251,58 +230,13 @@ def likeliest(logits_RV: torch.Tensor, number: int) -> torch.Tensor:
         return torch.empty(len(logits_RV), 0, dtype=torch.int64, device=logits_RV.device)
     last_first_V = torch.arange(num_tokens - 1, -1, -1, device=logits_RV.device)
     parts = []
-    for x_BV in logits_RV.split(_rows_at_once(num_tokens)):
+    for x_BV in logits_RV.split(rows_at_once(num_tokens)):
         # The bits of floats as integers in the order of the floats; -0.0 becomes 0.0.
         bits_BV = (x_BV + 0.0).view(torch.int32).long()
         ordered_BV = torch.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
         keys_BV = (ordered_BV << 32) + last_first_V
         parts.append(num_tokens - 1 - (keys_BV.topk(min(number, num_tokens), 1).values & 0xFFFFFFFF))
     return torch.cat(parts)
-
-
-def uniforms(seed_R: torch.Tensor, position_R: torch.Tensor) -> torch.Tensor:
-    """float64 in [0, 1): a hash of seed and position."""
-    hashed_R = _mixed(_mixed(seed_R + _GOLDEN) + position_R * _GOLDEN)
-    return _shifted(hashed_R, 11).double() * 2.0**-53
-
-
-def _draw(scores_GV: torch.Tensor, rows: SamplerRows, rows_G: torch.Tensor, is_ranked: bool) -> torch.Tensor:
-    scores_GV = scores_GV / rows.temperature_R[rows_G, None]
-    uniform_G = uniforms(rows.seed_R[rows_G], rows.position_R[rows_G])
-    least_G1 = (rows.min_p_R[rows_G, None] * _UNIT).long()
-    if not is_ranked:
-        weights_GV = _weights(scores_GV - scores_GV.amax(1, keepdim=True))
-        return _search(weights_GV * (weights_GV >= least_G1), uniform_G)
-    ordered_GK, tokens_GK = (scores_GV + 0.0).sort(dim=1, descending=True, stable=True)
-    weights_GK = _weights(ordered_GK - ordered_GK[:, :1])
-    ranks_K = torch.arange(weights_GK.shape[1], device=weights_GK.device)
-    weights_GK *= (weights_GK >= least_G1) & (ranks_K < rows.top_k_R[rows_G, None])
-    summed_GK = weights_GK.cumsum(1)
-    # A token stays if what precedes it is below top_p; the first always stays.
-    most_G1 = rows.top_p_R[rows_G, None] * summed_GK[:, -1:].double()
-    weights_GK *= ((summed_GK - weights_GK).double() < most_G1) | (ranks_K == 0)
-    return tokens_GK.gather(1, _search(weights_GK, uniform_G)[:, None])[:, 0]
-
-
-def _weights(shifted_GV: torch.Tensor) -> torch.Tensor:
-    """int64 [G, V]: exp of scores whose largest is 0, in units of 1 / `_UNIT`."""
-    return (shifted_GV.exp_() * _UNIT).long()
-
-
-def _search(weights_GV: torch.Tensor, uniform_G: torch.Tensor) -> torch.Tensor:
-    """Where the running sum of weights exceeds a share of their total: the block first, then the token."""
-    num_tokens = weights_GV.shape[1]
-    padded_GV = torch.nn.functional.pad(weights_GV, (0, -num_tokens % _BLOCK))
-    blocks_GNB = padded_GV.view(len(padded_GV), -1, _BLOCK)
-    sums_GN = blocks_GNB.sum(2).cumsum(1)
-    total_G = sums_GN[:, -1]
-    target_G1 = torch.minimum((uniform_G * total_G.double()).long(), total_G - 1)[:, None]
-    # Sums of a row that is not finite are of no use, and must not lead out of it.
-    block_G1 = torch.searchsorted(sums_GN, target_G1, right=True).clamp(max=sums_GN.shape[1] - 1)
-    within_GB = blocks_GNB.gather(1, block_G1[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(1)
-    rest_G1 = target_G1 - sums_GN.gather(1, block_G1) + within_GB[:, -1:]
-    index_G1 = torch.searchsorted(within_GB, rest_G1, right=True).clamp(max=_BLOCK - 1)
-    return (block_G1 * _BLOCK + index_G1)[:, 0].clamp(max=num_tokens - 1)
 
 
 def _counts(sequence: Sequenced, vocabulary: int, device: torch.device) -> torch.Tensor:
@@ -312,23 +246,3 @@ def _counts(sequence: Sequenced, vocabulary: int, device: torch.device) -> torch
     counts_V.index_add_(0, torch.tensor(known, dtype=torch.int64), torch.ones(len(known), dtype=torch.int32))
     counts_V[torch.tensor([t for t in {*sequence.prompt} if t < vocabulary], dtype=torch.int64)] += _IN_PROMPT
     return counts_V.to(device)
-
-
-def _blocks(rows_G: torch.Tensor | None, vocabulary: int) -> Iterator[torch.Tensor]:
-    return iter(()) if rows_G is None else iter(rows_G.split(_rows_at_once(vocabulary)))
-
-
-def _rows_at_once(vocabulary: int) -> int:
-    return max(1, _MOST_WEIGHTS // vocabulary)
-
-
-def _mixed(x_R: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64; int64 arithmetic wraps around."""
-    x_R = (x_R ^ _shifted(x_R, 30)) * _FIRST
-    x_R = (x_R ^ _shifted(x_R, 27)) * _SECOND
-    return x_R.bitwise_xor(_shifted(x_R, 31))
-
-
-def _shifted(x_R: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifted right as unsigned numbers."""
-    return (x_R >> bits).bitwise_and(2 ** (64 - bits) - 1)
