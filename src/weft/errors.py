@@ -140,3 +140,12 @@ def size(num_bytes: float) -> str:
             break
         value, unit = value / 1024, larger
     return counted(round(num_bytes), "byte") if unit == "bytes" else f"{value:,.1f} {unit}"
+
+
+def rough_time(seconds: float) -> str:
+    """A predicted time: `12.3 ms`, `48.0 s`, `12 min`, `3.1 h`."""
+    if 0 < seconds < 1:
+        return f"{seconds * 1e3:,.3g} ms"
+    if seconds < 120:
+        return f"{seconds:,.1f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -294,3 +294,8 @@ def check_cpu_processes(number: int, where: str) -> None:
     if number > most:
         found = f"takes {number:,} processes, and {counted(cores, 'CPU core')} can run {most}"
         raise ConfigError(f"{found}; use at most {most}.", where=where)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

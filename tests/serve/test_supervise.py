@@ -135,7 +135,7 @@ def test_child_when_it_cannot_be_started_then_tried_again_and_the_others_live_on
 def test_workers_when_started_then_share_the_cores_and_leave_one_to_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cores: int, num_workers: int, threads: str
 ):
-    monkeypatch.setattr(supervise, "_num_cores", lambda: num_cores)
+    monkeypatch.setattr(supervise, "num_cores", lambda: num_cores)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     verbs = [["worker"]] * num_workers + [["serve"]]
     children = [Child(str(i), [*verb, "tells", str(tmp_path / str(i))]) for i, verb in enumerate(verbs)]

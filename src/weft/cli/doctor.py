@@ -21,6 +21,7 @@ from rich.text import Text
 
 from weft import __version__
 from weft.errors import WeftError, counted, install_command
+from weft.processes import num_cores
 from weft.report.readable import output_console
 
 if TYPE_CHECKING:
@@ -155,12 +156,10 @@ def _machine() -> Iterator[Finding]:
         yield Finding(str(device), "ok", f"{device_name(device)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
     if not gpus():
         yield Finding("device", "ok", "cpu; torch sees no GPU")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = torch.get_num_threads()
-    crowded = cores is not None and threads > cores
-    advice = f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down" if crowded else ""
-    text = counted(threads, "thread") + ("" if cores is None else f" on {counted(cores, 'core')}")
-    yield Finding("threads", "warn" if crowded else "ok", text, advice)
+    cores, threads = num_cores(), torch.get_num_threads()
+    advice = f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down" if threads > cores else ""
+    text = f"{counted(threads, 'thread')} on {counted(cores, 'core')}"
+    yield Finding("threads", "warn" if threads > cores else "ok", text, advice)
     yield _memory()
     yield _kernels()
     yield _capacity()

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from weft.cli.options import path_argument, path_option
-from weft.errors import ConfigError, counted, size
+from weft.errors import ConfigError, counted, rough_time, size
 from weft.plan.layout import Layout
 from weft.report.readable import output_console, print_line
 from weft.spec import RunSpec, load_run
@@ -213,9 +213,9 @@ def _show(found: Forecast, console: Console, alone: Sequence[str], *, is_measure
         f"planned   {found.planned_tokens:,} tokens in {counted(found.num_microbatches, 'microbatch')} of up to "
         f"{found.capacity:,} (at least {found.fewest_microbatches:,}), on average {found.fill:.0%} of that; {order}",
         f"schedule  {found.schedule} on {found.num_devices} {found.device}{stages}, bubbles {found.bubble_ratio:.1%}",
-        f"speed     about {found.tokens_per_s:,.0f} tokens/s, {duration(found.round_s)} a step; the whole run of "
+        f"speed     about {found.tokens_per_s:,.0f} tokens/s, {rough_time(found.round_s)} a step; the whole run of "
         f"{found.total_tokens:,} tokens{' with its evaluations and references' if found.eval_s else ''} about "
-        f"{duration(found.total_s)} (predicted {source}, not measured)",
+        f"{rough_time(found.total_s)} (predicted {source}, not measured)",
         f"memory    {memory} of {size(found.device_bytes)}{' a device' * (found.num_devices > 1)} with the planned "
         "microbatches"
         + ("" if found.fits else ": does not fit")
@@ -230,12 +230,3 @@ def _show(found: Forecast, console: Console, alone: Sequence[str], *, is_measure
             f"and head: {owners}"
         )
     print_line(console, "\n".join(lines))
-
-
-def duration(seconds: float) -> str:
-    """`12.3 ms`, `48.0 s`, `12 min`, `3.1 h`."""
-    if seconds < 1:
-        return f"{seconds * 1e3:,.3g} ms"
-    if seconds < 120:
-        return f"{seconds:,.1f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.report.run_data import number
 from weft.store.wall_clock import TimeSplit
 
 STATES = ("done", "training", "waiting", "stopped", "failed")
@@ -91,66 +92,56 @@ def read_board(board: Mapping[str, Any]) -> Board:
     numbered = [(_rank(row), _trial(row, index)) for index, row in enumerate(rows)]
     numbered.sort(key=lambda pair: (pair[0], pair[1].number))
     trials = tuple(trial for _, trial in numbered)
-    tokens, scales = finite(board.get("tokens")), board.get("scales")
+    tokens, scales = number(board.get("tokens")), board.get("scales")
     return Board(
         metric=str(board.get("metric") or "objective"),
         mode="max" if board.get("mode") == "max" else "min",
         sampler=str(board.get("sampler") or ""),
         trials=trials,
-        seconds=finite(board.get("seconds")),
+        seconds=number(board.get("seconds")),
         tokens=sum(trial.tokens for trial in trials if not trial.origin) if tokens is None else tokens,
-        one_by_one_seconds=finite(board.get("one_by_one_seconds")),
+        one_by_one_seconds=number(board.get("one_by_one_seconds")),
         scales=dict(scales) if isinstance(scales, Mapping) else {},
         time=TimeSplit.from_json(board.get("time")),
     )
 
 
-def finite(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
 def _rank(row: Mapping[str, Any]) -> float:
-    rank = finite(row.get("rank"))
+    rank = number(row.get("rank"))
     return math.inf if rank is None else rank
 
 
 def _trial(row: Mapping[str, Any], index: int) -> BoardTrial:
-    number = int(finite(row.get("number")) or 0) if "number" in row else index
+    index = int(number(row.get("number")) or 0) if "number" in row else index
     params = row.get("params")
     return BoardTrial(
-        number=number,
-        name=str(row.get("name") or f"trial {number}"),
+        number=index,
+        name=str(row.get("name") or f"trial {index}"),
         state=str(row.get("state") or "waiting"),
         reason=str(row.get("reason") or ""),
-        value=finite(row.get("value")),
+        value=number(row.get("value")),
         params=dict(params) if isinstance(params, Mapping) else {},
-        steps=int(finite(row.get("steps")) or 0),
-        total_steps=int(finite(row.get("total_steps")) or 0),
-        tokens=finite(row.get("tokens")) or 0.0,
-        seconds=finite(row.get("seconds")) or 0.0,
+        steps=int(number(row.get("steps")) or 0),
+        total_steps=int(number(row.get("total_steps")) or 0),
+        tokens=number(row.get("tokens")) or 0.0,
+        seconds=number(row.get("seconds")) or 0.0,
         points=tuple(_points(row.get("points") or ())),
         losses=tuple(_losses(row.get("losses") or ())),
-        started_s=finite(row.get("started_s")),
-        ended_s=finite(row.get("ended_s")),
+        started_s=number(row.get("started_s")),
+        ended_s=number(row.get("ended_s")),
         origin=str(row.get("origin") or ""),
     )
 
 
 def _points(rows: Iterable[Any]) -> Iterable[BoardPoint]:
     for row in rows:
-        step, value = (finite(row.get(key)) for key in ("step", "value")) if isinstance(row, Mapping) else (None, None)
+        step, value = (number(row.get(key)) for key in ("step", "value")) if isinstance(row, Mapping) else (None, None)
         if step is not None and value is not None:
-            yield BoardPoint(step, finite(row.get("tokens")), value, finite(row.get("at_s")))
+            yield BoardPoint(step, number(row.get("tokens")), value, number(row.get("at_s")))
 
 
 def _losses(rows: Iterable[Any]) -> Iterable[tuple[float, float]]:
     for row in rows:
-        step, loss = map(finite, row) if isinstance(row, list | tuple) and len(row) == 2 else (None, None)
+        step, loss = map(number, row) if isinstance(row, list | tuple) and len(row) == 2 else (None, None)
         if step is not None and loss is not None:
             yield step, loss

@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.report import readable
-from weft.report.sweep_board import Board, BoardTrial, finite
+from weft.report.run_data import number
+from weft.report.sweep_board import Board, BoardTrial
 
 MAX_CHOICES = 8
 """Numbers with at most this many different values are taken for a list of choices."""
@@ -58,10 +59,10 @@ class Axis:
         if self.kind == "choice":
             label = value_label(value)
             return (self.choices.index(label) + 0.5) / len(self.choices) if label in self.choices else None
-        number = finite(value)
-        if number is None:
+        known = number(value)
+        if known is None:
             return None
-        return (self._scaled(number) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
+        return (self._scaled(known) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
 
     def value_at(self, position: float) -> float:
         low, high = self._scaled(self.low), self._scaled(self.high)
@@ -132,13 +133,13 @@ def _axis(name: str, board: Board) -> Axis | None:
     labels = dict.fromkeys(value_label(value) for value in values)
     if len(labels) < 2:
         return None
-    numbers = [number for value in values if (number := finite(value)) is not None]
+    numbers = [known for value in values if (known := number(value)) is not None]
     # Drawn from a range, hardly two trials have the same value; a list of choices is met again and again. A few whole
     # numbers are read best as choices, unless distances mean something else than they would show.
     is_drawn = scale == "log" or (len(labels) > 4 and len(labels) > 0.75 * len(values))
     if len(numbers) < len(values) or (len(labels) <= MAX_CHOICES and not is_drawn):
         keyed = {
-            value_label(value): (finite(value) is None, finite(value) or 0.0, value_label(value)) for value in values
+            value_label(value): (number(value) is None, number(value) or 0.0, value_label(value)) for value in values
         }
         return Axis(name, "choice", tuple(sorted(labels, key=lambda label: keyed[label])), 0.0, 1.0)
     low, high = min(numbers), max(numbers)

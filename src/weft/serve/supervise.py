@@ -31,6 +31,7 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.parallel.ray.connect import ClusterConnection, ReplicaRequest, connect, need_ray, replica_request
+from weft.processes import num_cores
 
 LOG = logging.getLogger("weft.serve")
 POLL_S = 0.2
@@ -81,7 +82,7 @@ class Supervisor:
 
     def __init__(self, children: Sequence[Child]) -> None:
         self.children = list(children)
-        self._num_threads = max(1, (_num_cores() - 1) // max(1, sum(child.trains for child in children)))
+        self._num_threads = max(1, (num_cores() - 1) // max(1, sum(child.trains for child in children)))
         self._stopping = threading.Event()
         self._is_stable = threading.Event()
         """Set when no more children are started."""
@@ -158,10 +159,6 @@ def _put_off(child: Child, at: float, backoff_s: float, message: str, **fields: 
     child.start_at = at + child.backoff_s
     fields |= {"child": child.name, "again_in_s": child.backoff_s}
     LOG.warning(message, extra={"fields": fields})
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _start(child: Child, num_threads: int) -> subprocess.Popen[bytes]:

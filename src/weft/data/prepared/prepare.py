@@ -31,6 +31,7 @@ from weft.data.sources import Source, find_source
 from weft.errors import DataError, counted
 from weft.objectives.objective import Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED
+from weft.processes import num_cores
 from weft.spec.job import SourceSpec
 
 PARALLEL_BYTES = 16 * 2**20
@@ -179,7 +180,7 @@ def num_processes(sources: Sequence[Source], converter: Converter) -> int:
         return 1
     # Code that came with a model is not there in other processes; and one that was started for a file keeps to itself.
     is_known = type(converter.tokenizer).__module__.split(".")[0] in ("transformers", "tokenizers")
-    return len(os.sched_getaffinity(0)) if is_known and multiprocessing.parent_process() is None else 1
+    return num_cores() if is_known and multiprocessing.parent_process() is None else 1
 
 
 def _noting(chunks: Iterator[Chunk], sizes: deque[int]) -> Iterator[Chunk]:

@@ -45,6 +45,7 @@ from weft.plan.cost.memory import LOSS_ROWS
 from weft.plan.cost.shape import GPU_ROW_TILE
 from weft.plan.decoder import Decoder, Rotary, moved_names
 from weft.plan.families import describe
+from weft.processes import num_cores
 
 META = torch.device("meta")
 
@@ -246,8 +247,7 @@ def main() -> None:
     if not line:
         return
     first, later = (sorted(part, key=_rank) for part in rehearse(KernelRequest.from_json(line)))
-    cores = len(os.sched_getaffinity(0))
-    if _compile_all([*first, *later], len(first), min(MOST_WORKERS, max(1, cores - 1))):
+    if _compile_all([*first, *later], len(first), min(MOST_WORKERS, max(1, num_cores() - 1))):
         Path(sys.argv[1]).touch()
 
 

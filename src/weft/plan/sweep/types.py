@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from weft.errors import PlanError, counted, size
+from weft.errors import PlanError, counted, rough_time, size
 from weft.plan.cost.shape import ALL_LINEAR, chosen_linears
 
 
@@ -103,8 +103,8 @@ class SweepPlan:
                 (
                     str(number),
                     _span(pack.gpus),
-                    duration(pack.start_s),
-                    duration(pack.end_s),
+                    rough_time(pack.start_s),
+                    rough_time(pack.end_s),
                     f"{pack.capacity:,}",
                     pack.recompute,
                     size(pack.gpu_bytes),
@@ -121,22 +121,14 @@ class SweepPlan:
         gpus = f"{self.num_gpus} x {self.device}"
         lines = [
             f"{counted(count, 'configuration')}, {self.num_tokens:,} tokens, in "
-            f"{counted(len(self.packs), 'pack')} on {gpus}: about {duration(self.makespan_s)} (a model's estimate, all "
-            "trained to their end)",
-            f"at least {duration(self.lower_bound_s)} for any plan: this one is within "
+            f"{counted(len(self.packs), 'pack')} on {gpus}: about {rough_time(self.makespan_s)} (a model's estimate, "
+            "all trained to their end)",
+            f"at least {rough_time(self.lower_bound_s)} for any plan: this one is within "
             f"{self.approximation_ratio - 1:.1%} of the best",
         ]
         if self.one_by_one_s is not None and self.speedup is not None:
-            lines.append(f"one by one with PEFT about {duration(self.one_by_one_s)}: {self.speedup:.1f}x")
+            lines.append(f"one by one with PEFT about {rough_time(self.one_by_one_s)}: {self.speedup:.1f}x")
         return lines
-
-
-def duration(seconds: float) -> str:
-    if 0 < seconds < 0.1:
-        return f"{seconds * 1e3:,.3g} ms"
-    if seconds < 120:
-        return f"{seconds:,.1f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def _span(gpus: tuple[int, ...]) -> str:
