@@ -253,6 +253,11 @@ def _prompt(form: Form, renderer: Renderer, where: str) -> Prompt:
     if not isinstance(form, Conversation | Text):
         raise DataError("token ids cannot be split into a prompt and its answer.", where=where)
     rendered, reference = renderer.render_prompt(form, where)
+    try:
+        rendered.text.encode()
+    except UnicodeEncodeError:
+        # Bytes of a command line that are no text, or half of a surrogate pair: tokenizers take neither.
+        raise DataError("is not UTF-8 text.", where=where) from None
     tokens = tokenise_prompt(rendered, renderer.tokenizer)
     if not len(tokens):
         raise DataError("the prompt is empty.", where=where)

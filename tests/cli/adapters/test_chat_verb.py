@@ -16,6 +16,16 @@ def test_chat_when_lines_are_piped_then_prints_only_the_answers(weft, adapters: 
     assert (result.code, result.out, result.err) == (0, "planet\ngarden\n", "")
 
 
+def test_chat_when_a_line_or_the_system_prompt_is_not_text_then_says_so(weft, refused, monkeypatch: pytest.MonkeyPatch):
+    def undecodable(shown: str = "") -> str:
+        return b"\xff".decode()
+
+    monkeypatch.setattr("builtins.input", undecodable)
+    assert refused("chat", "--base-model", "tiny") == "standard input: is not UTF-8 text."
+    monkeypatch.setattr("builtins.input", lambda shown="": "planet")
+    assert refused("chat", "--base-model", "tiny", "--system", "\udcff") == "the chat: is not UTF-8 text."
+
+
 def test_chat_when_commands_are_typed_then_obeys_them(weft, adapters: Path):
     typed = "/adapter\n/adapter nobody\n/adapter base\nplanet\n/reset\n/dance\n/help\n/quit\nnever answered\n"
     result = weft("chat", "--adapter", adapters / "strong", "--adapter", "base", typed=typed)

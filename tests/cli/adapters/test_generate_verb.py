@@ -148,6 +148,7 @@ ANSWER_LENGTHS = "at least 1 and at most 1,000,000"
         (["--prompt", "x", "--data", "y.jsonl"], "--prompt and --data are both given; keep one."),
         ([], "there is nothing to answer; give --prompt TEXT or --data FILE."),
         (["--prompt", " "], "--prompt: the prompt is empty."),
+        (["--prompt", "\udcff"], "the prompt: is not UTF-8 text."),
         (["--prompt", "x", "--temperature", "-1"], "--temperature: must be 0 or at least 0.001, got -1."),
         (["--prompt", "x", "--temperature", "nan"], "--temperature: must be 0 or at least 0.001, got nan."),
         (["--prompt", "x", "--temperature", "1e-30"], "--temperature: must be 0 or at least 0.001, got 1e-30."),

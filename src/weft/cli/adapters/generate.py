@@ -275,6 +275,8 @@ def chat(
             talk.read_line(input(f"{talk.adapter}> " if interactive else ""))
         except EOFError:
             break
+        except UnicodeDecodeError:
+            raise DataError("is not UTF-8 text.", where="standard input") from None
         except KeyboardInterrupt:
             if not interactive:
                 raise
