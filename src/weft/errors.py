@@ -18,8 +18,9 @@ The text of an error states where it happened, what was found, and what is accep
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 
@@ -118,11 +119,15 @@ def closest(word: str, accepted: list[str]) -> str | None:
     return known[matches[0]] if matches else None
 
 
-def not_accepted(word: str, accepted: Iterable[str], where: str) -> ConfigError:
-    """The error for a word outside a list, with the nearest one as a hint."""
+def not_accepted(
+    word: str, accepted: Iterable[str], where: str, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> ConfigError:
+    """The error for a word outside a list, with a hint: that of `elsewhere`, which has names of other trainers, or the
+    nearest accepted word."""
     words = list(accepted)
-    guess = closest(word, words)
-    hint = f"Did you mean {guess}?" if guess else None
+    hint = elsewhere.get(word.lower().replace("-", "_"))
+    guess = None if hint else closest(word, words)
+    hint = f"Did you mean {guess}?" if guess else hint
     return ConfigError(f"got {word!r}; accepted are {', '.join(words)}.", where=where, hint=hint)
 
 

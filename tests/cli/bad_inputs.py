@@ -426,6 +426,8 @@ VERBS = {
     ("eval", "--base-model", "tiny", "--data", "rows.jsonl", "--metric", "bleu"): "--metric: got 'bleu'; accepted",
     ("eval", "--base-model", "tiny", "--data", "gone.jsonl"): "gone.jsonl: there is no such file.",
     ("chat", "--base-model", "tiny", "--temperature", "-1"): "--temperature: must be 0 or at least 0.001, got -1.",
+    ("generate", "--adapter", "rows.jsonl", "--prompt", "x"): "rows.jsonl: is a file; name the adapter's directory.",
+    ("report", "rows.jsonl"): "rows.jsonl: is a file; name a run's directory.",
     ("export", "gone", "--for", "peft"): "gone: there is no such adapter directory.",
     ("export", "gone", "--for", "peft", "--out", "x" * 300): f"{'x' * 300}: the name is too long.",
     (

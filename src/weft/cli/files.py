@@ -86,12 +86,12 @@ def init(
     """Write a commented jobs file that runs as it is, and two small data files for it."""
     from weft.store.atomic import forget, make_directories, storage_errors, write_file
 
-    if file.is_dir():
-        raise StorageError("is a directory; name a file.", where=str(file), hint=f"{file / 'jobs.yaml'} would do.")
     data = {file.parent / "data" / f"{name}.jsonl": _rows(name) for name in SKILLS}
     shown = shlex.quote(str(file))
     texts = {**data, file: JOBS_FILE.format(file=shown)}
     with storage_errors(file):
+        if file.is_dir():
+            raise StorageError("is a directory; name a file.", where=str(file), hint=f"{file / 'jobs.yaml'} would do.")
         existing = [path for path in texts if path.exists()]
     if existing and not force:
         raise StorageError("already exists.", where=str(existing[0]), hint="Use --force to replace it.")

@@ -26,6 +26,8 @@ Pair = tuple[Any, Any, set[float | None]]
 def read_run(run_dir: Path) -> RunData:
     """All data of a run directory; a StorageError if it is not one."""
     run_dir = Path(run_dir)
+    if run_dir.is_file():
+        raise StorageError("is a file; name a run's directory.", where=str(run_dir))
     if not run_dir.is_dir():
         raise StorageError("there is no such run directory.", where=str(run_dir))
     info = read_info(run_dir)

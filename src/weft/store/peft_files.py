@@ -321,6 +321,8 @@ def _model_card(spec: AdapterSpec, base_model: str, head: HeadObjective | None) 
 
 
 def _read_files(directory: Path) -> AdapterFiles:
+    if directory.is_file():
+        raise AdapterFileError("is a file; name the adapter's directory.", where=str(directory))
     if not directory.is_dir():
         raise AdapterFileError("there is no such adapter directory.", where=str(directory))
     where = str(directory / CONFIG_FILE)

@@ -83,6 +83,7 @@ def test_eval_when_the_data_is_pairs_then_measures_rewards_and_refuses_what_pair
     assert "rewards/accuracies" in shown
     assert refused(*asked, "--metric", "perplexity").startswith("--metric: perplexity is of single answers")
     assert refused(*asked, "--objective", "dbo").endswith(". Did you mean dpo?")
+    assert "which is not supported; the nearest is dpo." in refused(*asked, "--objective", "ppo")
 
 
 def test_eval_when_an_adapter_has_a_head_then_measures_its_classes_and_no_verb_lets_it_write(
@@ -158,7 +159,8 @@ def test_logits_when_written_then_jobs_read_what_the_adapter_says_of_every_super
     assert strong["teacher_agreement"] == 1.0 > base["teacher_agreement"] and strong["kl"] < base["kl"]
     asked = ("eval", "--base-model", "tiny", "--data", echoes, "--logits")
     assert refused(*asked, path) == f"--logits: {path} is there already; name another file."
-    assert refused(*asked, tmp_path / "a.txt") == "--logits: got a.txt; expected the name of a .jsonl file."
+    for wrong in (str(tmp_path / "a.txt"), "."):
+        assert refused(*asked, wrong) == f"--logits: got {wrong}; expected the name of a .jsonl file."
     assert refused(*asked, tmp_path / "b.jsonl", "--top-k", 0) == "--top-k: must be from 1 to 1,000, got 0."
     held = ("eval", "--data", path, "--reference", adapters / "strong", "--adapter", adapters / "idle")
     assert refused(*held) == "--reference: the rows have the outputs of their teacher; leave it out."

@@ -147,10 +147,11 @@ def _wants_answers(chosen: list[str] | None, dataset: Dataset) -> bool:
 
 
 def _check_objective(name: str) -> None:
+    from weft.other_trainers import OBJECTIVES_ELSEWHERE
     from weft.spec.job import OBJECTIVES
 
     if name not in OBJECTIVES:
-        raise not_accepted(name, OBJECTIVES, "--objective")
+        raise not_accepted(name, OBJECTIVES, "--objective", OBJECTIVES_ELSEWHERE)
 
 
 def _refuse_foreign_metrics(chosen: list[str] | None, dataset: Dataset) -> None:
@@ -332,7 +333,7 @@ def _number(metric: str, value: float) -> str:
 def check_logits(path: Path, adapters: list[str] | None, top_k: int) -> None:
     """ConfigError if the file cannot be written or more than one adapter could be the teacher."""
     if path.suffix != ".jsonl":
-        raise ConfigError(f"got {path.name}; expected the name of a .jsonl file.", where="--logits")
+        raise ConfigError(f"got {path}; expected the name of a .jsonl file.", where="--logits")
     if path.exists():
         raise ConfigError(f"{path} is there already; name another file.", where="--logits")
     if not path.parent.is_dir():
