@@ -57,6 +57,9 @@ BENCHMARKS = {
     "gpu-tiles": Verb("gpu_tiles:gpu_tiles", "Rows on a GPU by the size of the microbatch and of its tiles."),
     "experts": Verb("experts:experts", "Mixtures of experts on a GPU: four jobs of Weft beside one of PEFT."),
     "hybrids": Verb("hybrids:hybrids", "Layers with states on a GPU: four jobs of Weft beside one of PEFT."),
+    "decode": Verb(
+        "decode:decode", "Decoding on a GPU: many adapters beside transformers, and beside training to the bit."
+    ),
     "method-rates": Verb("method_rates:method_rates", "Which learning rate suits which PEFT method."),
     "two-versions": Verb("two_versions:two_versions", "`step` with two versions of Weft in turn on one machine."),
 }
