@@ -20,6 +20,7 @@ import torch
 import typer
 
 from benchmarks.clock import release
+from weft.adapters.frozen import quantise
 from weft.data.samples import Sample
 from weft.engine.inference.generate import Continuation, Request, complete, end_tokens
 from weft.engine.inference.read import next_logits
@@ -60,8 +61,11 @@ def model(layers: int, device: torch.device) -> Any:
     return made.eval()
 
 
-def with_adapters(plain: Any, number: int) -> tuple[Backbone, list[int]]:
+def with_adapters(plain: Any, number: int, kind: str = "none") -> tuple[Backbone, list[int]]:
+    """A backbone whose weights are stored as `kind`, and the slots of its adapters."""
     backbone = Backbone(plain, NoTokenizer(), "decode")  # type: ignore[arg-type]
+    for linear in backbone.linears.values() if kind != "none" else ():
+        linear.frozen = quantise(linear.frozen.dense(), kind)
     backbone.use_kernels("fused")
     slots = []
     for index in range(number):

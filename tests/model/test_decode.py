@@ -160,3 +160,41 @@ def test_generate_when_pages_do_not_fit_then_the_last_to_come_wait_and_nothing_e
     monkeypatch.setattr(pages, "LEAST_PAGES", 8)
     assert generate(backbone, wanted, GREEDY) == expected
     assert decoder_of(backbone).pages.num_used == 0
+
+
+@pytest.mark.parametrize("num_rows", [64, 3 * PAGE])
+def test_decoder_when_it_compares_itself_with_training_then_reads_what_training_reads(num_rows, monkeypatch):
+    """On a GPU it asks for equal bits. A CPU's library adds up otherwise for another number of rows."""
+    backbone, _ = with_adapters("llama", "fused")
+    compared = []
+
+    def close(read_LD: torch.Tensor, expected_LD: torch.Tensor) -> bool:
+        compared.append(len(read_LD))
+        torch.testing.assert_close(read_LD, expected_LD, rtol=1e-5, atol=1e-5)
+        return True
+
+    monkeypatch.setattr(torch, "equal", close)
+    assert decoder_of(backbone)._agrees(num_rows)
+    assert compared == [num_rows]
+    gc.collect()
+    assert decoder_of(backbone).pages.num_used == 0
+
+
+@pytest.mark.parametrize("length", [5, PAGE, PAGE + 3])
+def test_sequences_when_they_begin_alike_then_are_read_once_and_go_on_apart(length, monkeypatch):
+    backbone, slots = with_adapters("llama", "fused", ("prefix",))
+    (own,) = requests(slots[1:], (length,))
+    drawn = Decoding(max_new_tokens=9, temperature=1.5)
+    wanted = [Request(own.tokens, own.slot, seed) for seed in range(4)]
+    alone = [generate(backbone, [each], drawn)[0] for each in wanted]
+    read, num_prompts = FusedDecoder._start, []
+
+    def counted(self: FusedDecoder, own: list) -> tuple[torch.Tensor, list[int]]:
+        num_prompts.append(len(own))
+        return read(self, own)
+
+    monkeypatch.setattr(FusedDecoder, "_start", counted)
+    assert generate(backbone, wanted, drawn) == alone
+    assert num_prompts == [1] and len({tuple(tokens) for tokens in alone}) > 1
+    gc.collect()
+    assert decoder_of(backbone).pages.num_used == 0

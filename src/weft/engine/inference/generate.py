@@ -198,12 +198,12 @@ def advance(
 ) -> list[int | None]:
     """Writes the next token of each, in one pass of the backbone; None where an end token or an error came instead. A
     continuation's token does not depend on the others in the pass."""
-    leading = [backbone.leading_rows(item.request.slot) for item in going]
+    leading, longest = [backbone.leading_rows(item.request.slot) for item in going], backbone.max_positions
     tokens, logprobs = sampler.choose(next_logits(backbone, going), going).to_host()
     written: list[int | None] = []
     for item, token, own, num_leading in zip(going, tokens, logprobs, leading, strict=True):
         try:
-            written.append(item.write(token, ends, backbone.max_positions, num_leading, own))
+            written.append(item.write(token, ends, longest, num_leading, own))
         except JobError as error:
             item.error = error
             written.append(None)

@@ -12,7 +12,7 @@ Shape suffixes: T rows, N sequences of a call, D hidden size, S lines of the pag
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -118,6 +118,18 @@ class RowOrder:
     buffer: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
 
+def _alike(new: Sequence[NewTokens]) -> dict[int, list[int]]:
+    """Indices of those that begin with the same tokens and slot as an earlier one, by the index of the first such."""
+    firsts: dict[tuple[int | None, tuple[int, ...]], int] = {}
+    found: dict[int, list[int]] = {}
+    for index, item in enumerate(new):
+        if item.num_read == 0:
+            first = firsts.setdefault((item.slot, tuple(item.tokens)), index)
+            if first != index:
+                found.setdefault(first, []).append(index)
+    return found
+
+
 def _groups(indices: list[int], counts: Sequence[int]) -> list[list[int]]:
     """Sequences in order, in groups of up to PROMPT_ROWS rows."""
     groups: list[list[int]] = []
@@ -169,14 +181,21 @@ class FusedDecoder:
     @torch.no_grad()
     def read(self, new: Sequence[NewTokens], leading: Sequence[int]) -> torch.Tensor:
         """The last hidden state after each sequence's tokens (N, D); `leading`: rows in front that adapters fill."""
-        sequences, counts = self._prepare(new, leading)
+        alike = _alike(new)
+        sequences, counts = self._prepare(new, leading, alike)
         hidden_ND = torch.empty(len(new), self._model.hidden, dtype=self._model.dtype, device=self._model.device)
-        starting = [index for index, sequence in enumerate(sequences) if sequence.length == 0]
-        going = [index for index, sequence in enumerate(sequences) if sequence.length > 0]
+        later = {index for indices in alike.values() for index in indices}
+        starting = [index for index, each in enumerate(sequences) if each.length == 0 and index not in later]
+        going = [index for index, each in enumerate(sequences) if each.length > 0]
         for indices in _groups(starting, counts):
             own = [(sequences[index], new[index], leading[index]) for index in indices]
             left_TD, ends = self._start(own)
             hidden_ND.index_copy_(0, self._sent(indices), left_TD[self._sent(ends)])
+        for first, indices in alike.items():
+            self.pages.copy_last(sequences[first], [sequences[index] for index in indices], counts[first])
+            hidden_ND[self._sent(indices)] = hidden_ND[first]
+            for index in indices:
+                sequences[index].length = counts[first]
         for indices, tokens in self._passes(going, [new[index].tokens for index in going]):
             left_TD, ends = self._go_on([sequences[index] for index in indices], tokens)
             read_ND = left_TD[self._sent(ends)]
@@ -189,7 +208,7 @@ class FusedDecoder:
     @torch.no_grad()
     def read_every(self, new: NewTokens, num_leading: int) -> torch.Tensor:
         """The last hidden states of one sequence's tokens (L, D)."""
-        (sequence,), _ = self._prepare([new], [num_leading])
+        (sequence,), _ = self._prepare([new], [num_leading], {})
         if sequence.length == 0:
             left_TD, (end,) = self._start([(sequence, new, num_leading)])
             return left_TD[end + 1 - len(new.tokens) : end + 1]
@@ -199,7 +218,9 @@ class FusedDecoder:
             parts.append(left_TD[: len(tokens[0])].clone())
         return torch.cat(parts)
 
-    def _prepare(self, new: Sequence[NewTokens], leading: Sequence[int]) -> tuple[list[CachedSequence], list[int]]:
+    def _prepare(
+        self, new: Sequence[NewTokens], leading: Sequence[int], alike: Mapping[int, Sequence[int]]
+    ) -> tuple[list[CachedSequence], list[int]]:
         """Each one's sequence, with pages for its new rows, and the number of these."""
         self._follow(item.slot for item in new)
         sequences = []
@@ -212,7 +233,14 @@ class FusedDecoder:
             len(item.tokens) + (0 if sequence.length else num_leading)
             for item, sequence, num_leading in zip(new, sequences, leading, strict=True)
         ]
-        self.pages.make_room([(each, each.length + count) for each, count in zip(sequences, counts, strict=True)])
+        wanted = [(each, each.length + count) for each, count in zip(sequences, counts, strict=True)]
+        later = {index for indices in alike.values() for index in indices}
+        self.pages.make_room([each for index, each in enumerate(wanted) if index not in later])
+        for first, indices in alike.items():
+            for index in indices:
+                if not sequences[index].pages:
+                    self.pages.share(sequences[first], *wanted[index])
+        self.pages.make_room([wanted[index] for index in later])
         self.pages.publish()
         return sequences, counts
 
@@ -343,8 +371,8 @@ class FusedDecoder:
         expected = run_forward(self._model, inputs, self._table, tile, Memory(), needs_grad=False).left_TD
         cache: dict[Any, Any] = {}
         self.read([NewTokens(tokens[:1].tolist(), None, cache)], [0])
-        left_TD, _ = self._go_on([cache[CachedSequence]], [tokens[1:].tolist()])
-        return torch.equal(left_TD[:num_rows], expected[1 : num_rows + 1])
+        read_LD = self.read_every(NewTokens(tokens[1:].tolist(), None, cache, num_read=1), 0)
+        return torch.equal(read_LD, expected[1 : num_rows + 1])
 
     @memory_errors()
     def _capture(self, shape: InputShape) -> CapturedStep:

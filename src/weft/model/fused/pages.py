@@ -1,7 +1,8 @@
 """Keys and values of sequences in pages, and the table of whose they are.
 
-Pages and lines of the table are taken when a sequence grows and free again when nothing refers to it any more. There
-are as many as have been needed at once; if memory is wanted for something else, all of them can be given up.
+Pages and lines of the table are taken when a sequence grows and free again when nothing refers to it any more.
+Sequences that begin with the same rows share the pages that these fill. There are as many pages as have been needed at
+once, but a GPU keeps the margin that admission keeps; if memory is wanted for something else, all can be given up.
 
 Shape suffixes: T rows, S lines of the table, N pages of a line, E keys and values of a row.
 """
@@ -15,10 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.kernels.device import empty_cache, memory_errors
+from weft.kernels.device import (
+    allocated_bytes,
+    empty_cache,
+    free_and_total_bytes,
+    is_gpu,
+    memory_errors,
+    reserved_bytes,
+)
 from weft.kernels.launch import cdiv, next_power_of_2
 from weft.kernels.layers.paged_attention import PAGE
 from weft.model.fused.model import FusedModel
+from weft.plan.admit import MARGIN
 
 LEAST_PAGES, LEAST_LINES = 64, 64
 
@@ -56,6 +65,8 @@ class KeyPages:
         self._rows = [torch.empty(0, sum(self._sizes), dtype=self._dtype, device=self._device)] * self._num_layers
         self._lines = np.zeros((1, 1), dtype=np.int32)
         self._num_pages, self._free_pages, self._free_lines = 0, list[int](), list[int]()
+        self._num_users: dict[int, int] = {}
+        """Sequences of each page that is not free."""
         self.pages_SN = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
         self._is_changed = False
 
@@ -76,9 +87,38 @@ class KeyPages:
         return sequence
 
     def _close(self, line: int, pages: list[int], generation: int) -> None:
-        if generation == self.generation:
-            self._free_lines.append(line)
-            self._free_pages.extend(pages)
+        if generation != self.generation:
+            return
+        self._free_lines.append(line)
+        for page in pages:
+            self._num_users[page] -= 1
+            if not self._num_users[page]:
+                del self._num_users[page]
+                self._free_pages.append(page)
+
+    def share(self, source: CachedSequence, sequence: CachedSequence, num_rows: int) -> None:
+        """Gives a new sequence those pages of another that its first rows fill; they must be the same rows."""
+        self._hold(sequence, source.pages[: num_rows // PAGE])
+
+    def copy_last(self, source: CachedSequence, sequences: Sequence[CachedSequence], num_rows: int) -> None:
+        """Copies the rows that `share` left out, in a page that they do not fill."""
+        index = num_rows // PAGE
+        if num_rows % PAGE == 0:
+            return
+        to_P = torch.tensor([sequence.pages[index] for sequence in sequences], device=self._device)
+        for rows in self._rows:
+            pages = rows.view(-1, PAGE, rows.shape[1])
+            pages[to_P] = pages[source.pages[index]].clone()
+
+    def _hold(self, sequence: CachedSequence, pages: Sequence[int]) -> None:
+        held = len(sequence.pages)
+        for page in pages:
+            self._num_users[page] = self._num_users.get(page, 0) + 1
+        sequence.pages.extend(pages)
+        if len(sequence.pages) > self._lines.shape[1]:
+            self._grow_lines(len(self._lines), next_power_of_2(len(sequence.pages)))
+        self._lines[sequence.line, held : len(sequence.pages)] = pages
+        self._is_changed = True
 
     def make_room(self, wanted: Sequence[tuple[CachedSequence, int]]) -> None:
         """Gives each sequence pages for as many rows; out of memory changes none of them."""
@@ -87,14 +127,8 @@ class KeyPages:
         total = sum(number for _, number in missing)
         if total > len(self._free_pages):
             self._grow(total - len(self._free_pages))
-        widest = max((len(sequence.pages) + number for sequence, number in missing), default=0)
-        if widest > self._lines.shape[1]:
-            self._grow_lines(len(self._lines), next_power_of_2(widest))
         for sequence, number in missing:
-            held = len(sequence.pages)
-            sequence.pages.extend(self._free_pages.pop() for _ in range(number))
-            self._lines[sequence.line, held : held + number] = sequence.pages[held:]
-            self._is_changed = True
+            self._hold(sequence, [self._free_pages.pop() for _ in range(number)])
 
     def publish(self) -> None:
         """Sends the page table to the device if it has changed."""
@@ -123,6 +157,12 @@ class KeyPages:
 
     @memory_errors()
     def _allocate(self, number: int) -> None:
+        size = sum(max(0, number * PAGE - len(rows)) * rows.shape[1] for rows in self._rows) * self._dtype.itemsize
+        if is_gpu(self._device):
+            free_bytes, total_bytes = free_and_total_bytes(self._device)
+            unused_bytes = free_bytes + reserved_bytes(self._device) - allocated_bytes(self._device)
+            if size > unused_bytes - MARGIN * total_bytes:
+                raise torch.OutOfMemoryError(f"no memory for {number} pages of keys and values")
         self.version += 1
         # Layer by layer: what was allocated before memory ran out is used at the next try.
         for layer, rows in enumerate(self._rows):

@@ -126,7 +126,7 @@ class PromptScheduler:
 
     def _start_waiting(self) -> None:
         for request in [request for request in self._active if request.is_cancelled]:
-            del self._active[request]
+            self._active.pop(request).cache = {}
         while self._waiting and len(self._active) < most_at_once(self._backbone):
             request = self._waiting.popleft()
             if request.is_cancelled:
@@ -225,4 +225,4 @@ class PromptScheduler:
 
     def _end(self, request: PromptRequest, end: AnswerEnd | Exception) -> None:
         request.answer.put(end)
-        del self._active[request]
+        self._active.pop(request).cache = {}
