@@ -193,7 +193,7 @@ class FusedDecoder:
             hidden_ND.index_copy_(0, self._sent(indices), left_TD[self._sent(ends)])
         for first, indices in alike.items():
             self.pages.copy_last(sequences[first], [sequences[index] for index in indices], counts[first])
-            hidden_ND[self._sent(indices)] = hidden_ND[first]
+            hidden_ND[self._sent(indices)] = hidden_ND[first].clone()
             for index in indices:
                 sequences[index].length = counts[first]
         for indices, tokens in self._passes(going, [new[index].tokens for index in going]):
