@@ -173,6 +173,11 @@ def test_tenants_when_made_and_limited_then_shown(weft: Weft, tmp_path: Path):
             "gpt2: there is no directory gpt2. Accepted are tiny, smollm2, a directory",
         ),
         (("serve", "--db", "mysql://x"), "mysql is not supported"),
+        (("serve", "--db", "sqlite:////proc/x.db"), "--db sqlite:////proc/x.db: the file cannot be opened or made;"),
+        (
+            ("worker", "--db", "postgresql://a:secret@127.0.0.1:1/x"),
+            "--db postgresql://a:***@127.0.0.1:1/x: the database cannot be reached at the moment",
+        ),
         (("serve", "--store", "ftp://127.0.0.1:1/x"), "--store: 'ftp://127.0.0.1:1/x' does not answer"),
         (("serve", "--host", "256.0.0.1"), "cannot be used"),
         (("keys", "create", "--tenant", "nobody"), "there is no tenant 'nobody'"),

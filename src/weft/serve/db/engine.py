@@ -155,6 +155,8 @@ def _connection_errors() -> Iterator[None]:
             raise _Undone("the connection to the database was lost; try again.") from error
         if is_locked(error) or _is_away(error):
             raise Busy("the database cannot be reached at the moment; try again.") from error
+        if _sqlite_code(error).startswith("SQLITE_CANTOPEN"):
+            raise Busy("the file cannot be opened or made; look at its directory, permissions and disk.") from error
         if _is_out_of_room(error):
             raise Busy("the database cannot write: its disk is full or broken; try again later.") from error
         raise
@@ -179,7 +181,7 @@ _AWAY = ("08", "57", "25006")
 """PostgreSQL's codes for a lost connection, a server that stops or starts, and a copy that is read-only."""
 _OUT_OF_ROOM = ("53", "58")
 """PostgreSQL's codes for no disk, memory or connections left, and for errors of its files."""
-_SQLITE_OUT_OF_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")
+_SQLITE_OUT_OF_ROOM = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY")
 
 
 def _sqlstate(error: DBAPIError) -> str:
@@ -193,8 +195,11 @@ def _is_away(error: DBAPIError) -> bool:
 
 
 def _is_out_of_room(error: DBAPIError) -> bool:
-    name = str(getattr(error.orig, "sqlite_errorname", None) or "")
-    return _sqlstate(error).startswith(_OUT_OF_ROOM) or name.startswith(_SQLITE_OUT_OF_ROOM)
+    return _sqlstate(error).startswith(_OUT_OF_ROOM) or _sqlite_code(error).startswith(_SQLITE_OUT_OF_ROOM)
+
+
+def _sqlite_code(error: DBAPIError) -> str:
+    return str(getattr(error.orig, "sqlite_errorname", None) or "")
 
 
 def _with_driver(url: str) -> str:
@@ -229,6 +234,16 @@ _LOCK = 7_733_101
 """The number of the PostgreSQL lock under which processes set up the database one after another."""
 
 
+@contextlib.contextmanager
+def _naming(database: Database) -> Iterator[None]:
+    """Adds the database's URL, without a password, to the errors of a database that cannot be used."""
+    try:
+        yield
+    except Busy as error:
+        url = database.engine.url.set(drivername=database.engine.url.get_backend_name())
+        raise error.at(f"--db {url.render_as_string(hide_password=True)}") from error.__cause__
+
+
 def migrate(database: Database) -> str:
     """Creates or upgrades the tables and returns the revision; refuses a database of a newer version."""
     from alembic import command
@@ -239,7 +254,7 @@ def migrate(database: Database) -> str:
     config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     scripts = ScriptDirectory.from_config(config)
     head = str(scripts.get_current_head())
-    with database.begin() as tx:
+    with _naming(database), database.begin() as tx:
         lock_setup(tx)
         before = revision(tx)
         if before == head:
