@@ -91,9 +91,16 @@ def test_worker_when_an_option_is_wrong_then_says_which(options, words, tmp_path
 
 
 def test_worker_when_the_model_is_not_there_then_says_so(tmp_path):
+    (tmp_path / "data").mkdir()
     with pytest.raises(WeftError) as caught:
         worker(data_dir=tmp_path / "data", base_model="loom=/no/such/model", device="cpu")
     assert "/no/such/model" in str(caught.value)
+
+
+def test_worker_when_its_directory_is_not_there_then_refused_as_it_would_wait_on_an_empty_database(refused, tmp_path):
+    found = refused("worker", "--data-dir", tmp_path / "data")
+    assert found == f"--data-dir {tmp_path / 'data'}: there is no such directory; name the one of `weft serve`."
+    assert not (tmp_path / "data").exists()
 
 
 def test_worker_when_the_extra_is_missing_then_says_what_to_install(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import typer
 from rich.measure import Measurement
 from rich.table import Table
 
-from weft.cli.service.serve import DataDir, DbUrl, need_serve, open_home
+from weft.cli.service.serve import DataDir, DbUrl, check_home, need_serve, open_home
 from weft.errors import ConfigError, size
 from weft.report.readable import PIPE_COLUMNS, output_console
 
@@ -164,8 +164,7 @@ def open_service(data_dir: Path, db: str) -> Database:
     from weft.serve.db.engine import migrate
     from weft.serve.settings import Settings
 
-    if not db and not data_dir.is_dir():
-        raise ConfigError("there is no such directory; name the one of `weft serve`.", where=f"--data-dir {data_dir}")
+    check_home(data_dir, db)
     database = open_home(Settings(data_dir=data_dir, db=db))
     migrate(database)
     return database

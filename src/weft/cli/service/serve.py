@@ -187,6 +187,12 @@ def _check_models(models: Mapping[str, str]) -> None:
             raise ConfigError(f"{name}: there is no directory {path}.", where="--base-model", hint=hint)
 
 
+def check_home(data_dir: Path, db: str) -> None:
+    """ConfigError if the database would be a new one in a directory that no service has made."""
+    if not db and not data_dir.is_dir():
+        raise ConfigError("there is no such directory; name the one of `weft serve`.", where=f"--data-dir {data_dir}")
+
+
 def open_home(settings: Settings) -> Database:
     from weft.serve.db.engine import open_database
     from weft.store.atomic import storage_errors

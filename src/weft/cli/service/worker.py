@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.options import path_option
-from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, StoreUrl
+from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, StoreUrl, check_home
 from weft.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def worker(
         file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
         host=host,
     )
+    check_home(data_dir, db)
     # Data prepared from tenants' files stays in the service's directory.
     os.environ.setdefault(CACHE_VARIABLE, str(options.data_dir / "prepared"))
     log_json()
