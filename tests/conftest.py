@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import gc
 import os
 
 # Kernels run in Triton's interpreter; it must be chosen before anything imports triton. `make test-gpu` compiles them.
@@ -28,6 +29,18 @@ settings.load_profile("weft")
 @pytest.fixture(autouse=True)
 def _fresh_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_imports() -> None:
+    """Objects of imported modules live on: without them it is quick to collect garbage, as the engine does when memory
+    runs out."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 LONGEST = ("golden", "engine", "sweeps", "parallel", "model")
