@@ -241,8 +241,11 @@ def likeliest(logits_RV: torch.Tensor, number: int) -> torch.Tensor:
 
 def _counts(sequence: Sequenced, vocabulary: int, device: torch.device) -> torch.Tensor:
     """int32 [V]: how often the answer has each token, with a bit for those of the prompt."""
-    counts_V = torch.zeros(vocabulary, dtype=torch.int32)
-    known = [t for t in sequence.tokens if t < vocabulary]
-    counts_V.index_add_(0, torch.tensor(known, dtype=torch.int64), torch.ones(len(known), dtype=torch.int32))
-    counts_V[torch.tensor([t for t in {*sequence.prompt} if t < vocabulary], dtype=torch.int64)] += _IN_PROMPT
-    return counts_V.to(device)
+
+    def ids(tokens: Iterable[int]) -> torch.Tensor:
+        return torch.tensor([token for token in tokens if token < vocabulary], dtype=torch.int64).to(device)
+
+    counts_V = torch.zeros(vocabulary, dtype=torch.int32, device=device)
+    for known, value in ((ids(sequence.tokens), 1), (ids({*sequence.prompt}), _IN_PROMPT)):
+        counts_V.index_add_(0, known, torch.full_like(known, value, dtype=torch.int32))
+    return counts_V
