@@ -31,6 +31,7 @@ class Row:
     sampling: Sampling
     prompt: list[int]
     tokens: list[int] = field(default_factory=lambda: [7])
+    constraint: None = None
 
 
 def found(logits_RV: torch.Tensor, rows: list[Row], chosen: list[int]) -> dict[int, tuple[Any, ...]]:

@@ -24,6 +24,7 @@ class Row:
     logits: torch.Tensor
     prompt: list[int] = field(default_factory=lambda: [3, 4])
     tokens: list[int] = field(default_factory=list)
+    constraint: None = None
 
 
 def logits_of(seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import sys
 import threading
 import zipfile
 
@@ -162,6 +163,25 @@ def test_prompt_when_a_stop_sequence_comes_then_logprobs_end_with_the_text(train
     assert cut["text"] == text[: text.index(text[4:6])] and cut["finish_reason"] == "stop"
     assert "".join(each["token"] for each in cut["logprobs"]).startswith(cut["text"])
     assert all(each["offset"] < len(cut["text"]) for each in cut["logprobs"])
+
+
+def test_prompt_when_a_schema_is_given_then_the_answer_follows_it(trained):
+    pytest.importorskip("xgrammar")
+    _, _, blobs, worker = trained
+    schema = {"type": "object", "properties": {"is_warp": {"type": "boolean"}}, "required": ["is_warp"]}
+    question = {"model_blob": blobs[0], "messages": CHAT, "max_tokens": 60, "json_schema": schema, "is_strict": True}
+    answers = [json.loads(ask(worker, **question, seed=seed).json()["text"]) for seed in range(3)]
+    assert all(list(answer) == ["is_warp"] and isinstance(answer["is_warp"], bool) for answer in answers)
+    refused = ask(worker, **{**question, "json_schema": {"type": "nonsense"}})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "response_format"
+
+
+def test_prompt_when_the_worker_has_no_grammars_then_a_schema_is_refused_in_a_sentence(trained, monkeypatch):
+    *_, worker = trained
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    monkeypatch.setattr(worker._server, "_grammars", None)
+    refused = ask(worker, prompt="a", json_schema={"type": "object"})
+    assert refused.status_code == 400 and "needs xgrammar on the worker" in refused.json()["error"]["message"]
 
 
 def test_prompt_when_settings_of_sampling_are_given_then_they_change_the_answer(trained):

@@ -12,6 +12,7 @@ import torch
 
 from weft.data.load import Prompt
 from weft.engine.inference.answer_text import AnswerText, before_stop
+from weft.engine.inference.grammar import Constraint
 from weft.engine.inference.read import next_logits, read_ahead
 from weft.engine.inference.sampling import Sampler, TokenLogprobs, check
 from weft.errors import DataError, JobError
@@ -55,6 +56,8 @@ class Continuation:
     decoding: Decoding
     decode: Callable[[Sequence[int]], str] | None = None
     """Turns tokens into text, in which stop strings are looked for; None leaves that to others."""
+    constraint: Constraint | None = None
+    """Which tokens may come next; None is all."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -114,6 +117,8 @@ class Continuation:
         if token in ends or token in self.decoding.stop_token_ids:
             self.reason = "stop"
             return None
+        if self.constraint is not None:
+            self.constraint.take(token)
         self.tokens.append(token)
         if logprobs is not None and self.decoding.logprobs is not None:
             self.logprobs.append(logprobs.only(self.decoding.logprobs))

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from weft.engine.inference.grammar import Constraint, allowed_tokens
 from weft.errors import JobError
 from weft.kernels.layers.draw import DrawSettings, draw, normalisers, rows_at_once
 from weft.spec.sampling import Sampling
@@ -39,6 +40,8 @@ class Sequenced(Protocol):
     def prompt(self) -> Sequence[int]: ...
     @property
     def tokens(self) -> Sequence[int]: ...
+    @property
+    def constraint(self) -> Constraint | None: ...
 
 
 @dataclass(frozen=True)
@@ -181,14 +184,42 @@ class Sampler:
             rows = self._rows = SamplerRows(sequences, vocabulary, logits_RV.device, known)
         self._expected = {which: number + 1 for which, number in now.items()}
         self._sequences = list(sequences)
-        return choose(logits_RV.float(), rows)
+        return choose(logits_RV.float(), rows, allowed=Allowed.by(sequences, vocabulary, logits_RV.device))
 
 
-def choose(logits_RV: torch.Tensor, rows: SamplerRows, normaliser_R: torch.Tensor | None = None) -> Chosen:
+@dataclass(frozen=True)
+class Allowed:
+    """Tokens that rows with a constraint may have."""
+
+    rows_P: torch.Tensor
+    tokens_PV: torch.Tensor
+    """Bool."""
+
+    @classmethod
+    def by(cls, sequences: Sequence[Sequenced], vocabulary: int, device: torch.device) -> Allowed | None:
+        found = {r: each.constraint for r, each in enumerate(sequences) if each.constraint is not None}
+        if not found:
+            return None
+        return cls(torch.tensor(list(found)).to(device), allowed_tokens(list(found.values()), vocabulary, device))
+
+    def scores(self, scores_RV: torch.Tensor) -> torch.Tensor:
+        own_PV = scores_RV[self.rows_P].masked_fill(~self.tokens_PV, -torch.inf)
+        return scores_RV.index_copy(0, self.rows_P, own_PV)
+
+
+def choose(
+    logits_RV: torch.Tensor,
+    rows: SamplerRows,
+    normaliser_R: torch.Tensor | None = None,
+    *,
+    allowed: Allowed | None = None,
+) -> Chosen:
     """The next token of each row, with log-probabilities if a row wants them. `normaliser_R`: logarithm of the sum of
     exp(logits), if the caller has it."""
     largest_R, tokens_R = logits_RV.max(1)
     scores_RV = rows.scores(logits_RV)
+    if allowed is not None:
+        scores_RV = allowed.scores(scores_RV)
     if scores_RV is not logits_RV:
         tokens_R = scores_RV.argmax(1)
     for rows_G, is_ranked in ((rows.plain_G, False), (rows.ranked_G, True)):

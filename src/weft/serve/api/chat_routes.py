@@ -41,7 +41,15 @@ from weft.serve.api.pending_answers import (
     is_alive,
     send_all,
 )
-from weft.serve.api.requests import MAX_ANSWERS, CreateChat, CreateCompletion, Message, body_of, documented
+from weft.serve.api.requests import (
+    MAX_ANSWERS,
+    CreateChat,
+    CreateCompletion,
+    Message,
+    ResponseFormat,
+    body_of,
+    documented,
+)
 from weft.serve.api.responses import event_stream
 from weft.serve.api.service import ApiService, Caller, ChatUser, ResolvedModel, resolve_model, service_of
 from weft.serve.db.engine import DbRow, new_id
@@ -122,6 +130,7 @@ async def chat(request: Request, user: ChatUser, body: Annotated[CreateChat, Dep
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("Invalid value for 'top_logprobs': needs 'logprobs' to be true.", "top_logprobs", "invalid_value")
     prompt = _prompt_of(request, body, body.max_completion_tokens or body.max_tokens)
+    prompt |= _schema_of(body.response_format)
     prompt["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     # As in training files, `developer` is the newer name of the system prompt.
     prompt["messages"] = [_turn(message, index) for index, message in enumerate(body.messages)]
@@ -143,6 +152,17 @@ async def complete(
     options = {**_prompt_of(request, body, body.max_tokens), "logprobs": body.logprobs, "echo": bool(body.echo)}
     prompts = [{**options, "prompt": text} for text in texts]
     return await _answer(request, user, body, prompts, TEXT)
+
+
+def _schema_of(wanted: ResponseFormat | None) -> dict[str, Any]:
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if wanted.json_schema is None:
+        param = "response_format.json_schema"
+        raise invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    return {"json_schema": wanted.json_schema.schema_, "is_strict": bool(wanted.json_schema.strict)}
 
 
 def _turn(message: Message, index: int) -> dict[str, Any]:

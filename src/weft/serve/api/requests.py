@@ -44,6 +44,7 @@ MAX_PROMPTS = MAX_ANSWERS = 20
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS, allow_inf_nan=False)]
 NumLogprobs = Annotated[StrictInt, Field(ge=0, le=MOST_LOGPROBS)]
+MOST_SCHEMA_CHARS = 2**16
 MAX_KEYS, MAX_ITEMS = 20_000, 2**18
 """The most keys and items of a body; a prompt of token ids has the most items."""
 Prompts = (
@@ -269,12 +270,35 @@ class Message(BaseModel):
     tool_call_id: Annotated[StrictStr, Field(max_length=512)] | None = None
 
 
+class JsonSchema(Body):
+    """The schema of an answer."""
+
+    name: ShortText
+    description: ShortText | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Body):
+    """Text, any JSON object, or JSON that follows a schema. `json_schema` belongs to the type of that name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @field_validator("json_schema")
+    @classmethod
+    def _small(cls, value: JsonSchema | None) -> JsonSchema | None:
+        if value is not None and (size := len(json.dumps(value.schema_))) > MOST_SCHEMA_CHARS:
+            raise ValueError(f"has a schema of {size:,} characters; use at most {MOST_SCHEMA_CHARS:,}")
+        return value
+
+
 class CreateChat(_Generate):
     """A chat to answer."""
 
     messages: list[Message] = Field(min_length=1, max_length=2048)
     max_completion_tokens: AnswerLength | None = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
+    response_format: ResponseFormat | None = None
     tools: Annotated[Any, only([])] = None
     tool_choice: Annotated[Any, only("none", "auto")] = None
     functions: Annotated[Any, only([])] = None

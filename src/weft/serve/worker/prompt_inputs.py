@@ -125,6 +125,10 @@ class PromptBody(BaseModel):
     """How many likeliest tokens come with the log-probability of each token; None is no log-probabilities."""
     echo: bool = False
     """True: the prompt comes before the answer."""
+    json_schema: dict[str, Any] | None = None
+    """The schema of the answer, which is JSON then."""
+    is_strict: bool = False
+    """True: objects of the answer have only the properties that the schema lists."""
     stream: bool = False
 
     def decoding(self, longest: int, vocabulary: int) -> Decoding:

@@ -21,6 +21,7 @@ import torch
 from weft.engine.execute.memory import release_memory
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
 from weft.engine.inference.generate import Continuation, Request, advance, end_tokens, most_at_once
+from weft.engine.inference.grammar import Constraint
 from weft.engine.inference.read import read_ahead
 from weft.engine.inference.sampling import Sampler, TokenLogprobs
 from weft.errors import WeftError
@@ -67,6 +68,8 @@ class PromptRequest:
     adapter: StoredAdapter | None
     """The adapter that answers; None is the bare backbone."""
     decoding: Decoding
+    constraint: Constraint | None = None
+    """Which tokens may come next; None is all."""
     answer: queue.SimpleQueue[AnswerPart] = field(default_factory=queue.SimpleQueue)
     is_cancelled: bool = False
 
@@ -89,6 +92,7 @@ class PromptScheduler:
         self.tokenizer = backbone.tokenizer
         self.max_positions = backbone.max_positions
         self.vocabulary = backbone.vocabulary
+        self.ends = end_tokens(backbone)
 
     @property
     def num_waiting(self) -> int:
@@ -142,7 +146,9 @@ class PromptScheduler:
                     LOG.exception("an adapter could not be attached")
                 request.answer.put(error)
                 continue
-            self._active[request] = Continuation(Request(request.tokens, slot), request.decoding)
+            self._active[request] = Continuation(
+                Request(request.tokens, slot), request.decoding, constraint=request.constraint
+            )
 
     def _has_slot(self, adapter: StoredAdapter | None) -> bool:
         """Whether an adapter can be on the backbone now; if need be, an unused one is detached to make room."""

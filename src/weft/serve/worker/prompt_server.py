@@ -16,6 +16,7 @@ another, apart from short ones, so that they hold up only each other.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import queue
@@ -35,6 +36,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from weft.engine.inference.answer_text import AnswerText, TokenTexts, before_stop, safe_length
+from weft.engine.inference.grammar import Constraint, Grammars
 from weft.engine.inference.sampling import TokenLogprobs
 from weft.errors import AdapterFileError, DataError, StorageError, WeftError
 from weft.serve.blobs import Blobs
@@ -57,6 +59,9 @@ class PromptServer:
         self._adapters = AdapterCache(blobs, directory)
         self._max_positions = scheduler.max_positions
         self._tokenizers = Tokenizers(scheduler.tokenizer)
+        self._grammars: Grammars | None = None
+        self._compiling = threading.Lock()
+        """Held while a schema is compiled, so that this takes one core at most."""
         self.token = secrets.token_hex(32)
         self._socket = socket.create_server((options.host, 0))
         port = self._socket.getsockname()[1]
@@ -139,7 +144,7 @@ class PromptServer:
                 where="messages" if body.messages is not None else "prompt",
             )
         decoding = body.decoding(min(body.max_tokens, room, MOST_NEW_TOKENS), self._scheduler.vocabulary)
-        request = PromptRequest(tokens, adapter, decoding)
+        request = PromptRequest(tokens, adapter, decoding, self._constraint(body))
         client.request = request
         client.check()
         self._scheduler.submit(request)
@@ -147,6 +152,15 @@ class PromptServer:
             yield from self._pieces(request, body.stop, body.echo)
         finally:
             request.is_cancelled = True
+
+    def _constraint(self, body: PromptBody) -> Constraint | None:
+        if body.json_schema is None:
+            return None
+        with self._compiling:
+            if self._grammars is None:
+                scheduler = self._scheduler
+                self._grammars = Grammars(copy.deepcopy(scheduler.tokenizer), scheduler.vocabulary, scheduler.ends)
+            return self._grammars.constraint(body.json_schema, is_strict=body.is_strict)
 
     def _pieces(self, request: PromptRequest, stops: list[str], echo: bool) -> Iterator[dict[str, Any]]:
         answer, text = AnswerText(self._tokenizers.text), ""

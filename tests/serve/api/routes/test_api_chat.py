@@ -128,6 +128,22 @@ def test_completions_when_settings_of_sampling_are_given_then_the_worker_gets_th
         assert (asked["top_k"], asked["stop"], asked["logprobs"]) == (0, ["a", "b"], None)
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMATS = {
+    "text": ({"type": "text"}, (None, None)),
+    "object": ({"type": "json_object"}, ({"type": "object"}, None)),
+    "schema": ({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}, (SCHEMA, False)),
+    "strict": ({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}, (SCHEMA, True)),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_chat_when_a_response_format_is_given_then_the_worker_gets_its_schema(home: Home, worker: Worker, name: str):
+    wanted, (schema, is_strict) = FORMATS[name]
+    home.sdk().chat.completions.create(model="tiny", messages=CHAT, response_format=wanted)
+    assert (worker.asked[0].get("json_schema"), worker.asked[0].get("is_strict")) == (schema, is_strict)
+
+
 def test_chat_when_several_answers_are_wanted_then_each_has_a_seed_and_the_prompt_counts_once(
     home: Home, worker: Worker
 ):
@@ -258,7 +274,10 @@ BAD = [
     {"max_tokens": 0},
     {"max_tokens": 10**9},
     {"tools": [{"type": "function"}]},
-    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "xml"}},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"a": "x" * 2**16}}}},
     {"stop": ["a"] * 5},
     {"model": "ft:tiny:acme::nothing"},
 ]
@@ -309,6 +328,10 @@ SENTENCES = [
         "Invalid value for 'logit_bias': got an object of 1,025; use at most 1,024.",
     ),
     ({"top_logprobs": 2}, "Invalid value for 'top_logprobs': needs 'logprobs' to be true."),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "Missing required parameter: 'response_format.json_schema'.",
+    ),
     ({"top_k": -2}, "Invalid value for 'top_k': got -2; use at least -1."),
     ({"repetition_penalty": 0}, "Invalid value for 'repetition_penalty': got 0; use more than 0."),
     ({"max_token": 5}, "Unrecognized request argument supplied: max_token. Did you mean max_tokens?"),
