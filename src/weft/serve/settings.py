@@ -53,6 +53,8 @@ class Settings:
     limits: ServiceLimits = ServiceLimits()
     file_limits: FileLimits = FileLimits()
     """What reading the files of one job may take; a worker reads them, in a process of its own."""
+    sampling_share: float = 0.25
+    """As in `WorkerOptions`."""
 
     def __post_init__(self) -> None:
         if not self.auth and self.host not in LOOPBACK:
@@ -60,6 +62,7 @@ class Settings:
                 f"anybody who reaches {self.host} could use the service; it is only for {', '.join(LOOPBACK)}.",
                 where="--no-auth",
             )
+        _check_share(self.sampling_share)
         if not self.base_models:
             raise ConfigError("name at least one backbone.", where="--base-model")
         for name in self.base_models:
@@ -91,6 +94,8 @@ class WorkerOptions:
     capacity: Capacity = "auto"
     """The most tokens of one microbatch, over all jobs; `auto` is what suits the device."""
     max_jobs: int = 32
+    sampling_share: float = 0.25
+    """Time for prompts while there are any, as a share of the time that training takes."""
     memory_limit: float | str | None = None
     """The most GPU memory to take, such as 40GB or 0.5."""
     job_memory: int | None = None
@@ -113,9 +118,15 @@ class WorkerOptions:
         for name, value, least in (("--max-jobs", self.max_jobs, 1), ("--capacity", self.capacity, 2)):
             if value != "auto" and value < least:
                 raise ConfigError(f"must be at least {least}, got {value}.", where=name)
+        _check_share(self.sampling_share)
         if self.file_limits.seconds <= 0 or self.file_limits.memory_bytes <= 0:
             raise ConfigError("the limits of reading a file must be above 0.", where="--file-seconds, --file-memory")
         if not 0 < self.pulse_s * 2 < self.lease_s:
             raise ConfigError(
                 f"is {self.lease_s:g} s; it must be more than twice the pulse of {self.pulse_s:g} s.", where="--lease"
             )
+
+
+def _check_share(share: float) -> None:
+    if not 0 < share <= 100:
+        raise ConfigError(f"got {share:g}; accepted is a number above 0, up to 100.", where="--sampling-share")

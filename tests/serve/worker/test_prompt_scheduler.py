@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from worker_bench import PATIENCE_S
 
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
 from weft.engine.inference.generate import Request, generate
-from weft.errors import JobError
+from weft.errors import ConfigError, JobError
 from weft.serve.errors import Busy
+from weft.serve.settings import Settings, WorkerOptions
 from weft.serve.worker import prompt_scheduler as scheduler_module
 from weft.serve.worker.prompt_scheduler import MAX_ADAPTERS, AnswerEnd, PromptRequest, PromptScheduler
 from weft.spec import AdapterSpec
@@ -65,6 +67,23 @@ def test_turn_when_something_trains_then_takes_its_share_and_at_least_one_pass(b
     scheduler.submit(PromptRequest([5], None, Decoding(50)))
     scheduler.take_turn(20 * 2**-7)
     assert passes == [1, 2, 2, 2, 2, 2], "a quarter of that"
+
+
+def test_turn_when_the_operator_sets_a_share_then_prompts_get_that(backbone, monkeypatch):
+    clock, advance = Clock(), scheduler_module.advance
+    passes = []
+
+    def slow(*arguments):
+        clock.now += 2**-7
+        passes.append(len(arguments[1]))
+        return advance(*arguments)
+
+    monkeypatch.setattr(scheduler_module, "advance", slow)
+    monkeypatch.setattr(scheduler_module, "time", clock)
+    scheduler = PromptScheduler(backbone, 64, share=0.5)
+    scheduler.submit(PromptRequest([5, 6], None, Decoding(50)))
+    scheduler.take_turn(20 * 2**-7)
+    assert passes == [1] * 10
 
 
 def test_turn_when_a_request_is_longer_than_the_capacity_then_it_is_read_in_parts(backbone):
@@ -226,3 +245,10 @@ def test_scheduler_when_too_many_wait_then_refuses_more(backbone):
         scheduler.submit(PromptRequest([5], None, Decoding(1)))
     with pytest.raises(Busy):
         scheduler.submit(PromptRequest([5], None, Decoding(1)))
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, float("nan"), float("inf")])
+def test_sampling_share_when_it_is_no_share_then_the_service_does_not_start(share, tmp_path):
+    for made in (partial(Settings, tmp_path), partial(WorkerOptions, tmp_path)):
+        with pytest.raises(ConfigError, match="--sampling-share: got"):
+            made(sampling_share=share)

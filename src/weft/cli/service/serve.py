@@ -54,6 +54,9 @@ StoreUrl = Annotated[
 FileSeconds = Annotated[
     float, typer.Option(help="Most seconds that reading one job's files may take.", min=0.001, max=1e6)
 ]
+SamplingShare = Annotated[
+    float, typer.Option(help="Time for chats while jobs train, as a share of the time that training takes.")
+]
 FileMemory = Annotated[float, typer.Option(help="Most GiB that reading one job's files may take.", min=0.001, max=1e6)]
 DataDir = Annotated[Path, path_option("Home of the database, the files and the workers.")]
 
@@ -78,6 +81,7 @@ def serve(
     cluster: Cluster = None,
     gpu_type: GpuType = None,
     api_processes: Annotated[int, typer.Option(help="Processes that answer requests.", min=1, max=256)] = 1,
+    sampling_share: SamplingShare = 0.25,
     min_samples: Annotated[int, typer.Option(help="Fewest lines of a training file.", min=1)] = 1,
     file_seconds: FileSeconds = 600.0,
     file_memory: FileMemory = 4.0,
@@ -103,6 +107,7 @@ def serve(
         api_processes=api_processes,
         limits=ServiceLimits(min_samples=min_samples),
         file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
+        sampling_share=sampling_share,
     )
     if cluster is not None and devices is not None:
         raise on_cluster_devices("--workers")
@@ -292,7 +297,8 @@ def _wait_for_signal() -> None:
 def _worker_arguments(settings: Settings, name: str, path: str) -> list[str]:
     reading = settings.file_limits
     limits = ["--file-seconds", str(reading.seconds), "--file-memory", str(reading.memory_bytes / 2**30)]
-    return ["worker", *_home_arguments(settings), "--base-model", f"{name}={path}", *limits]
+    share = ["--sampling-share", str(settings.sampling_share)]
+    return ["worker", *_home_arguments(settings), "--base-model", f"{name}={path}", *limits, *share]
 
 
 def _home_arguments(settings: Settings) -> list[str]:

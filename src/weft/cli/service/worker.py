@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.options import path_option
-from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, StoreUrl, check_home
+from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, SamplingShare, StoreUrl, check_home
 from weft.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def worker(
         str, typer.Option(metavar="NAME[=MODEL]", help="Name of the frozen model in the API, and what it is.")
     ] = "tiny",
     max_jobs: Annotated[int, typer.Option(help="Most jobs that train at a time.")] = 32,
+    sampling_share: SamplingShare = 0.25,
     capacity: Annotated[
         str, typer.Option(help="Most tokens of a microbatch; auto: 2048 on a CPU, 8192 on a GPU, less on a small one.")
     ] = "auto",
@@ -109,6 +110,7 @@ def worker(
         BackboneSpec(model or name, dtype, device, quantize),
         convert(capacity, Capacity, "--capacity"),
         max_jobs,
+        sampling_share,
         memory_limit,
         lease_s=lease,
         pulse_s=pulse,

@@ -1,8 +1,8 @@
 """Answers prompts between microbatches: all prompts of all adapters in one batch on the backbone that trains.
 
-Training goes on meanwhile: after a microbatch that took t seconds, prompts get `SHARE` · t, and at least one forward
-pass over at most `capacity` tokens. So while prompts wait, a step takes a quarter longer, or one pass longer where that
-is more; a long prompt is read in several turns. When nothing trains, prompts have all the time.
+Training goes on meanwhile: after a microbatch that took t seconds, prompts get `share` · t, and at least one forward
+pass over at most `capacity` tokens. So while prompts wait, a step takes by this share longer, or one pass longer where
+that is more; a long prompt is read in several turns. When nothing trains, prompts have all the time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from weft.serve.errors import Busy
 from weft.spec.sampling import Decoding
 
 LOG = logging.getLogger("weft.serve.worker")
-SHARE = 0.25
-"""The time for prompts while there are any, as a share of the time that training takes."""
 IDLE_TURN_S = 0.05
 """How long a turn lasts while nothing trains; the worker looks for new jobs between two turns."""
 MAX_WAITING = 256
@@ -77,8 +75,8 @@ class PromptRequest:
 class PromptScheduler:
     """The prompts of one worker. Any thread may call `submit`; only the one that trains calls the rest."""
 
-    def __init__(self, backbone: Backbone, capacity: int) -> None:
-        self._backbone = backbone
+    def __init__(self, backbone: Backbone, capacity: int, share: float = 0.25) -> None:
+        self._backbone, self._share = backbone, share
         self._capacity = capacity
         self._waiting: deque[PromptRequest] = deque()
         self._active: dict[PromptRequest, Continuation] = {}
@@ -123,7 +121,7 @@ class PromptScheduler:
             if deadline is None:
                 # The next microbatch may be running already; waiting for it does not count as time for prompts.
                 self._backbone.wait()
-                deadline = time.perf_counter() + (IDLE_TURN_S if trained_s is None else SHARE * trained_s)
+                deadline = time.perf_counter() + (IDLE_TURN_S if trained_s is None else self._share * trained_s)
             self._pass()
             if time.perf_counter() >= deadline:
                 return True

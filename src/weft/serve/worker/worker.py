@@ -77,7 +77,7 @@ class Worker:
         self._work = WorkDirectory(options.data_dir, options.id, options.base_model)
         self.engine.keep_in(self._work.run)
         self.engine.export_checkpoints(self._export_to)
-        self.scheduler = PromptScheduler(backbone, capacity)
+        self.scheduler = PromptScheduler(backbone, capacity, options.sampling_share)
         self._server = PromptServer(self.scheduler, blobs, self._work.run.path / "adapters", options)
         self._has_work = threading.Event()
         address = (self._server.address, self._server.token)
