@@ -218,7 +218,6 @@ def launch_bare() -> None:
     settings = draw.DrawSettings(zeros(2, dtype=torch.float32), exact_rows, ids, exact_rows, ids, ids)
     for is_ranked in (False, True):
         draw.draw_kernel(zeros(2, 128256, dtype=torch.float32), ids, settings, is_ranked)
-    draw.normalisers_kernel(zeros(2, 128256, dtype=torch.float32))
     q_TK, scale_T = storage.quantise_rows_kernel(x)
     storage.quantise_rows_kernel(zeros(2, 32768), zeros(32768, dtype=torch.float32))
     storage.dequantise_kernel(q_TK, scale_T, torch.bfloat16)

@@ -26,7 +26,6 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    pytest.importorskip("xgrammar")
     tokenizer = load_tokenizer("tiny")
     return Grammars(tokenizer, len(tokenizer) + 3, {tokenizer.eos_token_id})
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import weft.kernels.layers.draw as module
+from weft.kernels.layers import cross_entropy
 from weft.kernels.layers.draw import (
     DrawSettings,
     draw_kernel,
     draw_reference,
-    normalisers_kernel,
+    normalisers,
     normalisers_reference,
     uniforms,
 )
@@ -72,14 +73,27 @@ def test_draw_when_a_row_is_not_finite_then_the_others_draw_the_same():
         assert all(0 <= token < 50 for token in dirty)
 
 
-@pytest.mark.parametrize("run", [normalisers_kernel, normalisers_reference])
 @pytest.mark.parametrize("size", [5, 50])
-def test_normalisers_when_computed_then_are_those_of_torch_and_each_rows_own(run, size):
+def test_normalisers_when_computed_then_are_those_of_torch_and_each_rows_own(size):
     logits_RV = scores(4, size)
     expected_R = logits_RV.double().logsumexp(1)
-    torch.testing.assert_close(run(logits_RV), expected_R, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(normalisers_reference(logits_RV), expected_R, rtol=1e-6, atol=1e-6)
     logits_RV[1, 2] = torch.nan
-    assert run(logits_RV)[[0, 2, 3]].equal(run(logits_RV[[0, 2, 3]]))
+    kept = [0, 2, 3]
+    assert normalisers_reference(logits_RV)[kept].equal(normalisers_reference(logits_RV[kept]))
+
+
+def test_normalisers_when_on_a_gpu_then_log_probabilities_have_the_bits_of_the_loss(monkeypatch):
+    for each in (module, cross_entropy):
+        monkeypatch.setattr(each, "runs_triton", lambda tensor: True)
+    logits_RV, tokens_R = scores(4, 50), torch.tensor([3, 0, 49, 7])
+    logits_RV[1:] = logits_RV[1:].clamp(min=-20)
+    logits_RV[0, 3] = -torch.inf
+    losses_R = cross_entropy.cross_entropy_rows_kernel(logits_RV, tokens_R, None)[0]
+    chosen_R = logits_RV.gather(1, tokens_R[:, None])[:, 0].double()
+    found_R = normalisers(logits_RV, tokens_R)
+    assert (chosen_R - found_R).float().equal(-losses_R)
+    torch.testing.assert_close(found_R, logits_RV.double().logsumexp(1), rtol=1e-6, atol=1e-6)
 
 
 def test_uniforms_when_seed_or_position_change_then_are_even_and_unrelated():

@@ -166,7 +166,6 @@ def test_prompt_when_a_stop_sequence_comes_then_logprobs_end_with_the_text(train
 
 
 def test_prompt_when_a_schema_is_given_then_the_answer_follows_it(trained):
-    pytest.importorskip("xgrammar")
     _, _, blobs, worker = trained
     schema = {"type": "object", "properties": {"is_warp": {"type": "boolean"}}, "required": ["is_warp"]}
     question = {"model_blob": blobs[0], "messages": CHAT, "max_tokens": 60, "json_schema": schema, "is_strict": True}

@@ -207,15 +207,8 @@ class Allowed:
         return scores_RV.index_copy(0, self.rows_P, own_PV)
 
 
-def choose(
-    logits_RV: torch.Tensor,
-    rows: SamplerRows,
-    normaliser_R: torch.Tensor | None = None,
-    *,
-    allowed: Allowed | None = None,
-) -> Chosen:
-    """The next token of each row, with log-probabilities if a row wants them. `normaliser_R`: logarithm of the sum of
-    exp(logits), if the caller has it."""
+def choose(logits_RV: torch.Tensor, rows: SamplerRows, *, allowed: Allowed | None = None) -> Chosen:
+    """The next token of each row, with log-probabilities if a row wants them."""
     largest_R, tokens_R = logits_RV.max(1)
     scores_RV = rows.scores(logits_RV)
     if allowed is not None:
@@ -230,17 +223,14 @@ def choose(
     rows.move_on(tokens_R)
     if rows.num_top is None:
         return Chosen(tokens_R)
-    return score(logits_RV, tokens_R, rows.num_top, normaliser_R)
+    return score(logits_RV, tokens_R, rows.num_top)
 
 
-def score(
-    logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: int, normaliser_R: torch.Tensor | None = None
-) -> Chosen:
+def score(logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: int) -> Chosen:
     """Given tokens with their log-probabilities and those of the likeliest ones."""
-    if normaliser_R is None:
-        normaliser_R = normalisers(logits_RV)
-    top_RK = likeliest(logits_RV, num_top)
-    logprobs_RK = logprobs_of(logits_RV, torch.cat((tokens_R.clamp(min=0)[:, None], top_RK), 1), normaliser_R)
+    known_R, top_RK = tokens_R.clamp(min=0), likeliest(logits_RV, num_top)
+    normaliser_R = normalisers(logits_RV, known_R)
+    logprobs_RK = logprobs_of(logits_RV, torch.cat((known_R[:, None], top_RK), 1), normaliser_R)
     return Chosen(tokens_R, logprobs_RK[:, 0], top_RK, logprobs_RK[:, 1:])
 
 

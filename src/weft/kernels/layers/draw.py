@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.kernels.launch import jit, next_power_of_2, runs_triton, tl
+from weft.kernels.layers.cross_entropy import cross_entropy_rows
 
 UNIT = 2.0**43
 """Weight of the largest score."""
@@ -208,15 +209,6 @@ def _draw(  # type: ignore[no-untyped-def]
     tl.store(drawn + group, found.to(tl.int64))
 
 
-@jit
-def _normalise(logits, results, stride, num_columns, UNIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    largest = _largest(logits, num_columns, 1.0, BLOCK)
-    total = _sum(logits, num_columns, 1.0, largest, 0, UNIT, BLOCK)
-    tl.store(results + row, largest.to(tl.float64) + tl.log(total.to(tl.float64) / UNIT))
-
-
 def draw_kernel(scores_RV: torch.Tensor, rows_G: torch.Tensor, settings: DrawSettings, is_ranked: bool) -> torch.Tensor:
     """As `draw_reference`, but scores that are not ranked are those of all rows."""
     drawn_G, num_columns = torch.empty_like(rows_G), scores_RV.shape[1]
@@ -244,21 +236,6 @@ def draw_kernel(scores_RV: torch.Tensor, rows_G: torch.Tensor, settings: DrawSet
     return drawn_G
 
 
-def normalisers_kernel(logits_RV: torch.Tensor) -> torch.Tensor:
-    results_R = torch.empty(len(logits_RV), dtype=torch.float64, device=logits_RV.device)
-    block = min(BLOCK, next_power_of_2(logits_RV.shape[1]))
-    _normalise[(len(logits_RV),)](
-        logits_RV,
-        results_R,
-        logits_RV.stride(0),
-        logits_RV.shape[1],
-        UNIT=UNIT,
-        BLOCK=block,
-        num_warps=min(16, max(4, block // 256)),
-    )
-    return results_R
-
-
 def draw(scores_RV: torch.Tensor, rows_G: torch.Tensor, settings: DrawSettings, *, is_ranked: bool) -> torch.Tensor:
     """int64 [G]: tokens for some rows of float32 scores; `is_ranked`: with top_k and top_p."""
     has_kernel = runs_triton(scores_RV)
@@ -277,9 +254,16 @@ def draw(scores_RV: torch.Tensor, rows_G: torch.Tensor, settings: DrawSettings, 
     return torch.cat(parts)
 
 
-def normalisers(logits_RV: torch.Tensor) -> torch.Tensor:
-    """float64 [R]: logarithm of the sum of exp(logits)."""
-    return (normalisers_kernel if runs_triton(logits_RV) else normalisers_reference)(logits_RV)
+def normalisers(logits_RV: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
+    """float64 [R]: logarithm of the sum of exp(logits); on a GPU, log-probabilities of these tokens then have the
+    bits of training's loss."""
+    if not runs_triton(logits_RV):
+        return normalisers_reference(logits_RV)
+    chosen_R = logits_RV.gather(1, tokens_R[:, None])[:, 0]
+    # Another job's new tokens have no probability, and so no loss to start from.
+    targets_R = torch.where(chosen_R == -torch.inf, logits_RV.argmax(1), tokens_R)
+    losses_R = cross_entropy_rows(logits_RV, targets_R, None)[0]
+    return losses_R.double() + logits_RV.gather(1, targets_R[:, None])[:, 0].double()
 
 
 def rows_at_once(vocabulary: int) -> int:
