@@ -198,3 +198,13 @@ def test_sequences_when_they_begin_alike_then_are_read_once_and_go_on_apart(leng
     assert num_prompts == [1] and len({tuple(tokens) for tokens in alone}) > 1
     gc.collect()
     assert decoder_of(backbone).pages.num_used == 0
+
+
+def test_decoder_when_it_adds_up_otherwise_than_training_then_warns_once(monkeypatch, caplog):
+    decoder = decoder_of(with_adapters("llama", "fused")[0])
+    monkeypatch.setattr(FusedDecoder, "_agrees", lambda self, num_rows: num_rows == 64)
+    for num_rows in (64, 128):
+        decoder._compare(num_rows)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("decoding 128 rows at once adds up otherwise than training on this GPU")
+    assert not decoder.has_training_bits

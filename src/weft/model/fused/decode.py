@@ -12,6 +12,7 @@ Shape suffixes: T rows, N sequences of a call, D hidden size, S lines of the pag
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from weft.model.packed import SlotSample, pack_samples
 from weft.model.path import Memory
 from weft.plan.cost.shape import CPU_ROW_TILE
 
+LOG = logging.getLogger("weft.decoding")
 LEAST_ROWS, MOST_ROWS = 64, 512
 """Rows of the smallest and the largest pass over pages."""
 MAX_GRAPHS = 12
@@ -347,9 +349,7 @@ class FusedDecoder:
 
     def _captured(self, shape: InputShape) -> CapturedStep:
         if shape.num_rows not in self._agreeing:
-            self._agreeing[shape.num_rows] = True
-            self._agreeing[shape.num_rows] = self._agrees(shape.num_rows)
-            self._last = RowOrder()
+            self._compare(shape.num_rows)
         needs = replace(self._table.needs, drops=False)
         key = StepKey(shape, needs, self._table.version, self.pages.version)
         if key not in self._graphs:
@@ -358,6 +358,18 @@ class FusedDecoder:
                 self._graphs.pop(old, None)
             self._graphs[key] = self._capture(shape)
         return self._graphs[key]
+
+    def _compare(self, num_rows: int) -> None:
+        """Notes once whether passes of as many rows agree with training, and warns where they do not."""
+        self._agreeing[num_rows] = True
+        self._agreeing[num_rows] = self._agrees(num_rows)
+        self._last = RowOrder()
+        if not self._agreeing[num_rows]:
+            LOG.warning(
+                "decoding %d rows at once adds up otherwise than training on this GPU: log-probabilities of answers "
+                "differ from training's in their last bits.",
+                num_rows,
+            )
 
     def _agrees(self, num_rows: int) -> bool:
         """Reads a sequence of the bare model as training does, then its first token and the others in one pass."""
