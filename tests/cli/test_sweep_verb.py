@@ -115,7 +115,7 @@ CASES = {
     "rank": (["space.r=[2, 4096]"], "space.r=[2, 4096]: rank 4096 is above the smaller side of model."),
     "shared rank": (["space.r=[2]", "job.adapter.rank_pattern={q_proj: 999}"], "rank 999 is above the smaller side"),
     "metric": (["objective=exact_mach"], "objective=exact_mach: objective.metric: got 'exact_mach'; accepted are"),
-    "metric without data": (["job.eval_data="], "job.eval_data=: eval_loss needs eval_data"),
+    "metric without data": (["job.eval_data=null"], "job.eval_data=null: eval_loss needs eval_data"),
     "batch": (["space.batch_size=[2, 11]"], "space.batch_size=[2, 11]: a batch of 11 samples is larger than the data"),
     "shared batch": (["job.global_batch_size=64"], "job.global_batch_size=64: a batch"),
     "huge grid": ([HUGE], "}}: the grid has 1,024 points and there is no budget. --trials N tries N of them, --all"),

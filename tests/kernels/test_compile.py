@@ -79,7 +79,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     """Calls every kernel function that serves adapters, at the shapes of an 8B model."""
     from weft.kernels.layers import rotary
     from weft.kernels.lora import expand, product, shrink, weight_grad
-    from weft.kernels.lora.tables import ANY_ORDER, FEW_ROWS, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
+    from weft.kernels.lora.tables import ANY_ORDER, Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
 
     num_rows, hidden = NUM_ROWS, HIDDEN
     heads = rotary.Heads(32, 8, 128)
@@ -96,8 +96,7 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     expand.expand_grad_kernel(x, s, *place)
     weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *place)
     weight = zeros(sum(heads.sizes), hidden)
-    many, many_s = zeros(2 * FEW_ROWS, hidden), zeros(2 * FEW_ROWS, 3 * rank)
-    product.product_kernel(product.Factors(many, weight), many_s, *place)
+    product.product_kernel(product.Factors(x, weight), s, *place)
     product.product_grad_kernel(product.Factors(qkv_TE, weight.t()), s, *place)
     if drops:
         table.needs = Needs.of([rank], drops=True, others=[ANY_ORDER])
@@ -108,10 +107,9 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
         return
     expand.expand_kernel(qkv_TE, s, *place, adds=False)
     expand.expand_grad_kernel(x, s, *place, adds=False)
-    weight8, dy8 = (tensor.to(torch.float8_e4m3fn) for tensor in (weight, qkv_TE))
+    x8, weight8, dy8 = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight, qkv_TE))
     scale = zeros(sum(heads.sizes), dtype=torch.float32)
-    many8 = many.to(torch.float8_e4m3fn)
-    product.product_kernel(product.Factors(many8, weight8, scale, scale), many_s, *place)
+    product.product_kernel(product.Factors(x8, weight8, scale, scale), s, *place)
     product.product_grad_kernel(product.Factors(dy8, weight8.t().contiguous(), scale), s, *place)
 
 
@@ -121,10 +119,11 @@ def launch_decoding(rank: int) -> None:
     from weft.kernels.lora import product, shrink
     from weft.kernels.lora.tables import Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
 
-    shrink.lets_next_start = product.lets_next_start = lambda table, like: len(like) <= 512
+    shrink.lets_next_start = product.lets_next_start = lambda rows, table, like: True
     for num_rows in (64, 512):
         x, s = zeros(num_rows, HIDDEN), zeros(num_rows, 3 * rank)
-        rows = row_tables([SampleRows(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
+        keys = zeros(num_rows, dtype=torch.int32)
+        rows = replace(row_tables([SampleRows(0, 60, 1)], TableSizes(num_rows, 2), keys), is_step=True)
         for sizes in ((HIDDEN,), (2048,), (INNER, INNER)):
             site = Site(0, sizes, HIDDEN)
             table = SlotTable((site,), torch.device("cpu"))

@@ -55,7 +55,7 @@ def test_capture_when_a_kernel_finds_no_room_as_it_is_loaded_then_it_has_run_out
     def no_room(*_: object) -> None:
         raise WORDS["triton"]
 
-    monkeypatch.setattr(graphs, "_stream", no_room)
+    monkeypatch.setattr(graphs, "capture_stream", no_room)
     monkeypatch.setattr(graphs, "Inputs", lambda *_: None)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     with pytest.raises(torch.OutOfMemoryError, match="Triton Error"):

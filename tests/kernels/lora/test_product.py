@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from covering import slow
@@ -34,7 +36,6 @@ def small_blocks(request, monkeypatch):
     for module in (product, tables):
         monkeypatch.setattr(module, "ROW_BLOCK", request.param)
     monkeypatch.setattr(product, "BLOCKS", {"BN": 32, "num_warps": 4, "num_stages": 2})
-    monkeypatch.setattr(product, "FEW_ROWS", 0)
     monkeypatch.setattr(product, "STEP_BYTES", 64)
     monkeypatch.setattr(product, "_group", lambda num_summed: 3)
 
@@ -53,12 +54,11 @@ def test_product_when_slots_differ_then_each_row_gets_its_own_owners_part(run, s
 
 @pytest.mark.parametrize("small_blocks", [128], indirect=True)
 def test_product_when_rows_are_few_then_blocks_of_a_decoding_step_give_the_same(small_blocks, monkeypatch):
-    monkeypatch.setattr(product, "FEW_ROWS", 128)
     monkeypatch.setattr(product, "FEW", {128: {32: product.FEW[128][32]}})
     setting = one_site((32, 64, 32), 40)
     delta = setting.delta(setting.sites[0])
     factors = Factors(setting.random(128, 40), setting.random(128, 40))
-    arguments = (factors, delta.s_TR, delta.site, delta.rows, delta.table)
+    arguments = (factors, delta.s_TR, delta.site, replace(delta.rows, is_step=True), delta.table)
     torch.testing.assert_close(product_kernel(*arguments), product_reference(*arguments), rtol=1e-5, atol=1e-5)
 
 

@@ -28,7 +28,7 @@ from weft.kernels.launch import cdiv, jit, runs_triton, tl
 from weft.kernels.lora.expand import expand_grad_reference, expand_reference
 from weft.kernels.lora.runs import add_all_in, add_all_out, in_owner, out_owner
 from weft.kernels.lora.shrink import lets_next_start
-from weft.kernels.lora.tables import FEW_ROWS, ROW_BLOCK, RowTables, Site, SlotTable
+from weft.kernels.lora.tables import ROW_BLOCK, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import part_bounds, part_of_block
 
 BLOCKS = {"BN": 256, "num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
@@ -48,7 +48,7 @@ FEW: Mapping[int, Mapping[int, Mapping[str, int]]] = {
         32: {"BK": 2, "num_warps": 8, "num_stages": 4},
     },
 }
-"""Launches for up to FEW_ROWS rows, by the rows and columns of a block; BK in steps of STEP_BYTES. The tensor cores add
+"""Launches for a decoding step, by the rows and columns of a block; BK in steps of STEP_BYTES. The tensor cores add
 along a sum in order whatever the block is, so its size changes no bit."""
 NARROW, WIDE = 16, 64
 """Ranks of one product: a narrow adapter does not pay for a wide one's."""
@@ -257,8 +257,8 @@ def product_kernel(factors: Factors, s_TR: torch.Tensor, site: Site, rows: RowTa
     """X Wᵀ + S Bᵀ, (T, O), in the type of S."""
     x_TD, w_OD = factors.x_TK, factors.w_NK
     y_TO = s_TR.new_empty(len(x_TD), site.num_out)
-    launch = _launch(len(x_TD), site.num_out, x_TD)
-    is_early = lets_next_start(table, x_TD)
+    launch = _launch(rows, site.num_out, x_TD)
+    is_early = lets_next_start(rows, table, x_TD)
     _product[(_num_programs(len(x_TD), site.num_out, launch, x_TD.device),)](
         _blocks_of(x_TD, launch["BM"], launch["BK"]),
         _blocks_of(w_OD, launch["BN"], launch["BK"]),
@@ -335,10 +335,10 @@ def _group(num_summed: int) -> int:
     return 16 if num_summed <= SHALLOW else 8
 
 
-def _launch(num_rows: int, num_columns: int, like: torch.Tensor) -> dict[str, Any]:
-    """Blocks of a forward product: as wide as leaves one for most multiprocessors."""
-    step = STEP_BYTES // like.element_size()
-    if num_rows > FEW_ROWS:
+def _launch(rows: RowTables, num_columns: int, like: torch.Tensor) -> dict[str, Any]:
+    """Blocks of a forward product; in a decoding step, as wide as leaves one for most multiprocessors."""
+    step, num_rows = STEP_BYTES // like.element_size(), len(like)
+    if not rows.is_step:
         return {"BM": ROW_BLOCK, "BK": step, **BLOCKS}
     height = 64 if num_rows <= 64 else ROW_BLOCK
     enough = _num_multiprocessors(like.device) * 2 // 3

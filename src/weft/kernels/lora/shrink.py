@@ -18,7 +18,7 @@ import torch
 
 from weft.kernels.device import capability
 from weft.kernels.launch import jit, lanes, runs_triton, tl
-from weft.kernels.lora.tables import FEW_ROWS, RowTables, Site, SlotTable, padded
+from weft.kernels.lora.tables import RowTables, Site, SlotTable, padded
 from weft.kernels.lora.tile import (
     drop_seed,
     drop_threshold,
@@ -194,11 +194,11 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
     tl.store(out, acc.to(ds.dtype.element_ty), mask=row_mask[:, None] & has[None, :])
 
 
-def lets_next_start(table: SlotTable, like: torch.Tensor) -> bool:
-    """True if the product after `shrink` may start beside it, and must wait for it before it reads S. With few rows
-    both leave the GPU room, and the time of `shrink` disappears."""
+def lets_next_start(rows: RowTables, table: SlotTable, like: torch.Tensor) -> bool:
+    """True if the product after `shrink` may start beside it, and must wait for it before it reads S. In a decoding
+    step both leave the GPU room, and the time of `shrink` disappears."""
     is_able = runs_triton(like) and capability(like.device) >= (9, 0)
-    return is_able and len(like) <= FEW_ROWS and len(table.launches) == 1
+    return is_able and rows.is_step and len(table.launches) == 1
 
 
 def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
@@ -218,7 +218,7 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
             site.num_in,
             NUM_PARTS=num_parts,
             DROPS=table.drops and rows.drops,
-            EARLY=lets_next_start(table, x_TD),
+            EARLY=lets_next_start(rows, table, x_TD),
             BK=REDUCTION,
             **launch.bounds,
             **blocks,

@@ -26,8 +26,6 @@ ROW_TILE = 64
 adapter's weights less often."""
 ROW_BLOCK = 128
 """Rows of one block of a frozen product, of any owners."""
-FEW_ROWS = 512
-"""Most rows that leave a GPU room for two launches at a time: those of a decoding step."""
 NUM_FIELDS = 23
 """Numbers per (slot, module): the module's rank and, above 32 bits, the slot's widest; first column in S; addresses of
 A, B and their gradients; the scale's bits; dropout. Then addresses of what changes outputs (8 to 11) and inputs or rank
@@ -299,6 +297,8 @@ class RowTables:
     keys_T: torch.Tensor
     """int32 dropout keys of the rows."""
     drops: bool
+    is_step: bool = False
+    """Whether these are the rows of a decoding step: so few that they leave a GPU room, and blocks are smaller."""
 
     def dropped(self, entry: Entry, x_LD: torch.Tensor, row_slice: slice) -> torch.Tensor:
         """The rows `row_slice` of x with dropped inputs at zero and kept ones scaled; its own backward."""
@@ -378,7 +378,7 @@ def row_tables(
 ) -> RowTables:
     arrays = table_arrays(spans, sizes)
     tables = {name: sent(torch.from_numpy(array), keys_T.device) for name, array in arrays.items()}
-    return RowTables(sizes.num_rows, tuple(spans), **tables, keys_T=keys_T, drops=drops)
+    return RowTables(sizes.num_rows, tuple(spans), **tables, keys_T=keys_T, drops=drops, is_step=False)
 
 
 def _pieces(spans: Sequence[SampleRows], num_rows: int) -> list[tuple[int, int, int]]:

@@ -303,7 +303,7 @@ class FusedDecoder:
             ends[index] = at - 1
         numbers = torch.from_numpy(np.concatenate([layout.buffer, layout.lines]))
         if not is_gpu(self._model.device):
-            inputs = Inputs(shape, numbers[: len(layout.buffer)], layout.spans)
+            inputs = Inputs(shape, numbers[: len(layout.buffer)], layout.spans, is_step=True)
             left_TD = self._step(inputs, numbers[len(layout.buffer) :])
         else:
             captured = self._captured(shape)
@@ -393,7 +393,7 @@ class FusedDecoder:
         size = shape.layout["end"][0]
         # With empty tables no row is of a sequence: what is captured is run on nothing.
         numbers = torch.zeros(size + shape.num_rows, dtype=torch.int32, device=device)
-        inputs, sequences_T = Inputs(shape, numbers), numbers[size:]
+        inputs, sequences_T = Inputs(shape, numbers, is_step=True), numbers[size:]
         stream = capture_stream(device)
         with beside(device, stream):
             self._step(inputs, sequences_T)

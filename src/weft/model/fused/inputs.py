@@ -104,6 +104,8 @@ class Inputs:
     buffer: torch.Tensor
     spans: tuple[SampleRows, ...] = ()
     """Samples for the kernels' reference implementations; kernels read the tables."""
+    is_step: bool = False
+    """As in `RowTables`."""
 
     def part(self, name: str) -> torch.Tensor:
         start, shape = self.shape.layout[name]
@@ -112,7 +114,14 @@ class Inputs:
     @functools.cached_property
     def rows(self) -> RowTables:
         tables = {name: self.part(name) for name in self.shape.sizes.shapes}
-        return RowTables(self.shape.num_rows, self.spans, **tables, keys_T=self.part("keys"), drops=self.shape.drops)
+        return RowTables(
+            self.shape.num_rows,
+            self.spans,
+            **tables,
+            keys_T=self.part("keys"),
+            drops=self.shape.drops,
+            is_step=self.is_step,
+        )
 
 
 QkvParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
