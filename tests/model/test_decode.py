@@ -10,7 +10,7 @@ import torch
 from tiny_models import VOCABULARY, random_backbone
 
 from weft.adapters.adapter import Adapter
-from weft.engine.inference.generate import Continuation, Request, generate
+from weft.engine.inference.generate import Continuation, Request, complete, generate
 from weft.engine.inference.read import next_logits, read_ahead
 from weft.kernels.layers.paged_attention import PAGE
 from weft.model.backbone import Backbone
@@ -88,7 +88,7 @@ def test_next_logits_when_slots_have_other_methods_then_they_are_those_of_the_re
 
 
 def test_next_logits_when_sequences_join_leave_and_are_read_in_pieces_then_no_bit_changes():
-    """Alone, or beside others that come and go, with its prompt read at once, in pieces or anew."""
+    """Alone or beside others; its prompt read at once, in pieces, or again after the pages were given up."""
     backbone, slots = with_adapters("llama", "fused")
     own = requests(slots)[-1]
 
@@ -208,3 +208,31 @@ def test_decoder_when_it_adds_up_otherwise_than_training_then_warns_once(monkeyp
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith("decoding 128 rows at once adds up otherwise than training on this GPU")
     assert not decoder.has_training_bits
+
+
+def test_sequences_when_another_slots_takes_their_place_then_each_keeps_its_own_adapter():
+    """One after the other on the same line of the page table, with the same number of rows in every pass."""
+    backbone, slots = with_adapters("llama", "fused", ("lora", "lora"))
+    wanted = [Request([5, 9, 11], slot) for slot in slots]
+    expected = [generate(with_adapters("llama", "fused", ("lora", "lora"))[0], [each], GREEDY) for each in wanted]
+    assert [generate(backbone, [each], GREEDY) for each in wanted] == expected
+    assert len({tuple(tokens) for (tokens,) in expected}) == len(slots)
+
+
+def test_complete_when_memory_ends_halfway_then_answers_and_scores_of_prompts_are_whole(monkeypatch):
+    backbone, slots = with_adapters("llama", "fused")
+    scored = Decoding(max_new_tokens=6, logprobs=1, prompt_logprobs=1)
+    wanted = requests(slots, LENGTHS)
+    expected = complete(backbone, wanted, scored)
+    run, calls = FusedDecoder._run, []
+
+    def fails(self: FusedDecoder, *given: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) in (3, 9):
+            raise torch.OutOfMemoryError("no room for a pass")
+        return run(self, *given)
+
+    monkeypatch.setattr(FusedDecoder, "_run", fails)
+    found = complete(backbone, wanted, scored)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert [len(each.prompt_logprobs) for each in found] == list(LENGTHS)

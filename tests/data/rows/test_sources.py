@@ -139,7 +139,7 @@ def test_parquet_when_read_then_rows_keep_lists_and_objects(tmp_path: Path):
 
 
 def test_arrow_files_when_two_columns_have_one_name_then_are_refused(tmp_path: Path):
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import ipc, parquet
 
     table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "completion", "prompt"])

@@ -130,7 +130,6 @@ def test_calls_of_an_actor_when_made_then_are_methods_that_it_has(callers: tuple
 
 def test_reader_when_it_fails_then_the_controller_hears_that_the_rank_is_gone():
     """Else it would wait for the next report for ever."""
-    pytest.importorskip("ray")
     from weft.parallel.ray.ray_ranks import RayRank, RayRanks
 
     ranks = RayRanks.__new__(RayRanks)

@@ -181,7 +181,7 @@ def test_keyboard_alone_reaches_a_job_and_skips_the_tabs(look: Page, busy: Busy)
         look.keyboard.press("Tab")
         if look.evaluate("document.activeElement.closest('table') !== null"):
             break
-    # The list is drawn anew with every answer; whoever stands on a job stays there.
+    # The list is replaced with every answer; the job that has the focus keeps it.
     held = look.evaluate("document.activeElement.href")
     look.evaluate("document.activeElement.dataset.old = 1")
     expect(look.locator("[data-old]")).to_have_count(0)

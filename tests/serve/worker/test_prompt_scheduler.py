@@ -60,7 +60,7 @@ def test_turn_when_something_trains_then_takes_its_share_and_at_least_one_pass(b
     monkeypatch.setattr(backbone, "wait", lambda: setattr(clock, "now", clock.now + 5.0))
     scheduler = PromptScheduler(backbone, 64)
     assert not scheduler.take_turn(0.1)
-    assert clock.now == 0.0, "nobody waits where nothing is asked"
+    assert clock.now == 0.0, "without prompts a turn takes no time"
     scheduler.submit(PromptRequest([5, 6], None, Decoding(50)))
     scheduler.take_turn(0.001)
     assert passes == [1], "one pass, however short training was"

@@ -97,7 +97,8 @@ class Continuation:
         self.cache = {}
         self.new = [*self.request.tokens, *self.tokens]
         self.num_read = 0
-        self.prompt_logprobs = self.prompt_logprobs[:1]
+        if len(self.prompt_logprobs) < len(self.prompt):
+            self.prompt_logprobs = self.prompt_logprobs[:1]
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -159,10 +160,9 @@ def complete(
     while waiting or going:
         # Without a decoder the number of rows may decide last bits, so groups stay as stages have them.
         room = most - len(going) if can_join or not going else 0
-        joining = [waiting.popleft() for _ in range(min(len(waiting), room))]
-        going += joining
+        going += [waiting.popleft() for _ in range(min(len(waiting), room))]
         try:
-            for item in (items[which] for which in joining):
+            for item in (items[which] for which in going):
                 while number := item.num_ahead(len(item.new)):
                     read_ahead(backbone, item, number)
             written = advance(backbone, [items[which] for which in going], ends, sampler)
@@ -170,10 +170,10 @@ def complete(
             most = len(going) // 2
             if not most:
                 raise
-            # The last to come give way: they wait until others have ended, and are read again.
-            for which in reversed(going[most:]):
+            # The last to come give way until others have ended. All are read again: the pass may have ended halfway.
+            for which in going:
                 items[which].forget_read()
-                waiting.appendleft(which)
+            waiting.extendleft(reversed(going[most:]))
             del going[most:]
             continue
         for which, token in zip(going, written, strict=True):

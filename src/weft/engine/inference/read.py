@@ -33,14 +33,18 @@ def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
     """Reads the first of the new tokens and writes nothing, for requests of several passes; at least one must be left.
     Scores the tokens of the prompt that follow them, if that is wanted."""
     assert 0 < num_tokens < len(item.new)
-    rest, item.new = item.new[num_tokens:], item.new[:num_tokens]
-    hidden_LD = _hidden(backbone, item)
+    whole = item.new
+    item.new = whole[:num_tokens]
+    try:
+        hidden_LD = _hidden(backbone, item)
+    finally:
+        item.new = whole
     num_top, scored = item.decoding.prompt_logprobs, item.prompt[item.num_read + 1 : item.num_read + 1 + num_tokens]
     if num_top is not None and scored:
         logits = backbone.logits_of(hidden_LD[: len(scored)], [item.request.slot] * len(scored))
         found = score(logits, torch.tensor(scored, device=logits.device), num_top)
         item.prompt_logprobs.extend(found.to_host()[1])
-    item.new, item.num_read = rest, item.num_read + num_tokens
+    item.new, item.num_read = whole[num_tokens:], item.num_read + num_tokens
 
 
 def _hidden(backbone: Backbone, item: Continuation) -> torch.Tensor:

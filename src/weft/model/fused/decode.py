@@ -110,8 +110,8 @@ class CapturedStep:
 class RowOrder:
     """Rows of a pass over pages: sequences of one slot side by side. Kept while the same ones go on."""
 
-    sequences: tuple[tuple[int, int], ...] = ()
-    """(line, number of rows) of each, as they came."""
+    sequences: tuple[tuple[int, int | None, int], ...] = ()
+    """(line, slot, number of rows) of each, as they came. A line is soon another sequence's, of another slot."""
     shape: InputShape | None = None
     spans: tuple[SampleRows, ...] = ()
     order: list[int] = field(default_factory=list)
@@ -315,7 +315,7 @@ class FusedDecoder:
         return left_TD, ends
 
     def _layout(self, sequences: Sequence[CachedSequence], tokens: Sequence[Sequence[int]]) -> RowOrder:
-        key = tuple((sequence.line, len(own)) for sequence, own in zip(sequences, tokens, strict=True))
+        key = tuple((each.line, each.slot, len(own)) for each, own in zip(sequences, tokens, strict=True))
         if key == self._last.sequences:
             return self._last
         slots = [BARE if sequence.slot is None else sequence.slot for sequence in sequences]
@@ -361,9 +361,13 @@ class FusedDecoder:
 
     def _compare(self, num_rows: int) -> None:
         """Notes once whether passes of as many rows agree with training, and warns where they do not."""
+        # While the two are compared, passes of the comparison are not compared themselves.
         self._agreeing[num_rows] = True
-        self._agreeing[num_rows] = self._agrees(num_rows)
-        self._last = RowOrder()
+        try:
+            self._agreeing[num_rows] = self._agrees(num_rows)
+        except Exception:
+            del self._agreeing[num_rows]
+            raise
         if not self._agreeing[num_rows]:
             LOG.warning(
                 "decoding %d rows at once adds up otherwise than training on this GPU: log-probabilities of answers "
