@@ -227,8 +227,9 @@ class FusedDecoder:
         self._follow(item.slot for item in new)
         sequences = []
         for item in new:
-            held = item.cache.get(CachedSequence)
-            if held is None or held.generation != self.pages.generation:
+            held: CachedSequence | None = item.cache.get(CachedSequence)
+            # Pages of a sequence that nothing was read into may be those of one that it resembled.
+            if held is None or held.generation != self.pages.generation or held.length == 0:
                 held = item.cache[CachedSequence] = self.pages.open(item.slot)
             sequences.append(held)
         counts = [
@@ -240,8 +241,7 @@ class FusedDecoder:
         self.pages.make_room([each for index, each in enumerate(wanted) if index not in later])
         for first, indices in alike.items():
             for index in indices:
-                if not sequences[index].pages:
-                    self.pages.share(sequences[first], *wanted[index])
+                self.pages.share(sequences[first], *wanted[index])
         self.pages.make_room([wanted[index] for index in later])
         self.pages.publish()
         return sequences, counts
