@@ -20,6 +20,9 @@ demo-smollm2: $(VENV)/.installed
 # What the tests of a file share is made once, by one of two workers.
 ON_TWO_CORES := -n 2 --dist loadscope --no-loadscope-reorder
 
+# Children of tests read compiled modules, whatever the environment says.
+test test-all test-lowest: export PYTHONDONTWRITEBYTECODE =
+
 test: setup
 	$(BIN)/python -m pytest $(ON_TWO_CORES)
 

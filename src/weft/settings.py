@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import math
 import os
 import re
@@ -131,7 +132,8 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
         raise WrongTypeError.of(
             f"expected a mapping of settings, got {describe(values)}.", where or None, (dict,), values
         )
-    names = field_names(cls)
+    kind: type = cls
+    names = field_names(kind)
     given: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key, value in values.items():
@@ -158,7 +160,8 @@ def read(cls: type[T], values: Any, where: str = "") -> T:
 def validate(spec: Any) -> None:
     """Converts and checks every field of a spec in place; called by each spec as it is made. So `AdapterSpec(r="8")` in
     Python and `r: "8"` in a file go the same way."""
-    hints = typing.get_type_hints(type(spec))
+    kind: type = type(spec)
+    hints = _type_hints(kind)
     for field in dataclasses.fields(spec):
         value = convert(getattr(spec, field.name), hints[field.name], field.name)
         value = field.metadata["synonyms"].get(value, value) if isinstance(value, str) else value
@@ -168,6 +171,11 @@ def validate(spec: Any) -> None:
                 raise ConfigError("is empty; write a name or a path.", where=field.name)
             value = _at_home(value)
         object.__setattr__(spec, field.name, value)
+
+
+@functools.cache
+def _type_hints(spec: type) -> dict[str, Any]:
+    return typing.get_type_hints(spec)
 
 
 def _at_home(value: Any) -> Any:
@@ -200,7 +208,8 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def field_names(cls: type) -> dict[str, str]:
+@functools.cache
+def field_names(cls: type) -> Mapping[str, str]:
     names: dict[str, str] = {}
     for field in dataclasses.fields(cls):
         names[field.name] = field.name

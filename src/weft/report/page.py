@@ -8,6 +8,7 @@ through `json_for_script`; the page's own policy forbids it to load anything fro
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,6 +155,7 @@ class Page:
     plotly."""
 
     def __init__(self, template: str, *files: str) -> None:
+        graph_objects()
         self._plotly = packed_plotly()
         self._environment = jinja2.Environment(
             loader=jinja2.PackageLoader("weft.report", "template"),
@@ -191,10 +193,9 @@ def json_for_script(charts: Mapping[str, PlotlyFigure]) -> Markup:
     return Markup(text)
 
 
+@functools.cache
 def packed_plotly() -> str:
-    """Plotly's script, compressed to two fifths of its size; `plotly.js` of the templates unpacks it in the browser.
-    MissingExtraError if plotly is not installed."""
-    graph_objects()
+    """Plotly's script, compressed to two fifths of its size; `plotly.js` of the templates unpacks it in the browser."""
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode("ascii")
