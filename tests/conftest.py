@@ -18,6 +18,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# No test loses power. What is no open file still fails.
+os.fsync = os.fstat  # type: ignore[assignment]
+
 # Two test workers on two cores: more threads would only wait for each other, and bits depend on the thread count.
 torch.set_num_threads(1)
 

@@ -26,6 +26,8 @@ from weft.model.path import Memory
 from weft.spec import AdapterSpec, JobSpec
 
 Job = tuple[JobSpec, JobData]
+TWO_LINEARS = r".*\.(q_proj|down_proj|fc2)"
+"""Of a layer, one before attention and one after it: targets of runs in which something else is of interest."""
 
 
 def random_model(name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
@@ -79,17 +81,18 @@ def weighted_data(data: JobData, *, weights: Sequence[float] = (0.25, 1.0, 3.0))
 
 
 def job_spec(name: str, *, adapter: Mapping[str, Any] | None = None, **settings: Any) -> JobSpec:
-    """A small job; its data is given to `submit`, so the file name means nothing."""
+    """A small job, by default on two linears of each layer; its data is given to `submit`, not read from a file."""
     defaults: dict[str, Any] = {"max_length": 24, "global_batch_size": 4, "learning_rate": 5e-3, "max_steps": 6}
-    chosen = dict(adapter or {})
+    chosen = {"target_modules": TWO_LINEARS} if adapter is None else dict(adapter)
     if "method" not in chosen:
         chosen.setdefault("r", 4)
     return JobSpec(name, ("random",), adapter=AdapterSpec(**chosen), **{**defaults, **settings})
 
 
 def small_job(name: str, seed: int = 0, **settings: Any) -> Job:
-    """A job with dropout on a handful of samples."""
-    return job_spec(name, seed=seed, adapter={"lora_dropout": 0.1}, **settings), random_data(seed, num_samples=7)
+    """A job with dropout on two linears of each layer and a handful of samples."""
+    adapter = {"lora_dropout": 0.1, "target_modules": TWO_LINEARS}
+    return job_spec(name, seed=seed, adapter=adapter, **settings), random_data(seed, num_samples=7)
 
 
 def submit(engine: Engine, *jobs: Job) -> None:

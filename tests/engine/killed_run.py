@@ -23,6 +23,9 @@ from pathlib import Path
 import eight_jobs
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
+from small_model import small_model
+
 from weft.engine.resume import plan_resume
 from weft.engine.train import execute_run, prepare_run
 from weft.spec import AdapterSpec, JobSpec, RunSpec
@@ -49,12 +52,12 @@ def run_spec(data: Path) -> RunSpec:
     settings = {"max_length": 48, "global_batch_size": 4, "learning_rate": 2e-3}
     adapter = AdapterSpec(r=4, target_modules=("q_proj", "down_proj"), lora_dropout=0.2)
     return RunSpec(
-        "tiny",
+        str(small_model()),
         (
             JobSpec("upper", ("upper.jsonl",), adapter=adapter, max_steps=8, warmup_steps=3, save_steps=2, **settings),
             JobSpec(
                 "lower", ("lower.jsonl",), adapter=adapter, max_steps=8, save_steps=1, save_total_limit=1, eval_data=2,
-                eval_steps=1, early_stopping_patience=2, **{**settings, "learning_rate": 0.1},
+                eval_steps=1, early_stopping_patience=2, **{**settings, "learning_rate": 1.0},
             ),
             JobSpec("double", ("double.jsonl",), adapter=AdapterSpec(r=2), max_steps=6, save_steps=4, **settings),
         ),

@@ -23,7 +23,8 @@ from weft.plan.families import REFERENCE_FAMILIES
 from weft.spec import JobSpec
 
 BOUND = 1e-5
-STEPS = 24
+STEPS = 12
+MANY_STEPS = 24
 CAPACITY = 40
 """Below the tokens of most global batches, so that gradients add up over several microbatches."""
 
@@ -233,13 +234,13 @@ def assert_equal_peft(name: str, kernels: str, given: list[Job], loss_of: LossOf
 )
 def test_jobs_when_trained_together_then_each_equals_peft_alone(name, kernels):
     outcomes = assert_equal_peft(name, kernels, jobs())
-    assert max(max(outcome.accuracies) for outcome in outcomes.values()) > 0.2, "no accuracy to speak of was compared"
+    assert max(max(outcome.accuracies) for outcome in outcomes.values()) > 0.1, "no accuracy to speak of was compared"
 
 
 not_of_experts = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 """PEFT takes `gate_proj` for the experts' in some families, and warns where it finds none among the targets."""
-MANY_STEPS = ["cohere2", "gpt2", "gpt_neo", "gptj", "falcon_grouped", "mixtral", "qwen3_moe", "qwen3_5_text", "lfm2"]
-MANY_STEPS += [
+OF_EACH_KIND = ["cohere2", "gpt2", "gpt_neo", "gptj", "falcon_grouped", "mixtral", "qwen3_moe", "qwen3_5_text", "lfm2"]
+OF_EACH_KIND += [
     "qwen3_5_moe_text",
     "qwen3_next",
     "lfm2_moe",
@@ -248,7 +249,7 @@ MANY_STEPS += [
     "bamba",
     "falcon_h1",
 ]
-MANY_STEPS += ["glm4_moe_lite"]
+OF_EACH_KIND += ["glm4_moe_lite"]
 FUSED_FAMILIES = ["smollm3", "olmo3", "ministral3", "granite", "granitemoehybrid"]
 
 
@@ -275,12 +276,12 @@ def test_family_when_trained_then_equals_peft_alone(name, kernels):
 @not_of_experts
 @pytest.mark.parametrize(
     ("name", "kernels"),
-    [*((name, "reference") for name in MANY_STEPS), *((name, "fused") for name in FUSED_FAMILIES)],
+    [*((name, "reference") for name in OF_EACH_KIND), *((name, "fused") for name in FUSED_FAMILIES)],
 )
 def test_family_when_trained_for_many_steps_then_still_equals_peft_alone(name, kernels):
     """Scaled logits, parallel blocks, transposed weights, local attention, other rotary positions, grouped heads and
     experts: one family of each, at an epsilon where Adam divides by the gradients' own size."""
-    settings: dict[str, Any] = {"max_steps": STEPS, "adam_epsilon": 1e-3}
+    settings: dict[str, Any] = {"max_steps": MANY_STEPS, "adam_epsilon": 1e-3}
     lora = job_spec("lora", adapter={"r": 4}, **settings), random_data(1, num_samples=9)
     ia3 = job_spec("ia3", adapter={"method": "ia3"}, seed=2, learning_rate=3e-2, **settings), random_data(2)
     assert_equal_peft(name, kernels, [lora, ia3])

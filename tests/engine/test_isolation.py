@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from covering import each_value
-from tiny_models import VOCABULARY, Job, Outcome, assert_same_bits, job_spec, random_backbone, random_data, train
+from tiny_models import (
+    TWO_LINEARS,
+    VOCABULARY,
+    Job,
+    Outcome,
+    assert_same_bits,
+    job_spec,
+    random_backbone,
+    random_data,
+    train,
+)
 
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobStarted, StepDone
@@ -28,7 +38,8 @@ Damage = Callable[[JobWeights], None]
 
 def bad_job(**settings) -> Job:
     """The one to be damaged; it alone uses the last word of the vocabulary."""
-    spec = job_spec("bad", adapter={"lora_dropout": 0.1}, **{"max_steps": STEPS, "learning_rate": 1e-3, **settings})
+    adapter = {"lora_dropout": 0.1, "target_modules": TWO_LINEARS}
+    spec = job_spec("bad", adapter=adapter, **{"max_steps": STEPS, "learning_rate": 1e-3, **settings})
     return spec, random_data(1, num_samples=9)
 
 

@@ -13,7 +13,7 @@ from tiny_models import finish, job_spec, random_backbone, random_data, random_m
 
 from weft.engine.engine import Engine
 
-COUNT, STEPS = 3, 22
+COUNT, STEPS = 3, 12
 CONFIGS: dict[str, Any] = {"prompt_tuning": peft.PromptTuningConfig, "prefix_tuning": peft.PrefixTuningConfig}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from small_model import small_model
 
 import weft
 from weft.engine.engine import Engine
@@ -36,8 +37,8 @@ def lines(folder: str | Path, kind: str) -> list[dict]:
 
 @pytest.mark.faults
 @pytest.mark.slow
-def test_sweep_when_killed_again_and_again_then_ends_as_if_it_never_was(settings, small_model, tmp_path):
-    command = [sys.executable, str(SCRIPT), str(tmp_path), str(small_model), "2"]
+def test_sweep_when_killed_again_and_again_then_ends_as_if_it_never_was(settings, tmp_path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path), str(small_model()), "2"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False, env=one_thread)
     assert finished.returncode == 0, finished.stderr

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from small_model import small_model
 
 import weft
 from weft.engine.engine import Engine
@@ -343,7 +344,7 @@ def test_second_sweep_when_started_from_the_first_then_nothing_is_trained_twice(
     assert not Path("third").exists()
 
 
-def test_second_sweep_when_the_data_or_the_model_has_changed_since_then_trains_everything(settings, small_model):
+def test_second_sweep_when_the_data_or_the_model_has_changed_since_then_trains_everything(settings):
     """The same settings are not the same trial then; `start_from` still teaches the sampler."""
     one = {"space": {"lr": [8e-3]}, "job": {"max_steps": 2}}
     weft.sweep(settings(**one))
@@ -353,7 +354,7 @@ def test_second_sweep_when_the_data_or_the_model_has_changed_since_then_trains_e
     rows.write_text("".join(reversed(kept.splitlines(keepends=True))))
     assert not weft.sweep(settings(**one, start_from="out", output_dir="other-data")).trials[0].origin
     rows.write_text(kept)
-    model = Path(shutil.copytree(small_model, "model"))
+    model = Path(shutil.copytree(small_model(), "model"))
     weft.sweep({**settings(**one, output_dir="mine"), "base_model": "./model"})
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -235,18 +234,11 @@ class Backbone:
         sites, is_any_order = self._targets(spec), self._adds_in_any_order(spec, gradient_sum)
         return Adapter(spec, method_of(spec), sites, seed, device, parts, has_any_order_sums=is_any_order)
 
-    def stored_adapter(
-        self,
-        spec: AdapterSpec,
-        paths: Iterable[str],
-        head: HeadShape | None = None,
-        device: torch.device | None = None,
-    ) -> Adapter:
-        """An adapter beside the backbone at the sites of a file, on its device by default; its weights are loaded next,
-        and it does not train."""
+    def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str], head: HeadShape | None = None) -> Adapter:
+        """An adapter beside the backbone at the sites of a file; its weights are loaded next."""
         method = method_of(spec)
         sites = {path: self._sites[method.attachment][path] for path in paths}
-        return Adapter(spec, method, sites, None, device or self.device, self._parts(spec, head))
+        return Adapter(spec, method, sites, 0, self.device, self._parts(spec, head))
 
     def _parts(self, spec: AdapterSpec, head: HeadShape | None) -> dict[str, PartShape]:
         return {**({} if head is None else {HEAD: head}), **self.embeddings.shapes_here(spec)}
@@ -368,15 +360,11 @@ class Backbone:
         frozen = sorted({path.rpartition(".")[2] for path in others if path not in targets})
         if self.experts and spec.experts == "none":
             frozen.append("routed experts (experts: shared, separate or full trains them)")
-        experts_too = [f"routed experts ({spec.experts_in_words})"] if spec.experts_in_words else []
+        experts_too = (
+            [] if spec.experts == "none" else [f"routed experts ({spec.experts}, rank {spec.rank_of_experts})"]
+        )
         trained = f"trains {listed([*names, *experts_too])}"
         return f"{trained}; frozen: {listed(frozen)}" if frozen else trained
-
-    def num_parameters(self, spec: AdapterSpec) -> int:
-        """Parameters of an adapter, without rows of tokens."""
-        method, sites = method_of(spec), _shapes(self._targets(spec))
-        shapes = (shape for path, site in sites.items() for shape in method.shapes(spec, path, site))
-        return sum(math.prod(shape) for shape in shapes)
 
     def _targets(self, spec: AdapterSpec) -> dict[str, AnySite]:
         sites = self._sites[method_of(spec).attachment]

@@ -21,7 +21,7 @@ from weft.plan.decoder import (
     read_sizes,
     read_window,
 )
-from weft.plan.weights import FINAL_NORMS, WEIGHTS, estimated_sizes
+from weft.plan.hybrids import FINAL_NORMS, HYBRIDS, estimated_sizes
 
 
 def llama(config: Config, name: str, form: LayerForm | None = None) -> Decoder:
@@ -231,7 +231,7 @@ def describe(config: Config, name: str = "") -> Decoder:
     # Models with images or audio have their decoder's settings one level down.
     config = config.get("text_config") or config
     kind = str(config.get("model_type", ""))
-    if kind in WEIGHTS and not is_described(config):
+    if kind in HYBRIDS and not is_described(config):
         sizes = estimated_sizes(config, name)
         return Decoder(kind, sizes, (LayerKind(),) * sizes.num_layers, sizes.head_size**-0.5)
     return FAMILIES.get(kind, llama)(config, name)
@@ -242,9 +242,14 @@ def estimate_note(config: Config) -> str | None:
     kind = str(config.get("model_type", ""))
     if is_described(config):
         return None
-    like = "with as many weights for a token" if kind in WEIGHTS else "of the same sizes"
-    what = "the time of" if kind in WEIGHTS else "time and memory of"
-    return f"{what} {kind} is that of a Llama {like} on the fast path, which it does not take: expect less speed."
+    like = "with as many weights" if kind in HYBRIDS else "of the same sizes"
+    return f"{kind} is estimated like a Llama {like} on the fast path, which it does not take: expect less speed."
+
+
+def num_experts(config: Config) -> int:
+    """Number of routed experts in a layer; 0 if there are none."""
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((int(config[key]) for key in counts if config.get(key)), 0)
 
 
 def is_described(config: Config) -> bool:
@@ -255,28 +260,7 @@ def is_described(config: Config) -> bool:
 
 def final_norm(config: Config) -> str | None:
     """Name of the norm after the last layer; None for models whose layers cannot be divided over devices."""
-    if is_described(config):
-        return "norm"
-    return None if _reads_elsewhere(config) else FINAL_NORMS.get(str(config.get("model_type", "")))
-
-
-def why_one_piece(config: Config) -> str:
-    """Why the layers of a model without `final_norm` cannot be on several devices."""
-    kind = str(config.get("model_type", ""))
-    if kind in FINAL_NORMS:
-        return f"is a {kind} model whose layers {_reads_elsewhere(config)}; they stay on one device"
-    return (
-        f"is a {kind} model; stages and shards are for those of {', '.join(dict.fromkeys((*FAMILIES, *FINAL_NORMS)))}"
-    )
-
-
-def _reads_elsewhere(config: Config) -> str | None:
-    """What the layers of a model read besides the rows that enter them."""
-    parts = {
-        "hidden_size_per_layer_input": "have embeddings of their own",
-        "num_kv_shared_layers": "reuse keys and values of earlier ones",
-    }
-    return " and ".join(text for key, text in parts.items() if config.get(key)) or None
+    return "norm" if is_described(config) else FINAL_NORMS.get(str(config.get("model_type", "")))
 
 
 def why_unsupported(config: Config) -> str | None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from small_model import small_model
 from thread_ranks import ThreadRanks
 
 from weft.engine.engine import Engine
@@ -45,7 +46,7 @@ def run_spec(**settings: Any) -> RunSpec:
         JobSpec("dropout", ("upper.jsonl",), adapter=dropout, max_steps=8, warmup_steps=3, save_steps=3, **usual),
         JobSpec(
             "stops", ("lower.jsonl",), adapter=dropout, max_steps=9, save_steps=1, save_total_limit=1, eval_data=2,
-            eval_steps=1, early_stopping_patience=2, **{**usual, "learning_rate": 0.1},
+            eval_steps=1, early_stopping_patience=2, **{**usual, "learning_rate": 1.0},
         ),
         JobSpec("rare", ("double.jsonl",), adapter=small, max_steps=7, save_steps=5, **usual),
         JobSpec("urgent", ("upper.jsonl",), adapter=small, max_steps=5, save_steps=2, priority=3, seed=1, **usual),
@@ -54,7 +55,7 @@ def run_spec(**settings: Any) -> RunSpec:
             **{**usual, "learning_rate": 1e12},
         ),
     )  # fmt: skip
-    return RunSpec("tiny", jobs, capacity=96, device="cpu", **settings)
+    return RunSpec(str(small_model()), jobs, capacity=96, device="cpu", **settings)
 
 
 @contextmanager

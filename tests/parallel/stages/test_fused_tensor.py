@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from covering import chosen
+from covering import chosen, slow
 from tensor_models import loaded_executor
 from test_tensor import FEW, MODEL, assert_near, engine_on, jobs
 from tiny_models import (
@@ -42,23 +42,23 @@ def with_kernels(made: list[Job]) -> list[Job]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "names"),
+    ("layout", "names", "num_steps"),
     [
-        ("tensor:2", ("lora", "high_rank")),
-        *(pytest.param(layout, None, marks=pytest.mark.slow) for layout in ("tensor:2", "tensor:2,stages:2")),
+        ("tensor:2", ("lora", "high_rank"), 6),
+        *(slow(layout, None, 20) for layout in ("tensor:2", "tensor:2,stages:2")),
     ],
 )
-def test_jobs_when_layers_are_shared_then_end_near_those_of_one_device_after_20_steps(layout, names):
+def test_jobs_when_layers_are_shared_then_end_near_those_of_one_device(layout, names, num_steps):
     """Clipped, with dropout and an evaluation; LoRA, and all methods that have kernels.
 
     With Adam's usual epsilon, numbers whose gradient crosses zero end 1.1e-5 off.
     """
-    given = with_kernels(jobs(names, epsilon=1e-3))
+    given = with_kernels(jobs(names, num_steps=num_steps, epsilon=1e-3))
     expected = train(random_backbone("llama", kernels="fused", **MODEL), given, capacity=48)
     found = trained(engine_on(layout, kernels="fused"), given)
     assert found.keys() == expected.keys() == {spec.name for spec, _ in given}
     for name, outcome in found.items():
-        assert len(outcome.losses) == 20
+        assert len(outcome.losses) == num_steps
         assert_near(outcome, expected[name], tolerance=1e-6)
 
 

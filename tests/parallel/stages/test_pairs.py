@@ -168,7 +168,7 @@ def test_jobs_when_they_learn_from_one_teacher_side_by_side_then_both_hear_it(tm
 def test_jobs_when_programs_with_pairs_are_appended_then_have_the_bits_that_they_have_without(monkeypatch):
     """Over gloo, as `--layout tensor:2,stages:2` plans, told that two take half as long side by side."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    step = {"max_steps": 12, "max_grad_norm": 0.1}
+    step = {"max_steps": 6, "max_grad_norm": 0.1}
     given: list[Job] = [
         (job_spec("a", adapter={"r": 3, "lora_dropout": 0.1}, **step), random_data(1, num_samples=6)),
         (job_spec("b", adapter={"r": 4}, **step), random_data(2, num_samples=5)),

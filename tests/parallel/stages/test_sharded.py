@@ -12,7 +12,7 @@ import torch
 from covering import chosen, slow
 from staged_models import assert_same_answers, part_backbones, train_until
 from test_spread import jobs
-from test_stage_pool import paired
+from test_stage_pool import SPEC, paired
 from tiny_models import assert_same_bits, finish, random_backbone, small_job, submit, train
 from tiny_shards import Late, spread
 
@@ -29,10 +29,8 @@ from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
 from weft.plan.cost.types import LinearCost
 from weft.plan.spread import SpreadPlanner
-from weft.spec import BackboneSpec
 
 LAYERS = 3
-SPEC = BackboneSpec("tiny", device="cpu")
 
 
 WHOLE = (LAYERS,)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_model import small_model
 from staged_models import assert_same_answers
 from tiny_models import assert_same_bits, finish, job_spec, random_data, submit, train
 
@@ -28,7 +29,7 @@ from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.spread import SpreadPlanner
 from weft.spec import BackboneSpec
 
-SPEC = BackboneSpec("tiny", device="cpu")
+SPEC = BackboneSpec(str(small_model(4)), device="cpu")
 
 
 @pytest.fixture

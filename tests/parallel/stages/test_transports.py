@@ -13,6 +13,7 @@ import torch.distributed as dist
 from covering import slow
 
 from benchmarks.pipeline.in_process import LocalTransport
+from weft import processes
 from weft.model.shards import TorchHostPeers, TorchPeers
 from weft.parallel.stages.transport import (
     Channel,
@@ -67,14 +68,15 @@ def talk(stage: int, store: str, is_by_host: bool, told: Any) -> None:
 @pytest.mark.parametrize("is_by_host", [slow(False, id="as it is"), pytest.param(True, id="by the host")])
 def test_messages_when_two_processes_talk_then_come_in_their_order_by_channel(is_by_host, tmp_path: Path):
     """In both directions at once, and what is received first need not have been sent first; sums of all devices."""
-    context = multiprocessing.get_context("spawn")
+    processes.prepare()
+    context = multiprocessing.get_context("forkserver")
     told = context.Queue()
     given = [(stage, str(tmp_path / "store"), is_by_host, told) for stage in range(2)]
-    processes = [context.Process(target=talk, args=own) for own in given]
-    for process in processes:
+    both = [context.Process(target=talk, args=own) for own in given]
+    for process in both:
         process.start()
-    found = {stage: what for stage, *what in (told.get(timeout=120) for _ in processes)}
-    for process in processes:
+    found = {stage: what for stage, *what in (told.get(timeout=120) for _ in both)}
+    for process in both:
         process.join()
     sums = [[[3.0] * 3] * 2, [[[10.0] * 3] * 2, [[20.0] * 3] * 2]]
     assert found[0] == [[[120, 121, 122], [130, 131, 132]], list(range(8)), 5, *sums]

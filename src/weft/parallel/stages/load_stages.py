@@ -27,7 +27,8 @@ from weft.plan.cost.divided import GatherCost
 from weft.plan.cost.hardware import DEVICES
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape, choose_capacity
-from weft.plan.families import final_norm, why_one_piece
+from weft.plan.families import FAMILIES, final_norm
+from weft.plan.hybrids import FINAL_NORMS
 from weft.plan.layout import copies
 from weft.plan.level import PlannedReplicas
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
@@ -189,8 +190,10 @@ def find_parts(model: ResolvedModel, num_stages: int, tensor: int = 1) -> list[M
     spec = model.spec
     if spec.kernels != "fused" and (spec.recompute != "none" or spec.offload):
         raise ConfigError("recompute and offload are for the fused kernels; set kernels=fused too.", where=WHERE)
+    kind = model.config["model_type"]
     if final_norm(model.config) is None:
-        raise ModelError(f"{why_one_piece(model.config)}.", where=model.where)
+        known = ", ".join(dict.fromkeys((*FAMILIES, *FINAL_NORMS)))
+        raise ModelError(f"is a {kind} model; stages are for those of {known}.", where=model.where)
     count = model.shape.num_layers
     if num_stages > count:
         raise ConfigError(

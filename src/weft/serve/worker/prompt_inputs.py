@@ -9,8 +9,8 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,68 +21,49 @@ from weft.data.chat_template import Tokenizer
 from weft.data.chats import Rendered
 from weft.data.load import prompt_of_chat
 from weft.data.tokenise import tokenise_prompt
-from weft.engine.inference.adapter_slots import HostAdapter
-from weft.engine.inference.attach import StoredAdapter, read_stored
+from weft.engine.inference.attach import StoredAdapter
 from weft.errors import AdapterFileError, DataError
-from weft.processes import memory_bytes
-from weft.serve.adapter_folders import look_at
 from weft.serve.blobs import Blobs, unpack
-from weft.serve.db.adapters import folder_of, short_name
 from weft.serve.errors import Busy, Damaged
 from weft.serve.worker.prompt_scheduler import PromptRequest
 from weft.spec.sampling import COLDEST, MOST_BIASES, MOST_STOPS, Decoding
 from weft.store.atomic import storage_errors
 from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE, read_adapter, read_chat_template
 
-KEPT_SHARE = 1 / 8
-"""Part of the host's memory in which adapters are kept; the least recently used one goes first."""
+KEPT = 32
+"""How many adapters are kept in memory; the least recently used one goes first."""
 ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE, TEMPLATE_FILE)
 
 
 class AdapterCache:
     """Adapters by the names of their archives. Several threads may use it."""
 
-    def __init__(
-        self,
-        blobs: Blobs,
-        directory: Path,
-        prepare: Callable[[StoredAdapter], HostAdapter],
-        most_bytes: int | None = None,
-    ) -> None:
-        """`prepare` raises AdapterFileError for an adapter that does not fit the backbone."""
-        self._blobs, self._prepare = blobs, prepare
+    def __init__(self, blobs: Blobs, directory: Path) -> None:
+        self._blobs = blobs
         self._directory = directory
-        self._most_bytes = int(memory_bytes() * KEPT_SHARE) if most_bytes is None else most_bytes
-        self._kept: OrderedDict[str, HostAdapter] = OrderedDict()
+        self._kept: OrderedDict[str, StoredAdapter] = OrderedDict()
         self._lock = threading.Lock()
         self._reading: dict[str, threading.Lock] = {}
         self.names: tuple[str, ...] = ()
-        """Short names of the archives in memory; reading this never waits for one that is being fetched."""
+        """The archives whose adapters are in memory; reading this never waits for one that is being fetched."""
 
-    def get(self, blob: str) -> HostAdapter:
-        """Returns the adapter in an archive or a folder. Raises NotFound without an archive, Damaged for a broken one,
-        AdapterFileError for a broken folder."""
+    def get(self, blob: str) -> StoredAdapter:
+        """Returns the adapter in an archive; raises NotFound without one, Damaged if it is broken."""
         with self._lock:
             reading = self._reading.setdefault(blob, threading.Lock())
         # Each archive is read once, and one that takes long holds up only its own prompts.
         with reading:
-            try:
-                adapter = self._kept.get(blob) or self._prepare(self._read(blob))
-            finally:
-                with self._lock:
-                    self._reading.pop(blob, None)
+            adapter = self._kept.get(blob) or self._read(blob)
             with self._lock:
+                self._reading.pop(blob, None)
                 self._kept[blob] = adapter
                 self._kept.move_to_end(blob)
-                held = sum(each.num_bytes for each in self._kept.values())
-                while held > self._most_bytes and len(self._kept) > 1:
-                    held -= self._kept.popitem(last=False)[1].num_bytes
-                self.names = tuple(map(short_name, self._kept))
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+                self.names = tuple(self._kept)
             return adapter
 
     def _read(self, blob: str) -> StoredAdapter:
-        if (source := folder_of(blob)) is not None:
-            return _read_folder(blob, *source)
         with storage_errors(self._directory):
             self._directory.mkdir(exist_ok=True)
             folder = Path(tempfile.mkdtemp(dir=self._directory))
@@ -102,23 +83,6 @@ class AdapterCache:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read_folder(source: str, version: str, path: str) -> StoredAdapter:
-    """The adapter in a folder that has this version before and after it is read."""
-    folder = Path(path)
-    stored: StoredAdapter | AdapterFileError
-    try:
-        stored = replace(read_stored(folder), name=source)
-    except AdapterFileError as error:
-        stored = error
-    if look_at(folder.name, folder).version != version:
-        raise Busy("the adapter's files have changed; try again.")
-    if isinstance(stored, AdapterFileError):
-        raise stored
-    if stored.spec.new_tokens:
-        raise AdapterFileError("has new tokens, and the service answers with the base model's own.")
-    return stored
-
-
 LONG_CHARS = 2**15
 """A prompt of more characters is tokenised apart from the others."""
 MAX_LONG = 8
@@ -136,12 +100,6 @@ class PromptMessage(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-
-
-class CheckBody(BaseModel):
-    """An adapter to read."""
-
-    model_blob: str
 
 
 class PromptBody(BaseModel):
@@ -273,7 +231,7 @@ def _known(tokens: list[int], vocabulary: int, where: str) -> list[int]:
     return tokens
 
 
-def tokens_of(body: PromptBody, tokenizer: Tokenizer, adapter: HostAdapter | None, vocabulary: int) -> list[int]:
+def tokens_of(body: PromptBody, tokenizer: Tokenizer, adapter: StoredAdapter | None, vocabulary: int) -> list[int]:
     """Returns the tokens of the prompt: a chat goes through its template, a text is taken as it is."""
     template = adapter.chat_template if adapter else None
     if (body.messages is None) == (body.prompt is None):
