@@ -34,14 +34,15 @@ class Adapter:
         spec: AdapterSpec,
         method: Method,
         sites: Mapping[str, Site],
-        seed: int,
+        seed: int | None,
         device: torch.device,
         parts: Mapping[str, PartShape] | None = None,
         *,
         has_any_order_sums: bool = False,
     ) -> None:
-        """`sites`: by path, in the backbone's order. Each part is one more group of parameters. `has_any_order_sums`:
-        the order of samples does not change a bit of the gradients once `complete_gradients` is done."""
+        """`sites`: by path, in the backbone's order. `seed`: None for an adapter that does not train: its weights are
+        loaded, and its gradients are empty. Each part is one more group of parameters. `has_any_order_sums`: the order
+        of samples does not change a bit of the gradients once `complete_gradients` is done."""
         self.spec = spec
         self.method = method
         shapes = {path: site.shape for path, site in sites.items()}
@@ -69,10 +70,12 @@ class Adapter:
         names = self.method.groups[: len(next(iter(self._shapes.values())))]
         sizes = {name: sum(self._sizes(i)) for i, name in enumerate(names)}
         sizes |= {name: sum(part.sizes) for name, part in self._parts.items()}
+        self._trains = seed is not None
         self._take({name: torch.zeros(size, device=device) for name, size in sizes.items()})
         self.version = 0
         """Number of changes of the weights so far, for copies of them."""
-        self._initialise(seed)
+        if seed is not None:
+            self._initialise(seed)
 
     def changed(self) -> None:
         """Must be called after the weights were written to."""
@@ -224,7 +227,10 @@ class Adapter:
     def _take(self, flat: Mapping[str, torch.Tensor]) -> None:
         frozen = self.method.frozen(self.spec)
         trained = {name: params for name, params in flat.items() if name not in frozen}
-        self.groups = {name: ParameterGroup(params, torch.zeros_like(params)) for name, params in trained.items()}
+        self.groups = {
+            name: ParameterGroup(params, torch.zeros_like(params) if self._trains else params.new_empty(0))
+            for name, params in trained.items()
+        }
         self.frozen = {name: flat[name] for name in frozen}
         self.shared = self.method.shared(self.spec, self._linears, self.device)
         self._views = self.split(self.flat())
@@ -283,6 +289,8 @@ class Adapter:
         return {path: tuple(views) for path, views in found.items()}
 
     def _split_grads(self) -> dict[str, ModuleTensors]:
+        if not self._trains:
+            return {path: tuple(view.new_empty(0) for view in views) for path, views in self._views.items()}
         trained = self.split({name: group.grad for name, group in self.groups.items()})
         if not self.frozen:
             return trained

@@ -234,11 +234,18 @@ class Backbone:
         sites, is_any_order = self._targets(spec), self._adds_in_any_order(spec, gradient_sum)
         return Adapter(spec, method_of(spec), sites, seed, device, parts, has_any_order_sums=is_any_order)
 
-    def stored_adapter(self, spec: AdapterSpec, paths: Iterable[str], head: HeadShape | None = None) -> Adapter:
-        """An adapter beside the backbone at the sites of a file; its weights are loaded next."""
+    def stored_adapter(
+        self,
+        spec: AdapterSpec,
+        paths: Iterable[str],
+        head: HeadShape | None = None,
+        device: torch.device | None = None,
+    ) -> Adapter:
+        """An adapter beside the backbone at the sites of a file, on its device by default; its weights are loaded next,
+        and it does not train."""
         method = method_of(spec)
         sites = {path: self._sites[method.attachment][path] for path in paths}
-        return Adapter(spec, method, sites, 0, self.device, self._parts(spec, head))
+        return Adapter(spec, method, sites, None, device or self.device, self._parts(spec, head))
 
     def _parts(self, spec: AdapterSpec, head: HeadShape | None) -> dict[str, PartShape]:
         return {**({} if head is None else {HEAD: head}), **self.embeddings.shapes_here(spec)}

@@ -55,6 +55,10 @@ class Settings:
     """What reading the files of one job may take; a worker reads them, in a process of its own."""
     sampling_share: float = 0.25
     """As in `WorkerOptions`."""
+    training: bool = True
+    """False: new jobs are refused."""
+    adapters: str | None = None
+    """A directory whose adapters every tenant may use."""
 
     def __post_init__(self) -> None:
         if not self.auth and self.host not in LOOPBACK:
@@ -94,6 +98,7 @@ class WorkerOptions:
     capacity: Capacity = "auto"
     """The most tokens of one microbatch, over all jobs; `auto` is what suits the device."""
     max_jobs: int = 32
+    """The most jobs that train at a time; 0 for a worker that only answers prompts."""
     sampling_share: float = 0.25
     """Time for prompts while there are any, as a share of the time that training takes."""
     memory_limit: float | str | None = None
@@ -115,7 +120,7 @@ class WorkerOptions:
     """The id is new for every process, so that no other process ever writes to its directory."""
 
     def __post_init__(self) -> None:
-        for name, value, least in (("--max-jobs", self.max_jobs, 1), ("--capacity", self.capacity, 2)):
+        for name, value, least in (("--max-jobs", self.max_jobs, 0), ("--capacity", self.capacity, 2)):
             if value != "auto" and value < least:
                 raise ConfigError(f"must be at least {least}, got {value}.", where=name)
         _check_share(self.sampling_share)

@@ -15,12 +15,16 @@ from typing import Any
 
 import openai
 import pytest
+from tiny_adapters import LEAVES, tiny_tensors
 from verb_result import Weft
 
 from weft.serve.supervise import WORKER_NICE
+from weft.spec import AdapterSpec
+from weft.store.peft_files import write_adapter
 
 PATIENCE_S = 600.0
 """How long a test waits for what must happen; it matters only if it does not."""
+SPEC = AdapterSpec(r=4, target_modules=tuple(LEAVES))
 ROWS = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "HI"}]}\n' * 4
 
 
@@ -140,6 +144,27 @@ def test_serve_when_workers_train_beside_several_api_processes_then_the_workers_
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
     assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in apis] == [ours, ours]
+
+
+def test_serve_when_it_only_answers_for_a_directory_of_adapters_then_all_of_them_can_be_tried(
+    served: Callable[..., Served], tmp_path: Path
+):
+    (tmp_path / "lora" / "bad").mkdir(parents=True)
+    for name, strength in (("mild", 0.05), ("wild", 0.4)):
+        tensors = tiny_tensors(strength)
+        write_adapter(tmp_path / "lora" / name, SPEC, tensors, base_model="tiny", target_names=LEAVES)
+    (tmp_path / "lora" / "bad" / "adapter_config.json").write_text("{}")
+    service = served("--no-training", "--adapters", str(tmp_path / "lora"))
+    assert (service.said["models"], service.said["adapters"]) == ("tiny", "mild, wild")
+    with service.sdk(max_retries=100) as client:
+        asked = {"prompt": "warp", "max_tokens": 6, "temperature": 0}
+        texts = [client.completions.create(model=name, **asked).choices[0].text for name in ("tiny", "mild", "wild")]
+        assert len(set(texts)) > 1
+        assert [model.id for model in client.models.list()] == ["tiny", "mild", "wild"]
+        file = client.files.create(file=("a.jsonl", ROWS), purpose="fine-tune")
+        with pytest.raises(openai.BadRequestError, match="--no-training"):
+            client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
+    assert service.stop() == 0
 
 
 def test_migrate_only_when_asked_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):

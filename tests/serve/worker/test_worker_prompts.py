@@ -20,6 +20,8 @@ from weft.data.tokenise import tokenise_prompt
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
 from weft.engine.inference.generate import Request, generate
 from weft.errors import WeftError
+from weft.serve.adapter_folders import look_at
+from weft.serve.db.adapters import source_of
 from weft.serve.worker import prompt_inputs, prompt_server
 from weft.serve.worker.prompt_inputs import AdapterCache
 from weft.spec import AdapterSpec
@@ -310,7 +312,7 @@ def test_adapter_cache_when_one_archive_takes_long_then_others_are_read_meanwhil
         fetch(blob, path)
 
     monkeypatch.setattr(bench.blobs, "fetch", slow)
-    adapters = AdapterCache(bench.blobs, tmp_path / "adapters")
+    adapters = AdapterCache(bench.blobs, tmp_path / "adapters", lambda _: None)
     waiting = threading.Thread(target=adapters.get, args=(blobs[0],))
     waiting.start()
     assert adapters.get(blobs[1]).name == blobs[1]
@@ -355,9 +357,44 @@ def test_prompt_when_its_adapter_does_not_fit_the_backbone_then_400_without_a_pa
     assert str(bench.place) not in reply.text and reply.json()["error"]["param"] is None
 
 
+def test_prompt_when_its_adapter_lies_in_a_folder_then_answers_as_from_the_archive(trained, tmp_path):
+    bench, _, blobs, worker = trained
+    folder = tmp_path / "a"
+    with bench.blobs.open(blobs[0]) as stream, zipfile.ZipFile(stream) as archive:
+        archive.extractall(folder)
+    source = source_of({"version": look_at("a", folder).version, "path": str(folder)})
+    question = {"prompt": "warp\n", "max_tokens": 8, "temperature": 0}
+    assert check(worker, source).status_code == 204
+    answers = [ask(worker, model_blob=blob, **question).json() for blob in (source, blobs[0])]
+    assert answers[0] == answers[1]
+    # Once read it is in memory, whatever becomes of the files.
+    (folder / "adapter_config.json").write_text("{")
+    assert ask(worker, model_blob=source, **question).json() == answers[1]
+    assert check(worker, source_of({"version": "another", "path": str(folder)})).status_code == 503
+    changed = source_of({"version": look_at("a", folder).version, "path": str(folder)})
+    reply = check(worker, changed)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "adapter_file")
+    assert str(tmp_path) not in reply.text
+    assert httpx.post(f"{worker.address}/check", json={"model_blob": source}).status_code == 401
+
+
+def check(worker, source):
+    headers = {"X-Weft-Token": worker._server.token}
+    return httpx.post(f"{worker.address}/check", json={"model_blob": source}, headers=headers, timeout=PATIENCE_S)
+
+
+def test_worker_when_it_may_train_no_jobs_then_it_answers_prompts_and_claims_nothing(trained):
+    bench, *_ = trained
+    with bench.worker(max_jobs=0) as other:
+        assert ask(other, prompt="warp\n", max_tokens=1).status_code == 200
+        with bench.database.begin() as tx:
+            claimed = other.sync._writer._claim_jobs(tx, {}, False)
+        assert claimed == []
+
+
 def test_adapter_cache_when_an_archive_is_damaged_then_says_so_and_leaves_nothing(trained, tmp_path):
     bench, *_ = trained
-    adapters = AdapterCache(bench.blobs, tmp_path / "adapters")
+    adapters = AdapterCache(bench.blobs, tmp_path / "adapters", lambda _: None)
     with pytest.raises(WeftError):
         adapters.get(bench.blobs.put(b"no archive", ".zip"))
     assert not list((tmp_path / "adapters").iterdir())

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 WORKER_GRACE_S = 60.0
 CLEAN_UP_EVERY_S = 24 * 3600.0
+MOST_SHOWN = 10
+"""Adapters that are named at the start."""
 
 
 def read_secret(text: str) -> str:
@@ -69,6 +71,11 @@ def serve(
         list[str] | None,
         typer.Option(metavar="[NAME=]PATH", help="A backbone that may be trained; repeat for several.  [tiny]"),
     ] = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Serve the adapters in the directories of DIR too, to all tenants."),
+    ] = None,
+    no_training: Annotated[bool, typer.Option("--no-training", help="Answer prompts only.")] = False,
     db: DbUrl = "",
     store: StoreUrl = "",
     no_auth: Annotated[bool, typer.Option("--no-auth", help="All clients are one tenant; on loopback only.")] = False,
@@ -100,7 +107,7 @@ def serve(
         data_dir=data_dir,
         db=db,
         store=store,
-        base_models=parse_models(base_model or ["tiny"]),
+        base_models=_models(base_model, adapters),
         host=host,
         port=port,
         auth=not no_auth,
@@ -108,6 +115,8 @@ def serve(
         limits=ServiceLimits(min_samples=min_samples),
         file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
         sampling_share=sampling_share,
+        training=not no_training,
+        adapters=None if adapters is None else str(adapters.resolve()),
     )
     if cluster is not None and devices is not None:
         raise on_cluster_devices("--workers")
@@ -168,6 +177,17 @@ def _on_cluster(cluster: str, gpu_type: str | None, workers: str, settings: Sett
     return find_workers(cluster, number, len(settings.base_models), db_url=settings.db_url, gpu_type=gpu_type)
 
 
+def _models(given: list[str] | None, adapters: Path | None) -> dict[str, str]:
+    """The backbones by name; by default that of the adapters to serve, or the tiny one."""
+    if adapters is not None and not adapters.is_dir():
+        raise ConfigError(f"there is no directory {adapters}.", where="--adapters")
+    if given or adapters is None:
+        return parse_models(given or ["tiny"])
+    from weft.serve.adapter_folders import common_base
+
+    return parse_models([common_base(adapters)])
+
+
 def parse_models(texts: list[str]) -> dict[str, str]:
     """Models by name, from `name=path`; the name of a directory alone is its last component."""
     models: dict[str, str] = {}
@@ -213,12 +233,27 @@ def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
     typer.echo(f"serving   {address}/v1")
     typer.echo(f"dashboard {address}/")
     typer.echo(f"models    {', '.join(settings.base_models)}")
+    if settings.adapters is not None:
+        _greet_adapters(settings)
     typer.echo(f"data      {settings.data_dir.resolve()}")
     if key is not None:
         typer.echo(f"key       {key}")
         typer.echo("          shown this once; `weft keys create` makes more")
     elif not settings.auth:
         typer.echo("key       none needed: all who reach this address may do everything")
+
+
+def _greet_adapters(settings: Settings) -> None:
+    """Shows the adapters that are there, and what is wrong with the others."""
+    from weft.serve.adapter_folders import find_folders, look_at, row_of
+
+    found = find_folders(Path(str(settings.adapters)))
+    errors = {name: row_of(look_at(name, path), settings.base_models)["error"] for name, path in found.items()}
+    names = [name for name, error in errors.items() if error is None]
+    shown = ", ".join(names[:MOST_SHOWN]) + (f" and {len(names) - MOST_SHOWN} more" if names[MOST_SHOWN:] else "")
+    typer.echo(f"adapters  {shown or 'none yet'}")
+    for name, error in [each for each in errors.items() if each[1] is not None][:MOST_SHOWN]:
+        typer.echo(f"          not {name}: {error}")
 
 
 def _run(
@@ -230,6 +265,7 @@ def _run(
 ) -> bool:
     """Serves with a worker per environment, or on a cluster, until a signal; True if all processes ended well."""
     from weft.serve.api.observe import log_json
+    from weft.serve.folder_scan import FolderScan
     from weft.serve.supervise import Child, Supervisor
 
     log_json()
@@ -248,6 +284,8 @@ def _run(
     if on_cluster is not None:
         on_cluster.start(workers)
     threading.Thread(target=_clean_up_daily, args=(settings, database), name="clean-up", daemon=True).start()
+    if settings.adapters is not None:
+        FolderScan(settings, database).start()
     try:
         if settings.api_processes > 1:
             _wait_for_signal()
@@ -297,7 +335,7 @@ def _wait_for_signal() -> None:
 def _worker_arguments(settings: Settings, name: str, path: str) -> list[str]:
     reading = settings.file_limits
     limits = ["--file-seconds", str(reading.seconds), "--file-memory", str(reading.memory_bytes / 2**30)]
-    share = ["--sampling-share", str(settings.sampling_share)]
+    share = ["--sampling-share", str(settings.sampling_share), *([] if settings.training else ["--max-jobs", "0"])]
     return ["worker", *_home_arguments(settings), "--base-model", f"{name}={path}", *limits, *share]
 
 
@@ -309,4 +347,6 @@ def _api_arguments(settings: Settings, fd: int, num_workers: int) -> list[str]:
     models = [part for name, path in settings.base_models.items() for part in ("--base-model", f"{name}={path}")]
     rest = ["--host", settings.host, "--api-processes", str(settings.api_processes), "--api-fd", str(fd)]
     limits = ["--min-samples", str(settings.limits.min_samples), *([] if settings.auth else ["--no-auth"])]
+    limits += [] if settings.training else ["--no-training"]
+    limits += [] if settings.adapters is None else ["--adapters", settings.adapters]
     return ["serve", *_home_arguments(settings), *models, *rest, *limits, "--workers", str(num_workers)]

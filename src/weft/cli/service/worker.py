@@ -63,7 +63,7 @@ def worker(
     base_model: Annotated[
         str, typer.Option(metavar="NAME[=MODEL]", help="Name of the frozen model in the API, and what it is.")
     ] = "tiny",
-    max_jobs: Annotated[int, typer.Option(help="Most jobs that train at a time.")] = 32,
+    max_jobs: Annotated[int, typer.Option(help="Most jobs that train at a time; 0: it only answers prompts.")] = 32,
     sampling_share: SamplingShare = 0.25,
     capacity: Annotated[
         str, typer.Option(help="Most tokens of a microbatch; auto: 2048 on a CPU, 8192 on a GPU, less on a small one.")

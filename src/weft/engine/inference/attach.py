@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import LinearShape, ModuleTensors
 from weft.adapters.parts import HEAD, HeadShape
@@ -146,8 +148,11 @@ def attach_adapter(backbone: Backbone, stored: StoredAdapter, *, with_head: bool
     return backbone.attach(adapter_on(backbone, stored, with_head=with_head))
 
 
-def adapter_on(backbone: Backbone, stored: StoredAdapter, *, with_head: bool = False) -> Adapter:
-    """An adapter as `attach_adapter` puts it on a slot, without one."""
+def adapter_on(
+    backbone: Backbone, stored: StoredAdapter, *, with_head: bool = False, device: torch.device | None = None
+) -> Adapter:
+    """An adapter as `attach_adapter` puts it on a slot, without one; on the backbone's device unless another is
+    given."""
     _refuse_head(stored, with_head=with_head)
     shapes = backbone.shapes_for(method_of(stored.spec))
     check_fit(stored, shapes, backbone.name)
@@ -159,7 +164,9 @@ def adapter_on(backbone: Backbone, stored: StoredAdapter, *, with_head: bool = F
     # Jobs that train beside it need no kernels for its dropout.
     spec = replace(stored.spec, lora_dropout=0.0)
     try:
-        adapter = backbone.stored_adapter(spec, [path for path in stored.tensors if path not in PARTS], head_shape)
+        adapter = backbone.stored_adapter(
+            spec, [path for path in stored.tensors if path not in PARTS], head_shape, device
+        )
     except ConfigError as error:
         raise AdapterFileError(error.message, where=str(stored.path)) from None
     adapter.load(stored.tensors, str(stored.path))

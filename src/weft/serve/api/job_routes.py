@@ -34,7 +34,7 @@ from weft.serve.api.service import ApiService, Caller, JobsUser, resolve_model, 
 from weft.serve.api.stored_files import find_training_file, refuse_problems
 from weft.serve.db import files, jobs, tenants, usage
 from weft.serve.db.engine import DbRow, Tx, new_id
-from weft.serve.errors import Busy, NotFound, OverLimit
+from weft.serve.errors import Busy, NotFound, NotPossible, OverLimit
 from weft.serve.new_job import check_training_file
 from weft.settings import describe
 from weft.spec import JobSpec
@@ -138,6 +138,8 @@ def _change(request: Request, user: Caller, job_id: str, wish: str) -> dict[str,
 
 def _create(service: ApiService, user: Caller, body: CreateJob, key: str | None) -> DbRow:
     """Makes the job of a request, or finds the one that the same request made before."""
+    if not service.settings.training:
+        raise NotPossible("This server answers prompts only; it was started with --no-training.")
     digest = hashlib.sha256(json.dumps(body.model_dump(), sort_keys=True).encode()).hexdigest()
     if key is not None:
         with service.database.read() as tx:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from weft.serve.api.errors import ApiError
-from weft.serve.api.requests import CreatePermission, body_of, documented
+from weft.serve.adapter_folders import adapter_folder, look_at, row_of
+from weft.serve.api.errors import ApiError, invalid
+from weft.serve.api.pending_answers import check_adapter
+from weft.serve.api.requests import CreatePermission, LoadAdapter, UnloadAdapter, body_of, documented
 from weft.serve.api.responses import deleted, model_object, worker_object
 from weft.serve.api.service import (
     OWNER,
@@ -22,12 +25,12 @@ from weft.serve.api.service import (
     service_of,
 )
 from weft.serve.api.stored_files import download
-from weft.serve.db import files, jobs, usage
+from weft.serve.db import adapters, files, jobs, usage
 from weft.serve.db.engine import DbRow, Tx, now
 from weft.serve.db.files import discard, named_blobs
 from weft.serve.db.leases import steer_workers
 from weft.serve.db.usage import token_usage
-from weft.serve.db.workers import all_workers, held_by_worker
+from weft.serve.db.workers import all_workers, held_by_worker, live_workers
 from weft.serve.errors import NotFound, NotPossible
 
 model_router = APIRouter(prefix="/v1", tags=["Models"])
@@ -35,11 +38,19 @@ model_router = APIRouter(prefix="/v1", tags=["Models"])
 
 @model_router.get("/models")
 def list_models(request: Request, user: ModelsUser) -> dict[str, Any]:
-    """Backbones and fine-tuned models."""
+    """Backbones, adapters of `--adapters` that can be used, and the tenant's fine-tuned models."""
     service = service_of(request)
     with service.database.read() as tx:
         mine = files.list_models(tx, user.tenant)
+        shared = [] if service.settings.adapters is None else adapters.list_adapters(tx, service.settings.adapters)
     data = [model_object(name, 0, OWNER) for name in service.settings.base_models]
+    # Those that an admin loaded come first in the list and replace others of their names.
+    named = {row["name"]: row for row in reversed(shared) if row["error"] is None}
+    data += [
+        _shape(name, row["created_at"], OWNER, row["base"], None, row["bytes"])
+        for name, row in sorted(named.items())
+        if name not in service.settings.base_models
+    ]
     data += [_shape(row["id"], row["created_at"], user.tenant, row["base"], row["job"], row["bytes"]) for row in mine]
     return {"object": "list", "data": data}
 
@@ -52,6 +63,8 @@ def download_adapter(request: Request, user: ModelsUser, model: str) -> Streamin
         found = resolve_model(tx, service, user.tenant, model)
     if found.blob is None:
         raise NotPossible(f"'{model}' is a backbone and has no adapter; name a model trained on it.", where="model")
+    if adapters.folder_of(found.blob) is not None:
+        raise NotPossible(f"'{model}' lies in a directory of the server's operator.", where="model")
     return download(service, found.blob, f"{model.replace(':', '-')}.zip", "application/zip")
 
 
@@ -71,6 +84,9 @@ def delete_model(request: Request, user: ModelsUser, model: str) -> dict[str, An
     if model in service.settings.base_models:
         raise NotPossible(f"'{model}' is a backbone and stays; only what was trained can be deleted.", where="model")
     with service.database.begin() as tx:
+        root = service.settings.adapters
+        if root is not None and adapters.find_adapter(tx, root, model) is not None:
+            raise NotPossible(f"'{model}' lies in a directory of the server's operator, and stays.", where="model")
         gone = _forget(tx, user.tenant, model)
         user.note(tx, "model.delete", model)
         unused = {row["blob"] for row in gone if row["blob"]} - named_blobs(tx)
@@ -94,6 +110,64 @@ def _forget(tx: Tx, tenant: str, name: str) -> list[DbRow]:
         if needed is not None:
             raise NotPossible(f"Job {needed} starts from {lost}; wait for its end or cancel it.", where="model")
     return gone
+
+
+@model_router.post("/load_lora_adapter", openapi_extra=documented(LoadAdapter), response_class=PlainTextResponse)
+def load_adapter(request: Request, user: Operator, body: Annotated[LoadAdapter, Depends(body_of(LoadAdapter))]) -> str:
+    """Serves the adapter in a directory that the server sees; as in vLLM, for operators."""
+    service = service_of(request)
+    root, name = _adapters_root(service), body.lora_name
+    folder = adapter_folder(Path(root, body.lora_path))
+    if folder is None:
+        raise ApiError(404, "There is no adapter in 'lora_path'.", param="lora_path", code="adapter_not_found")
+    row = row_of(look_at(name, folder.resolve()), service.settings.base_models)
+    row["error"] = row["error"] or _check(service, row)
+    if row["error"] is not None:
+        raise invalid(f"The adapter cannot be used: {row['error']}", "lora_path", "broken_adapter")
+    with service.database.begin() as tx:
+        taken = name in service.settings.base_models or adapters.find_adapter(tx, root, name) is not None
+        if taken and not body.load_inplace:
+            message = f"There is a model '{name}' already; use another name, or replace an adapter by 'load_inplace'."
+            raise invalid(message, "lora_name", "model_exists")
+        if name in service.settings.base_models:
+            raise invalid(f"'{name}' is a backbone; use another name.", "lora_name", "model_exists")
+        adapters.put_adapter(tx, adapters.BY_API, name, **row)
+        user.note(tx, "adapter.load", name, {"path": str(folder)})
+    return f"Success: LoRA adapter '{name}' added successfully."
+
+
+@model_router.post("/unload_lora_adapter", openapi_extra=documented(UnloadAdapter), response_class=PlainTextResponse)
+def unload_adapter(
+    request: Request, user: Operator, body: Annotated[UnloadAdapter, Depends(body_of(UnloadAdapter))]
+) -> str:
+    """Serves an adapter that was loaded by name no longer; its files stay."""
+    service = service_of(request)
+    root = _adapters_root(service)
+    with service.database.begin() as tx:
+        if not adapters.remove_adapter(tx, adapters.BY_API, body.lora_name):
+            if adapters.find_adapter(tx, root, body.lora_name) is None:
+                raise missing_model(body.lora_name)
+            message = f"'{body.lora_name}' is a directory below --adapters and is served as long as it is there."
+            raise invalid(message, "lora_name", "invalid_state")
+        user.note(tx, "adapter.unload", body.lora_name)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+
+def _adapters_root(service: ApiService) -> str:
+    if service.settings.adapters is None:
+        raise NotPossible("This server has no directory of adapters; its operator can give one with --adapters.")
+    return service.settings.adapters
+
+
+def _check(service: ApiService, row: DbRow) -> str | None:
+    """What a worker finds wrong with an adapter. Without a worker at the moment, the scan has it checked later."""
+    with service.database.read() as tx:
+        workers = live_workers(tx, row["base"])
+    if not workers:
+        return None
+    error = check_adapter(workers[0], adapters.source_of(row))
+    row["is_checked"] = True
+    return error
 
 
 @model_router.get("/fine_tuning/checkpoints/{checkpoint}/permissions")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from weft.errors import AdapterFileError
 from weft.serve.api.errors import ApiError, as_api_error, invalid, unavailable
 from weft.serve.db.engine import DbRow
 from weft.serve.db.workers import is_hung
@@ -24,6 +25,9 @@ SEND_S = 10.0
 """How long connecting to a worker and sending it a prompt may take."""
 PROBE_S = 3.0
 """How long a live worker may take to answer `/alive`."""
+CHECK_S = 60.0
+"""How long a worker may take to read an adapter."""
+BROKEN_ADAPTER = AdapterFileError.code
 WORKER_LOST, WORKER_BUSY = "worker_lost", "worker_unavailable"
 NO_WORKER_RETRY_S = 5
 _CHUNK = "data:"
@@ -77,6 +81,27 @@ def choose_worker(workers: list[DbRow], base: str, blob: str | None) -> DbRow:
         return random.choice(able)
     loaded = [worker for worker in able if blob in worker["info"].get("adapters", ())]
     return max(loaded or able, key=lambda worker: hashlib.sha256(f"{blob} {worker['id']}".encode()).digest())
+
+
+def check_adapter(worker: DbRow, source: str) -> str | None:
+    """Has a worker read an adapter; returns what is wrong with it. ApiError if the worker cannot do so now."""
+    url = urlsplit(worker["address"])
+    connection = _connection_to(url, CHECK_S)
+    headers = {"content-type": "application/json", "x-weft-token": worker["token"] or ""}
+    try:
+        connection.request("POST", url.path.rstrip("/") + "/check", json.dumps({"model_blob": source}), headers)
+        answer = connection.getresponse()
+        body = answer.read(65_536)
+    except (OSError, http.client.HTTPException):
+        raise _broken() from None
+    finally:
+        connection.close()
+    if answer.status == 204:
+        return None
+    code, message, _ = _error_in(body)
+    if answer.status == 400 and code == BROKEN_ADAPTER:
+        return message
+    raise _refused(answer.status, body, None)
 
 
 class PendingAnswer:
@@ -152,17 +177,24 @@ def send_all(worker: DbRow, prompts: Sequence[dict[str, Any]]) -> list[PendingAn
 
 def _refused(status: int, body: bytes, retry_after: str | None) -> ApiError:
     """Passes a worker's 400 about the prompt to the user; any other answer means that it cannot answer now."""
-    try:
-        error = json.loads(body)["error"]
-        message, param = str(error["message"]), error.get("param")
-    except (ValueError, LookupError, TypeError, AttributeError):
-        message, param = "", None
+    code, message, param = _error_in(body)
+    if status == 400 and code == BROKEN_ADAPTER:
+        return invalid(f"The adapter cannot be used: {message}", "model", "broken_adapter")
     if status == 400 and message:
         return invalid(message, param, "invalid_prompt")
     if status == 500:
         return as_api_error(Damaged(f"a worker cannot use an adapter: {message}"))
     wait_s = int(retry_after) if retry_after and retry_after.isdecimal() else NO_WORKER_RETRY_S
     return unavailable("The worker cannot answer at the moment.", WORKER_BUSY, wait_s)
+
+
+def _error_in(body: bytes) -> tuple[str, str, str | None]:
+    """The code, the message and the parameter of a worker's error; empty if it is none."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error.get("code")), str(error["message"]), error.get("param")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return "", "", None
 
 
 def _broken() -> ApiError:

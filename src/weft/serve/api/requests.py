@@ -199,6 +199,26 @@ class CreatePermission(Body):
     project_ids: list[StrictStr]
 
 
+AdapterName = Annotated[StrictStr, Field(min_length=1, max_length=200)]
+
+
+class LoadAdapter(Body):
+    """An adapter to serve, as vLLM's server takes it."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[StrictStr, Field(min_length=1, max_length=4096)]
+    load_inplace: StrictBool = False
+    base_model_name: Unused = None
+    is_3d_lora_weight: Unused = None
+
+
+class UnloadAdapter(Body):
+    """An adapter that was loaded by name, to serve no longer."""
+
+    lora_name: AdapterName
+    lora_int_id: Unused = None
+
+
 class StreamOptions(BaseModel):
     """What a stream ends with."""
 
@@ -339,6 +359,8 @@ BODIES: tuple[type[BaseModel], ...] = (
     CreatePermission,
     CreateChat,
     CreateCompletion,
+    LoadAdapter,
+    UnloadAdapter,
 )
 
 

@@ -29,10 +29,10 @@ from starlette.concurrency import run_in_threadpool
 from weft.serve.api.errors import ApiError, too_many, unavailable
 from weft.serve.api.observe import Metrics
 from weft.serve.blobs import Blobs
-from weft.serve.db import files, jobs, tenants
+from weft.serve.db import adapters, files, jobs, tenants
 from weft.serve.db.engine import Database, DbRow, Tx, WatchedRows
 from weft.serve.db.tenants import DEFAULT_TENANT, SCOPES, find_key, get_tenant, needs_touch, touch_key, watched_key
-from weft.serve.errors import Busy, NotFound
+from weft.serve.errors import Busy, NotFound, NotPossible
 from weft.serve.settings import Settings
 
 MAX_KEPT = 1000
@@ -175,7 +175,7 @@ OWNER = "weft"
 class ResolvedModel:
     base: str
     blob: str | None
-    """The adapter's archive; None is the bare backbone."""
+    """The adapter's archive, or its folder as in `adapters.source_of`; None is the bare backbone."""
     created: int
     owner: str
     job: str | None = None
@@ -186,6 +186,13 @@ class ResolvedModel:
 def resolve_model(tx: Tx, service: ApiService, tenant: str, name: str) -> ResolvedModel:
     if name in service.settings.base_models:
         return ResolvedModel(name, None, 0, OWNER)
+    if service.settings.adapters is not None and ":" not in name:
+        shared = adapters.find_adapter(tx, service.settings.adapters, name)
+        if shared is not None:
+            if shared["error"] is not None:
+                raise NotPossible(f"The adapter '{name}' cannot be used: {shared['error']}", where="model")
+            source, created = adapters.source_of(shared), shared["created_at"]
+            return ResolvedModel(shared["base"], source, created, OWNER, None, shared["bytes"])
     if ":ckpt-step-" not in name:
         row = files.get_model(tx, tenant, name)
         return ResolvedModel(row["base"], row["blob"], row["created_at"], tenant, row["job"], row["bytes"])

@@ -1,4 +1,4 @@
-"""The tables. Every row but a worker's belongs to a tenant, and no query leaves the tenant out.
+"""The tables. Every row but a worker's and those of `adapters` belongs to a tenant, and no query leaves the tenant out.
 
 Times are unix seconds by the database's own clock. Ids are those of the API (`file-…`, `ftjob-…`); `seq` orders what
 has the same second. JSON columns hold what the API shows as objects.
@@ -182,6 +182,20 @@ MODELS = sa.Table(
     sa.Column("bytes", BIG, nullable=False),
     sa.Column("created_at", BIG, nullable=False),
     sa.Column("deleted_at", BIG),
+)
+
+ADAPTERS = sa.Table(
+    "adapters",
+    METADATA,
+    sa.Column("root", sa.String(1024), primary_key=True),  # the directory where it was found; "" if an admin loaded it
+    sa.Column("name", sa.String(512), primary_key=True),
+    sa.Column("path", sa.Text, nullable=False),
+    sa.Column("version", sa.String(64), nullable=False),  # changes with its files
+    sa.Column("base", sa.String(512), nullable=False),
+    sa.Column("bytes", BIG, nullable=False),
+    sa.Column("created_at", BIG, nullable=False),
+    sa.Column("is_checked", sa.Boolean, nullable=False, default=False),  # a worker has read this version
+    sa.Column("error", sa.Text),  # why it cannot be used
 )
 
 USAGE = sa.Table(

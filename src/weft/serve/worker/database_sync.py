@@ -343,7 +343,7 @@ class RoundWriter:
         """Claims new jobs, and takes up any that are ours by the database but unknown here: no other worker would."""
         known = {(claim.id, claim.fence) for claim in self._claims.by_name.values()}
         strays = [row for row in rows.values() if (row["id"], row["fence"]) not in known]
-        if is_draining or not self._claims.may_claim:
+        if is_draining or not self._claims.may_claim or not self._options.max_jobs:
             return strays
         options = self._options
         room = options.max_jobs - len(self._claims.by_name) - len(strays)

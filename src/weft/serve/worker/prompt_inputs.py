@@ -9,8 +9,8 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +21,11 @@ from weft.data.chat_template import Tokenizer
 from weft.data.chats import Rendered
 from weft.data.load import prompt_of_chat
 from weft.data.tokenise import tokenise_prompt
-from weft.engine.inference.attach import StoredAdapter
+from weft.engine.inference.attach import StoredAdapter, read_stored
 from weft.errors import AdapterFileError, DataError
+from weft.serve.adapter_folders import look_at
 from weft.serve.blobs import Blobs, unpack
+from weft.serve.db.adapters import folder_of
 from weft.serve.errors import Busy, Damaged
 from weft.serve.worker.prompt_scheduler import PromptRequest
 from weft.spec.sampling import COLDEST, MOST_BIASES, MOST_STOPS, Decoding
@@ -38,8 +40,9 @@ ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE, TEMPLATE_FILE)
 class AdapterCache:
     """Adapters by the names of their archives. Several threads may use it."""
 
-    def __init__(self, blobs: Blobs, directory: Path) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: Blobs, directory: Path, check: Callable[[StoredAdapter], None]) -> None:
+        """`check` raises AdapterFileError for an adapter that does not fit the backbone."""
+        self._blobs, self._check = blobs, check
         self._directory = directory
         self._kept: OrderedDict[str, StoredAdapter] = OrderedDict()
         self._lock = threading.Lock()
@@ -48,12 +51,16 @@ class AdapterCache:
         """The archives whose adapters are in memory; reading this never waits for one that is being fetched."""
 
     def get(self, blob: str) -> StoredAdapter:
-        """Returns the adapter in an archive; raises NotFound without one, Damaged if it is broken."""
+        """Returns the adapter in an archive or a folder. Raises NotFound without an archive, Damaged for a broken one,
+        AdapterFileError for a broken folder."""
         with self._lock:
             reading = self._reading.setdefault(blob, threading.Lock())
         # Each archive is read once, and one that takes long holds up only its own prompts.
         with reading:
-            adapter = self._kept.get(blob) or self._read(blob)
+            adapter = self._kept.get(blob)
+            if adapter is None:
+                adapter = self._read(blob)
+                self._check(adapter)
             with self._lock:
                 self._reading.pop(blob, None)
                 self._kept[blob] = adapter
@@ -64,6 +71,8 @@ class AdapterCache:
             return adapter
 
     def _read(self, blob: str) -> StoredAdapter:
+        if (source := folder_of(blob)) is not None:
+            return _read_folder(blob, *source)
         with storage_errors(self._directory):
             self._directory.mkdir(exist_ok=True)
             folder = Path(tempfile.mkdtemp(dir=self._directory))
@@ -83,6 +92,23 @@ class AdapterCache:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _read_folder(source: str, version: str, path: str) -> StoredAdapter:
+    """The adapter in a folder that has this version before and after it is read."""
+    folder = Path(path)
+    stored: StoredAdapter | AdapterFileError
+    try:
+        stored = replace(read_stored(folder), name=source)
+    except AdapterFileError as error:
+        stored = error
+    if look_at(folder.name, folder).version != version:
+        raise Busy("the adapter's files have changed; try again.")
+    if isinstance(stored, AdapterFileError):
+        raise stored
+    if stored.spec.new_tokens:
+        raise AdapterFileError("has new tokens, and the service answers with the base model's own.")
+    return stored
+
+
 LONG_CHARS = 2**15
 """A prompt of more characters is tokenised apart from the others."""
 MAX_LONG = 8
@@ -100,6 +126,12 @@ class PromptMessage(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+
+
+class CheckBody(BaseModel):
+    """An adapter to read."""
+
+    model_blob: str
 
 
 class PromptBody(BaseModel):

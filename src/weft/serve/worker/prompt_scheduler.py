@@ -19,13 +19,13 @@ from functools import partial
 import torch
 
 from weft.engine.execute.memory import release_memory
-from weft.engine.inference.attach import StoredAdapter, attach_adapter
+from weft.engine.inference.attach import StoredAdapter, adapter_on, attach_adapter
 from weft.engine.inference.generate import Continuation, Request, advance, end_tokens, most_at_once
 from weft.engine.inference.grammar import Constraint
 from weft.engine.inference.read import read_ahead
 from weft.engine.inference.sampling import Sampler, TokenLogprobs
 from weft.errors import WeftError
-from weft.kernels.device import memory_errors
+from weft.kernels.device import CPU, memory_errors
 from weft.model.backbone import Backbone
 from weft.serve.errors import Busy
 from weft.spec.sampling import Decoding
@@ -95,6 +95,10 @@ class PromptScheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._active)
+
+    def check(self, adapter: StoredAdapter) -> None:
+        """AdapterFileError if an adapter does not fit the backbone or cannot write; for any thread."""
+        adapter_on(self._backbone, adapter, device=CPU)
 
     def submit(self, request: PromptRequest) -> None:
         """Puts a prompt into the queue; raises Busy if the queue is full."""

@@ -3,6 +3,7 @@
     GET  /alive      answers 204 as long as the process runs
     POST /generate   {model_blob, messages | prompt, max_tokens, temperature, top_p, …, stop, logprobs, echo, stream}
                      as in `PromptBody`; header X-Weft-Token
+    POST /check      {model_blob}: reads an adapter and answers 204 if it can be used
     answers          {"text", "done", "finish_reason", "logprobs", "prompt_tokens", "completion_tokens"}, one object;
                      with `stream` a text/event-stream of them, each with the text and log-probabilities since the last
     logprobs         [{"token", "logprob", "top": [[token, logprob], …], "offset"}, …], with characters before the token
@@ -30,7 +31,7 @@ from typing import Any
 
 import anyio.to_thread
 import uvicorn
-from fastapi import FastAPI, Header, Request
+from fastapi import Depends, FastAPI, Header, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
@@ -42,7 +43,7 @@ from weft.errors import AdapterFileError, DataError, StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.errors import Busy, Damaged, NotFound
 from weft.serve.settings import WorkerOptions
-from weft.serve.worker.prompt_inputs import AdapterCache, PromptBody, PromptClient, Tokenizers, tokens_of
+from weft.serve.worker.prompt_inputs import AdapterCache, CheckBody, PromptBody, PromptClient, Tokenizers, tokens_of
 from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler, ScoredPrompt
 from weft.spec.sampling import MOST_NEW_TOKENS
 
@@ -56,7 +57,7 @@ NUM_THREADS = 300
 class PromptServer:
     def __init__(self, scheduler: PromptScheduler, blobs: Blobs, directory: Path, options: WorkerOptions) -> None:
         self._scheduler = scheduler
-        self._adapters = AdapterCache(blobs, directory)
+        self._adapters = AdapterCache(blobs, directory, scheduler.check)
         self._max_positions = scheduler.max_positions
         self._tokenizers = Tokenizers(scheduler.tokenizer)
         self._grammars: Grammars | None = None
@@ -101,10 +102,21 @@ class PromptServer:
         async def alive() -> Response:
             return Response(status_code=204)
 
-        @app.post("/generate")
-        async def generate(request: Request, body: PromptBody, x_weft_token: str = Header("")) -> Response:
+        @app.exception_handler(WeftError)
+        def refused(_: Request, error: WeftError) -> Response:
+            return _refused(error)
+
+        def check_token(x_weft_token: str = Header("")) -> None:
             if not secrets.compare_digest(x_weft_token.encode(), self.token.encode()):
-                return _error(401, "the token is wrong.", "invalid_token", None)
+                raise HTTPException(401)
+
+        @app.post("/check", dependencies=[Depends(check_token)])
+        def check(body: CheckBody) -> Response:
+            self._adapters.get(body.model_blob)
+            return Response(status_code=204)
+
+        @app.post("/generate", dependencies=[Depends(check_token)])
+        async def generate(request: Request, body: PromptBody) -> Response:
             anyio.to_thread.current_default_thread_limiter().total_tokens = NUM_THREADS
             client = PromptClient()
             watch = asyncio.create_task(client.watch(request))
@@ -118,13 +130,6 @@ class PromptServer:
                 text = "".join(part["text"] for part in parts)
                 logprobs = [record for part in parts for record in part["logprobs"]]
                 return JSONResponse({**parts[-1], "text": text, "logprobs": logprobs})
-            except WeftError as error:
-                status = {Busy: 503, StorageError: 503, NotFound: 404, Damaged: 500}.get(type(error), 400)
-                if isinstance(error, AdapterFileError | StorageError | Damaged):
-                    # It may name a path of the server.
-                    LOG.error("a prompt could not be answered: %s", error)
-                    return _error(status, error.message, error.code, None)
-                return _error(status, str(error), error.code, error.where)
             finally:
                 watch.cancel()
 
@@ -262,6 +267,15 @@ def _stream(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[s
             yield f"data: {json.dumps(piece)}\n\n"
     except WeftError as error:
         yield f"data: {json.dumps({'error': {'message': str(error), 'code': error.code, 'param': None}})}\n\n"
+
+
+def _refused(error: WeftError) -> Response:
+    status = {Busy: 503, StorageError: 503, NotFound: 404, Damaged: 500}.get(type(error), 400)
+    if isinstance(error, AdapterFileError | StorageError | Damaged):
+        # It may name a path of the server.
+        LOG.error("a request could not be answered: %s", error)
+        return _error(status, error.message, error.code, None)
+    return _error(status, str(error), error.code, error.where)
 
 
 def _error(status: int, message: str, code: str, param: str | None) -> Response:

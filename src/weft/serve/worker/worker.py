@@ -68,7 +68,7 @@ class Worker:
             backbone,
             capacity=capacity,
             planner=planner_named("auto"),
-            max_jobs=options.max_jobs,
+            max_jobs=max(1, options.max_jobs),
             job_memory=options.job_memory,
             wall=self._wall,
         )

@@ -35,14 +35,20 @@ class Worker:
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def reply(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        status = {"refuse": 400, "busy": 503, "wrong token": 401}.get(self.mode, 200)
+        status = {"refuse": 400, "busy": 503, "wrong token": 401, "broken adapter": 400}.get(self.mode, 200)
+        if handler.path == "/check" and status == 200:
+            status = 204
         handler.send_response(status)
         handler.end_headers()
         logprobs = []
         if body.get("logprobs") is not None:
             top = [["well", -0.5], [" bad", -2.0]][: body["logprobs"]]
             logprobs = [{"token": "well", "logprob": -0.5, "top": top, "offset": 0}]
-        if status != 200:
+        if status == 204:
+            return
+        if self.mode == "broken adapter":
+            handler.wfile.write(b'{"error": {"message": "q_proj is missing.", "code": "adapter_file", "param": null}}')
+        elif status != 200:
             handler.wfile.write(
                 b'{"error": {"message": "the prompt is too long.", "code": "data", "param": "messages"}}'
             )
