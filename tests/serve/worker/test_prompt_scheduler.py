@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import random_backbone
 from worker_bench import PATIENCE_S
 
+from weft.engine.inference import adapter_slots
+from weft.engine.inference.adapter_slots import host_adapter
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
 from weft.engine.inference.generate import Request, generate
 from weft.errors import ConfigError, JobError
 from weft.serve.errors import Busy
 from weft.serve.settings import Settings, WorkerOptions
 from weft.serve.worker import prompt_scheduler as scheduler_module
-from weft.serve.worker.prompt_scheduler import MAX_ADAPTERS, AnswerEnd, PromptRequest, PromptScheduler
+from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler
 from weft.spec import AdapterSpec
 from weft.spec.sampling import Decoding
 
@@ -105,19 +107,55 @@ def stored(backbone, name, seed):
     return StoredAdapter(name, None, spec, dict(adapter.tensors()), None)
 
 
-def test_turn_when_there_are_more_adapters_than_slots_then_all_are_answered_and_slots_stay_bounded(backbone):
-    adapters = [stored(backbone, f"v{i}", i) for i in range(MAX_ADAPTERS + 3)]
+def test_turn_when_there_are_a_hundred_adapters_and_room_for_ten_then_each_answers_as_if_alone(backbone, monkeypatch):
+    """Round-robin is the worst order for the least recently used: every adapter comes back from host memory."""
+    files = [stored(backbone, f"v{i}", i) for i in range(100)]
+    adapters = [host_adapter(backbone, file) for file in files]
+    monkeypatch.setattr(adapter_slots, "LEAST_SLOTS", 2)
     scheduler = PromptScheduler(backbone, 64)
+    scheduler._slots.most_bytes = 10 * adapters[0].num_bytes
     before = slots(backbone)
-    questions = [PromptRequest([7, 8, 9], adapter, Decoding(3)) for adapter in adapters]
+    questions = [PromptRequest([7, 8, 9], adapter, Decoding(3)) for _ in range(2) for adapter in adapters]
+    for request in questions:
+        scheduler.submit(request)
+    most = 0
+    while scheduler.take_turn(None):
+        most = max(most, len(slots(backbone) - before))
+    assert most == 10
+    answers = [written(request)[0] for request in questions]
+    for index, file in enumerate(files):
+        slot = attach_adapter(backbone, replace(file, path="-"))
+        expected = generate(backbone, [Request([7, 8, 9], slot)], Decoding(3))[0]
+        backbone.detach(slot)
+        assert answers[index] == answers[index + 100] == expected
+    assert len({tuple(answer) for answer in answers}) > 10, "the adapters have no effect"
+
+
+def test_turn_when_there_is_no_memory_for_an_adapter_then_waits_for_another_or_hears_it(backbone, monkeypatch):
+    first, second = (host_adapter(backbone, stored(backbone, name, 1)) for name in ("one", "two"))
+    attach, refused = backbone.attach, []
+
+    def full(adapter):
+        if len(slots(backbone)) - len(before) >= most:
+            refused.append(adapter)
+            raise torch.OutOfMemoryError
+        return attach(adapter)
+
+    before = slots(backbone)
+    monkeypatch.setattr(backbone, "attach", full)
+    scheduler = PromptScheduler(backbone, 64)
+    most = 1
+    questions = [PromptRequest([5, 6], adapter, Decoding(3)) for adapter in (first, second)]
     for request in questions:
         scheduler.submit(request)
     while scheduler.take_turn(None):
-        assert len(slots(backbone) - before) <= MAX_ADAPTERS
-    for request, adapter in zip(questions, adapters, strict=True):
-        slot = attach_adapter(backbone, replace(adapter, path="-"))
-        assert written(request)[0] == generate(backbone, [Request([7, 8, 9], slot)], Decoding(3))[0]
-        backbone.detach(slot)
+        pass
+    assert refused and [len(written(request)[0]) for request in questions] == [3, 3]
+    most = 0
+    request = PromptRequest([5, 6], first, Decoding(3))
+    scheduler.submit(request)
+    scheduler.take_turn(None)
+    assert isinstance(request.answer.get(timeout=PATIENCE_S), Busy)
 
 
 def slots(backbone):
@@ -174,10 +212,9 @@ def test_turn_when_one_prompt_cannot_be_read_then_only_it_fails_and_the_others_a
 
 
 def test_turn_when_the_logits_of_one_prompt_are_not_finite_then_the_others_are_answered(backbone):
-    broken = stored(backbone, "nan", 1)
-    for tensors in broken.tensors.values():
-        for tensor in tensors:
-            tensor.fill_(float("nan"))
+    broken = host_adapter(backbone, stored(backbone, "nan", 1))
+    for tensor in broken.flat.values():
+        tensor.fill_(float("nan"))
     scheduler = PromptScheduler(backbone, 64)
     poison = PromptRequest([5, 6], broken, Decoding(4, temperature=1.0))
     good = [PromptRequest([5, 6 + i], None, Decoding(4, temperature=1.0)) for i in range(3)]
@@ -202,9 +239,9 @@ def test_turn_when_top_p_is_tiny_then_the_likeliest_token_is_taken(backbone, top
 def test_turn_when_an_adapter_cannot_be_attached_then_only_its_own_prompt_hears_it(backbone, monkeypatch):
     """Whatever one prompt raises, the others are answered and the worker lives."""
     scheduler = PromptScheduler(backbone, 64)
-    broken = PromptRequest([5, 6], StoredAdapter("a", Path("a"), AdapterSpec(), {}, None), Decoding(2))
+    broken = PromptRequest([5, 6], host_adapter(backbone, stored(backbone, "a", 1)), Decoding(2))
     good = PromptRequest([5, 6], None, Decoding(2))
-    monkeypatch.setattr(scheduler_module, "attach_adapter", lambda *_: 1 / 0)
+    monkeypatch.setattr(backbone, "attach", lambda *_: 1 / 0)
     scheduler.submit(broken)
     scheduler.submit(good)
     while scheduler.take_turn(None):

@@ -21,7 +21,7 @@ from weft.engine.inference.attach import StoredAdapter, attach_adapter
 from weft.engine.inference.generate import Request, generate
 from weft.errors import WeftError
 from weft.serve.adapter_folders import look_at
-from weft.serve.db.adapters import source_of
+from weft.serve.db.adapters import short_name, source_of
 from weft.serve.worker import prompt_inputs, prompt_server
 from weft.serve.worker.prompt_inputs import AdapterCache
 from weft.spec import AdapterSpec
@@ -312,13 +312,29 @@ def test_adapter_cache_when_one_archive_takes_long_then_others_are_read_meanwhil
         fetch(blob, path)
 
     monkeypatch.setattr(bench.blobs, "fetch", slow)
-    adapters = AdapterCache(bench.blobs, tmp_path / "adapters", lambda _: None)
+    adapters = AdapterCache(bench.blobs, tmp_path / "adapters", trained[-1].scheduler.prepare)
     waiting = threading.Thread(target=adapters.get, args=(blobs[0],))
     waiting.start()
     assert adapters.get(blobs[1]).name == blobs[1]
     may_go.set()
     waiting.join()
-    assert set(adapters.names) == {blobs[0], blobs[1]}
+    assert set(adapters.names) == {short_name(blobs[0]), short_name(blobs[1])}
+
+
+def test_adapter_cache_when_full_then_the_least_recently_used_goes_and_is_read_again(trained, tmp_path):
+    bench, _, blobs, worker = trained
+    read = []
+
+    def prepare(file):
+        read.append(file.name)
+        return worker.scheduler.prepare(file)
+
+    adapters = AdapterCache(bench.blobs, tmp_path / "adapters", prepare)
+    adapters._most_bytes = 2 * adapters.get(blobs[0]).num_bytes
+    for blob in (blobs[1], blobs[0], blobs[2], blobs[0], blobs[1]):
+        adapters.get(blob)
+    assert read == [*blobs, blobs[1]]
+    assert adapters.names == (short_name(blobs[0]), short_name(blobs[1]))
 
 
 def test_prompts_when_jobs_train_then_both_go_on_and_the_adapter_is_the_same(trained):
@@ -394,7 +410,7 @@ def test_worker_when_it_may_train_no_jobs_then_it_answers_prompts_and_claims_not
 
 def test_adapter_cache_when_an_archive_is_damaged_then_says_so_and_leaves_nothing(trained, tmp_path):
     bench, *_ = trained
-    adapters = AdapterCache(bench.blobs, tmp_path / "adapters", lambda _: None)
+    adapters = AdapterCache(bench.blobs, tmp_path / "adapters", trained[-1].scheduler.prepare)
     with pytest.raises(WeftError):
         adapters.get(bench.blobs.put(b"no archive", ".zip"))
     assert not list((tmp_path / "adapters").iterdir())

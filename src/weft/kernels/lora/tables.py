@@ -208,8 +208,9 @@ class SlotTable:
         if slot >= len(self._fields):
             # The device first: if it has no room, nothing has changed.
             fields = np.concatenate([self._fields, np.zeros_like(self._fields)])
-            self.device_SMF = torch.zeros(fields.shape, dtype=torch.int64, device=self.device_SMF.device)
-            self._fields = fields
+            device_SMF = torch.zeros(fields.shape, dtype=torch.int64, device=self.device_SMF.device)
+            device_SMF[: len(self._fields)] = self.device_SMF
+            self._fields, self.device_SMF = fields, device_SMF
             self.version += 1
         self.entries[slot], self.others[slot] = entries, others
         widest = max((entry.rank for entry in entries.values()), default=0)
@@ -227,7 +228,7 @@ class SlotTable:
                     address for each in words for address in ((0, 0, 0) if each is None else each.addresses)
                 ]
         self._put_others(slot, others)
-        self.device_SMF.copy_(torch.from_numpy(self._fields))
+        self.device_SMF[slot].copy_(torch.from_numpy(self._fields[slot]))
         return slot
 
     def remove(self, slot: int) -> None:
@@ -236,7 +237,7 @@ class SlotTable:
         self._fields[slot] = 0
         del self._needs_of[slot]
         self._see_needs()
-        self.device_SMF.copy_(torch.from_numpy(self._fields))
+        self.device_SMF[slot].copy_(torch.from_numpy(self._fields[slot]))
 
     def _see_needs(self) -> None:
         widest, drops, others = zip(*self._needs_of.values(), strict=True) if self._needs_of else ((), (), ())

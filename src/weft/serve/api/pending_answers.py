@@ -16,6 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from weft.errors import AdapterFileError
 from weft.serve.api.errors import ApiError, as_api_error, invalid, unavailable
+from weft.serve.db.adapters import short_name
 from weft.serve.db.engine import DbRow
 from weft.serve.db.workers import is_hung
 from weft.serve.errors import Damaged
@@ -79,7 +80,7 @@ def choose_worker(workers: list[DbRow], base: str, blob: str | None) -> DbRow:
     able = [w for w in able if not w["is_draining"]] or able
     if blob is None:
         return random.choice(able)
-    loaded = [worker for worker in able if blob in worker["info"].get("adapters", ())]
+    loaded = [worker for worker in able if short_name(blob) in worker["info"].get("adapters", ())]
     return max(loaded or able, key=lambda worker: hashlib.sha256(f"{blob} {worker['id']}".encode()).digest())
 
 

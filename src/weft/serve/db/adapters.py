@@ -6,6 +6,7 @@ database may have different ones.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import sqlalchemy as sa
@@ -29,6 +30,11 @@ def folder_of(source: str) -> tuple[str, str] | None:
         return None
     version, _, path = source.removeprefix(_SOURCE).partition(":")
     return version, path
+
+
+def short_name(source: str) -> str:
+    """By which workers report what they have in memory."""
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
 def list_adapters(tx: Tx, root: str) -> list[DbRow]:

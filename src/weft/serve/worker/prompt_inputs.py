@@ -21,53 +21,63 @@ from weft.data.chat_template import Tokenizer
 from weft.data.chats import Rendered
 from weft.data.load import prompt_of_chat
 from weft.data.tokenise import tokenise_prompt
+from weft.engine.inference.adapter_slots import HostAdapter
 from weft.engine.inference.attach import StoredAdapter, read_stored
 from weft.errors import AdapterFileError, DataError
+from weft.processes import memory_bytes
 from weft.serve.adapter_folders import look_at
 from weft.serve.blobs import Blobs, unpack
-from weft.serve.db.adapters import folder_of
+from weft.serve.db.adapters import folder_of, short_name
 from weft.serve.errors import Busy, Damaged
 from weft.serve.worker.prompt_scheduler import PromptRequest
 from weft.spec.sampling import COLDEST, MOST_BIASES, MOST_STOPS, Decoding
 from weft.store.atomic import storage_errors
 from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE, read_adapter, read_chat_template
 
-KEPT = 32
-"""How many adapters are kept in memory; the least recently used one goes first."""
+KEPT_SHARE = 1 / 8
+"""Part of the host's memory in which adapters are kept; the least recently used one goes first."""
 ADAPTER_FILES = (CONFIG_FILE, TENSORS_FILE, TEMPLATE_FILE)
 
 
 class AdapterCache:
     """Adapters by the names of their archives. Several threads may use it."""
 
-    def __init__(self, blobs: Blobs, directory: Path, check: Callable[[StoredAdapter], None]) -> None:
-        """`check` raises AdapterFileError for an adapter that does not fit the backbone."""
-        self._blobs, self._check = blobs, check
+    def __init__(
+        self,
+        blobs: Blobs,
+        directory: Path,
+        prepare: Callable[[StoredAdapter], HostAdapter],
+        most_bytes: int | None = None,
+    ) -> None:
+        """`prepare` raises AdapterFileError for an adapter that does not fit the backbone."""
+        self._blobs, self._prepare = blobs, prepare
         self._directory = directory
-        self._kept: OrderedDict[str, StoredAdapter] = OrderedDict()
+        self._most_bytes = int(memory_bytes() * KEPT_SHARE) if most_bytes is None else most_bytes
+        self._kept: OrderedDict[str, HostAdapter] = OrderedDict()
         self._lock = threading.Lock()
         self._reading: dict[str, threading.Lock] = {}
         self.names: tuple[str, ...] = ()
-        """The archives whose adapters are in memory; reading this never waits for one that is being fetched."""
+        """Short names of the archives in memory; reading this never waits for one that is being fetched."""
 
-    def get(self, blob: str) -> StoredAdapter:
+    def get(self, blob: str) -> HostAdapter:
         """Returns the adapter in an archive or a folder. Raises NotFound without an archive, Damaged for a broken one,
         AdapterFileError for a broken folder."""
         with self._lock:
             reading = self._reading.setdefault(blob, threading.Lock())
         # Each archive is read once, and one that takes long holds up only its own prompts.
         with reading:
-            adapter = self._kept.get(blob)
-            if adapter is None:
-                adapter = self._read(blob)
-                self._check(adapter)
+            try:
+                adapter = self._kept.get(blob) or self._prepare(self._read(blob))
+            finally:
+                with self._lock:
+                    self._reading.pop(blob, None)
             with self._lock:
-                self._reading.pop(blob, None)
                 self._kept[blob] = adapter
                 self._kept.move_to_end(blob)
-                while len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-                self.names = tuple(self._kept)
+                held = sum(each.num_bytes for each in self._kept.values())
+                while held > self._most_bytes and len(self._kept) > 1:
+                    held -= self._kept.popitem(last=False)[1].num_bytes
+                self.names = tuple(map(short_name, self._kept))
             return adapter
 
     def _read(self, blob: str) -> StoredAdapter:
@@ -263,7 +273,7 @@ def _known(tokens: list[int], vocabulary: int, where: str) -> list[int]:
     return tokens
 
 
-def tokens_of(body: PromptBody, tokenizer: Tokenizer, adapter: StoredAdapter | None, vocabulary: int) -> list[int]:
+def tokens_of(body: PromptBody, tokenizer: Tokenizer, adapter: HostAdapter | None, vocabulary: int) -> list[int]:
     """Returns the tokens of the prompt: a chat goes through its template, a text is taken as it is."""
     template = adapter.chat_template if adapter else None
     if (body.messages is None) == (body.prompt is None):

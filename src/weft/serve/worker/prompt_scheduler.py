@@ -11,7 +11,7 @@ import contextlib
 import logging
 import queue
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,13 +19,14 @@ from functools import partial
 import torch
 
 from weft.engine.execute.memory import release_memory
-from weft.engine.inference.attach import StoredAdapter, adapter_on, attach_adapter
+from weft.engine.inference.adapter_slots import AdapterSlots, HostAdapter, host_adapter
+from weft.engine.inference.attach import StoredAdapter
 from weft.engine.inference.generate import Continuation, Request, advance, end_tokens, most_at_once
 from weft.engine.inference.grammar import Constraint
 from weft.engine.inference.read import read_ahead
 from weft.engine.inference.sampling import Sampler, TokenLogprobs
 from weft.errors import WeftError
-from weft.kernels.device import CPU, memory_errors
+from weft.kernels.device import memory_errors
 from weft.model.backbone import Backbone
 from weft.serve.errors import Busy
 from weft.spec.sampling import Decoding
@@ -35,8 +36,8 @@ IDLE_TURN_S = 0.05
 """How long a turn lasts while nothing trains; the worker looks for new jobs between two turns."""
 MAX_WAITING = 256
 """How many prompts may wait; more are refused."""
-MAX_ADAPTERS = 8
-"""How many adapters may be attached to the backbone for prompts at a time."""
+ADAPTER_SHARE, ADAPTER_SHARE_ALONE = 1 / 16, 1 / 4
+"""Part of the device's memory for prompts' adapters, beside training and without."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class PromptRequest:
     with log-probabilities, and those of the prompt before them, if the decoding has them."""
 
     tokens: list[int]
-    adapter: StoredAdapter | None
+    adapter: HostAdapter | None
     """The adapter that answers; None is the bare backbone."""
     decoding: Decoding
     constraint: Constraint | None = None
@@ -75,15 +76,16 @@ class PromptRequest:
 class PromptScheduler:
     """The prompts of one worker. Any thread may call `submit`; only the one that trains calls the rest."""
 
-    def __init__(self, backbone: Backbone, capacity: int, share: float = 0.25) -> None:
+    def __init__(
+        self, backbone: Backbone, capacity: int, share: float = 0.25, adapter_share: float = ADAPTER_SHARE
+    ) -> None:
         self._backbone, self._share = backbone, share
         self._capacity = capacity
         self._waiting: deque[PromptRequest] = deque()
         self._active: dict[PromptRequest, Continuation] = {}
         self._alone: deque[PromptRequest] = deque()
         """Prompts of a pass that failed: each is read alone once, so that only the one to blame fails."""
-        self._slots: OrderedDict[str, int] = OrderedDict()
-        """The slots of adapters by name, the least recently used first."""
+        self._slots = AdapterSlots(backbone, adapter_share)
         self._sampler = Sampler()
         self._is_closed = False
         self.num_answered = 0
@@ -96,9 +98,9 @@ class PromptScheduler:
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._active)
 
-    def check(self, adapter: StoredAdapter) -> None:
+    def prepare(self, stored: StoredAdapter) -> HostAdapter:
         """AdapterFileError if an adapter does not fit the backbone or cannot write; for any thread."""
-        adapter_on(self._backbone, adapter, device=CPU)
+        return host_adapter(self._backbone, stored)
 
     def submit(self, request: PromptRequest) -> None:
         """Puts a prompt into the queue; raises Busy if the queue is full."""
@@ -137,40 +139,26 @@ class PromptScheduler:
             request = self._waiting.popleft()
             if request.is_cancelled:
                 continue
-            if not self._has_slot(request.adapter):
-                self._waiting.appendleft(request)
-                return
-            try:
-                slot = self._slot(request.adapter)
-            except Exception as error:
-                # An adapter that cannot be attached costs its own prompt only.
-                if not isinstance(error, WeftError | torch.OutOfMemoryError):
-                    LOG.exception("an adapter could not be attached")
-                request.answer.put(error)
-                continue
+            slot: int | None = None
+            if request.adapter is not None:
+                try:
+                    slot = self._slots.slot(request.adapter, self._in_use)
+                except Exception as error:
+                    # An adapter that cannot be attached costs its own prompt only.
+                    if not isinstance(error, WeftError | torch.OutOfMemoryError):
+                        LOG.exception("an adapter could not be attached")
+                    request.answer.put(_no_memory() if isinstance(error, torch.OutOfMemoryError) else error)
+                    continue
+                if slot is None:
+                    # Those that came later wait as well, or it would never get a slot.
+                    self._waiting.appendleft(request)
+                    return
             self._active[request] = Continuation(
                 Request(request.tokens, slot), request.decoding, constraint=request.constraint
             )
 
-    def _has_slot(self, adapter: StoredAdapter | None) -> bool:
-        """Whether an adapter can be on the backbone now; if need be, an unused one is detached to make room."""
-        if adapter is None or adapter.name in self._slots or len(self._slots) < MAX_ADAPTERS:
-            return True
-        in_use = {request.adapter.name for request in self._active if request.adapter is not None}
-        unused = next((name for name in self._slots if name not in in_use), None)
-        if unused is None:
-            return False
-        self._backbone.detach(self._slots.pop(unused))
-        return True
-
-    @memory_errors()
-    def _slot(self, adapter: StoredAdapter | None) -> int | None:
-        if adapter is None:
-            return None
-        if adapter.name not in self._slots:
-            self._slots[adapter.name] = attach_adapter(self._backbone, adapter)
-        self._slots.move_to_end(adapter.name)
-        return self._slots[adapter.name]
+    def _in_use(self) -> set[str]:
+        return {request.adapter.name for request in self._active if request.adapter is not None}
 
     def _pass(self) -> None:
         """Runs the backbone once: over part of one long prompt, or for one more token of as many answers as fit."""
@@ -217,7 +205,7 @@ class PromptScheduler:
                 work()
             return
         except torch.OutOfMemoryError:
-            error = Busy("there is no memory for prompts at the moment; try again.")
+            error = _no_memory()
         except Exception as other:
             LOG.exception("a pass over prompts failed")
             error = other
@@ -234,3 +222,7 @@ class PromptScheduler:
     def _end(self, request: PromptRequest, end: AnswerEnd | Exception) -> None:
         request.answer.put(end)
         self._active.pop(request).cache = {}
+
+
+def _no_memory() -> Busy:
+    return Busy("there is no memory for prompts at the moment; try again.")

@@ -57,7 +57,7 @@ NUM_THREADS = 300
 class PromptServer:
     def __init__(self, scheduler: PromptScheduler, blobs: Blobs, directory: Path, options: WorkerOptions) -> None:
         self._scheduler = scheduler
-        self._adapters = AdapterCache(blobs, directory, scheduler.check)
+        self._adapters = AdapterCache(blobs, directory, scheduler.prepare)
         self._max_positions = scheduler.max_positions
         self._tokenizers = Tokenizers(scheduler.tokenizer)
         self._grammars: Grammars | None = None

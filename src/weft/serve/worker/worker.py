@@ -40,7 +40,7 @@ from weft.serve.settings import WorkerOptions
 from weft.serve.worker.claim import EngineNotice
 from weft.serve.worker.database_sync import DatabaseSync
 from weft.serve.worker.directory import WorkDirectory
-from weft.serve.worker.prompt_scheduler import PromptScheduler
+from weft.serve.worker.prompt_scheduler import ADAPTER_SHARE, ADAPTER_SHARE_ALONE, PromptScheduler
 from weft.serve.worker.prompt_server import PromptServer
 from weft.store.wall_clock import Activity, WallClock, process_start_s
 
@@ -77,7 +77,8 @@ class Worker:
         self._work = WorkDirectory(options.data_dir, options.id, options.base_model)
         self.engine.keep_in(self._work.run)
         self.engine.export_checkpoints(self._export_to)
-        self.scheduler = PromptScheduler(backbone, capacity, options.sampling_share)
+        adapter_share = ADAPTER_SHARE if options.max_jobs else ADAPTER_SHARE_ALONE
+        self.scheduler = PromptScheduler(backbone, capacity, options.sampling_share, adapter_share)
         self._server = PromptServer(self.scheduler, blobs, self._work.run.path / "adapters", options)
         self._has_work = threading.Event()
         address = (self._server.address, self._server.token)

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from weft.serve.api import chat_routes, pending_answers
 from weft.serve.api.pending_answers import choose_worker
+from weft.serve.db.adapters import short_name
 from weft.serve.db.files import get_model
 from weft.serve.db.workers import put_worker, remove_worker
 
@@ -96,7 +97,7 @@ def test_chat_when_its_worker_is_frozen_then_another_answers_and_the_next_chat_d
     model = home.finish(home.job())
     with home.database.begin() as tx:
         blob = get_model(tx, "acme", model)["blob"]
-        put_worker(tx, "w0", base_model="tiny", address=frozen, token="x", info={"adapters": [blob]})
+        put_worker(tx, "w0", base_model="tiny", address=frozen, token="x", info={"adapters": [short_name(blob)]})
     body = {"model": model, "messages": [{"role": "user", "content": "x"}], "stream": stream}
     for number in (1, 2):
         answer = home.call("POST", "/v1/chat/completions", json=body)
@@ -231,7 +232,7 @@ def test_chat_when_no_worker_is_there_then_503_with_retry_after(home: Home):
 def test_prompts_when_the_adapter_is_loaded_somewhere_then_that_worker_is_asked():
     """Elsewhere it would have to be loaded first; where it is loaded nowhere, its name decides, always the same."""
     rows = [{"id": f"w{i}", "base_model": "tiny", "address": "http://x", "is_draining": False} for i in range(4)]
-    able = [{**row, "info": {"adapters": ["aa/1"] if row["id"] == "w2" else []}} for row in rows]
+    able = [{**row, "info": {"adapters": [short_name("aa/1")] if row["id"] == "w2" else []}} for row in rows]
     assert {choose_worker(able, "tiny", "aa/1")["id"] for _ in range(9)} == {"w2"}
     assert len({choose_worker(able, "tiny", "bb/2")["id"] for _ in range(9)}) == 1
     assert len({choose_worker(able, "tiny", f"cc/{i}")["id"] for i in range(40)}) == 4, "adapters are spread"

@@ -1,0 +1,132 @@
+"""Adapters for inference: in host memory in the layout of slots, and on as many slots as memory allows.
+
+An adapter is read and checked beside decoding, by any thread. The thread that decodes only copies it to the device when
+a sequence needs it. If there is no room, the least recently used one gives up its slot; nothing is copied back, since
+its weights are still in host memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from weft.engine.inference.attach import StoredAdapter, adapter_on
+from weft.kernels.device import (
+    CPU,
+    allocated_bytes,
+    empty_cache,
+    free_and_total_bytes,
+    is_gpu,
+    memory_errors,
+    memory_share,
+    reserved_bytes,
+    total_bytes,
+)
+from weft.model.backbone import Backbone
+from weft.plan.admit import MARGIN
+from weft.processes import memory_bytes
+from weft.spec import AdapterSpec
+from weft.store.peft_files import PARTS
+
+LEAST_SLOTS, MOST_SLOTS = 8, 512
+"""Slots of chats that are used whatever room there is, and never more of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostAdapter:
+    """An adapter that fits the backbone, in host memory."""
+
+    name: str
+    spec: AdapterSpec
+    paths: tuple[str, ...]
+    flat: Mapping[str, torch.Tensor]
+    chat_template: str | None = None
+    """Chat template it was trained with instead of the base model's."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(params.numel() * params.element_size() for params in self.flat.values())
+
+
+def host_adapter(backbone: Backbone, stored: StoredAdapter) -> HostAdapter:
+    """AdapterFileError if an adapter does not fit the backbone, or has a head for labels. Any thread may call this."""
+    adapter = adapter_on(backbone, stored, device=CPU)
+    paths = tuple(path for path in stored.tensors if path not in PARTS)
+    return HostAdapter(stored.name, adapter.spec, paths, adapter.flat(), stored.chat_template)
+
+
+class _HeldSlot(NamedTuple):
+    slot: int
+    num_bytes: int
+
+
+class AdapterSlots:
+    def __init__(self, backbone: Backbone, share: float) -> None:
+        """`share`: part of the device's memory that adapters may take."""
+        self._backbone = backbone
+        device = backbone.device
+        size = total_bytes(device) * memory_share(device) if is_gpu(device) else memory_bytes()
+        self.most_bytes = int(size * share)
+        self._held: OrderedDict[str, _HeldSlot] = OrderedDict()
+        """By name, the least recently used first."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._held)
+
+    def slot(self, adapter: HostAdapter, in_use: Callable[[], Collection[str]]) -> int | None:
+        """The slot of an adapter, which is put there if it has none; None as long as those in use leave no room. Raises
+        torch.OutOfMemoryError if there is no memory for it beside none in use."""
+        if adapter.name not in self._held:
+            num_bytes = self._bytes_of(adapter)
+            used: Collection[str] | None = None
+            while not self._has_room(num_bytes):
+                used = in_use() if used is None else used
+                if not self._free_one(used):
+                    return None
+            try:
+                self._held[adapter.name] = _HeldSlot(self._attach(adapter), num_bytes)
+            except torch.OutOfMemoryError:
+                used = in_use()
+                while self._free_one(used):
+                    pass
+                empty_cache(self._backbone.device)
+                if used:
+                    return None
+                self._held[adapter.name] = _HeldSlot(self._attach(adapter), num_bytes)
+        self._held.move_to_end(adapter.name)
+        return self._held[adapter.name].slot
+
+    def _bytes_of(self, adapter: HostAdapter) -> int:
+        """Memory on the device: the weights, the kernels' copy of them, and what else kernels need."""
+        copied = adapter.num_bytes // 4 * self._backbone.path.copy_bytes
+        return adapter.num_bytes + copied + self._backbone.kernel_bytes(adapter.spec)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if len(self._held) < LEAST_SLOTS:
+            return True
+        held = sum(each.num_bytes for each in self._held.values())
+        if len(self._held) >= MOST_SLOTS or held + num_bytes > self.most_bytes:
+            return False
+        device = self._backbone.device
+        if not is_gpu(device):
+            return True
+        free, total = free_and_total_bytes(device)
+        return num_bytes <= free + reserved_bytes(device) - allocated_bytes(device) - MARGIN * total
+
+    def _free_one(self, in_use: Collection[str]) -> bool:
+        """Frees the slot that has been unused for longest; False if all are in use."""
+        unused = next((name for name in self._held if name not in in_use), None)
+        if unused is not None:
+            self._backbone.detach(self._held.pop(unused).slot)
+        return unused is not None
+
+    @memory_errors()
+    def _attach(self, adapter: HostAdapter) -> int:
+        made = self._backbone.stored_adapter(adapter.spec, adapter.paths)
+        made.put(adapter.flat)
+        return self._backbone.attach(made)
