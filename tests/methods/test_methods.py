@@ -33,6 +33,8 @@ from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.adapters.targets import leaf_names
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
+from weft.engine.execute.weights import JobWeights
+from weft.engine.inference.adapter_slots import LiveAdapter
 from weft.engine.inference.attach import attach_adapter, read_named
 from weft.methods.registry import METHODS
 from weft.model.backbone import Backbone
@@ -129,6 +131,19 @@ def test_files_when_written_and_read_then_the_adapter_is_the_same(case, tmp_path
     again = backbone.new_adapter(spec, 0)
     again.load(tensors, "a")
     assert all(x.equal(y) for x, y in zip(flat(again.tensors()), flat(adapter.tensors()), strict=True))
+
+
+@pytest.mark.parametrize("case", [*CASE_NAMES, "lora_fa", "pissa"])
+def test_live_copy_when_an_adapter_trains_then_writes_with_the_bits_of_its_file(case, tmp_path):
+    backbone = random_backbone("llama_bias")
+    adapter = changed_adapter(backbone, case)
+    weights = JobWeights(job_spec("me", adapter=settings_of(case)), adapter)
+    live = LiveAdapter("live", *weights.shown())
+    copied, before = backbone.attach(live.on(backbone)), adapter.flat()
+    expected = logits(backbone, attach_adapter(backbone, read_named(str(written(backbone, adapter, tmp_path / "a")))))
+    for params in before.values():
+        params.zero_()
+    assert logits(backbone, copied).equal(expected), "training on does not change the copy"
 
 
 @pytest.mark.parametrize("case", [name for name in CASE_NAMES if method_of_case(name).files.in_peft])

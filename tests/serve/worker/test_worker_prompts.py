@@ -21,7 +21,7 @@ from weft.engine.inference.attach import StoredAdapter, attach_adapter
 from weft.engine.inference.generate import Request, generate
 from weft.errors import WeftError
 from weft.serve.adapter_folders import look_at
-from weft.serve.db.adapters import short_name, source_of
+from weft.serve.db.adapters import short_name, source_of, source_of_job
 from weft.serve.worker import prompt_inputs, prompt_server
 from weft.serve.worker.prompt_inputs import AdapterCache
 from weft.spec import AdapterSpec
@@ -349,6 +349,25 @@ def test_prompts_when_jobs_train_then_both_go_on_and_the_adapter_is_the_same(tra
     bench.wait(id)
     assert answered > 2
     assert bench.adapter(id) == bench.twin(id)[0]
+
+
+def test_running_job_when_prompted_at_every_step_then_answers_change_and_no_bit_of_training_does(trained):
+    bench, *_, worker = trained
+    question = {"prompt": "warp\n", "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    id = bench.submit("ash", seed=21, max_steps=24, learning_rate=0.02)
+    source = source_of_job(bench.job(id))
+    bench.wait_for_step(id, 1)
+    answers = []
+    while bench.job(id)["status"] == "running":
+        reply = ask(worker, model_blob=source, **question)
+        assert reply.status_code in (200, 503)
+        answers += [reply.json()["logprobs"]] if reply.status_code == 200 else []
+        held = [name for name in worker.scheduler._slots.names if name.startswith(id)]
+        assert len(held) <= 1, "copies of earlier steps go"
+    bench.wait(id)
+    assert len(answers) > 2 and answers[0] != answers[-1]
+    assert bench.adapter(id) == bench.twin(id)[0]
+    assert ask(worker, model_blob=source, **question).status_code == 503
 
 
 def test_prompt_when_the_adapter_is_damaged_then_500_without_a_path(trained):

@@ -16,19 +16,20 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.adapters.method import ModuleTensors
+from weft.adapters.method import ModuleTensors, SlotWeights
 from weft.engine.execute.optimizers import optimizer_of
 from weft.engine.execute.protocol import AdapterWork, CheckpointWork
 from weft.kernels.adamw import Updated
 from weft.kernels.device import is_cpu, memory_errors
 from weft.kernels.device_event import host_copy, to_host
 from weft.model.trained_rows import Embeddings
-from weft.spec import JobSpec
+from weft.spec import AdapterSpec, JobSpec
 from weft.store.checkpoint import Checkpoint, save_checkpoint
 from weft.store.peft_files import write_adapter
 
@@ -134,6 +135,15 @@ class JobWeights:
         kind = "best" if best and all(f"best_{group}" in flat for group in trained) else kind
         chosen = {group: flat[f"{kind if group in trained else 'params'}_{group}"] for group in self.adapter.flat()}
         return self.adapter.in_files(self.adapter.split(chosen))
+
+    def shown(self) -> tuple[AdapterSpec, Mapping[str, ModuleTensors]]:
+        """The adapter as its file would be now, of the average if there is one: its own tensors, not copies."""
+        adapter = self.adapter
+        flat = {**adapter.flat(), **(self._average_params() or {})}
+        if any(type(weights).from_files is not SlotWeights.from_files for weights in adapter.modules.values()):
+            flat = to_host(flat)
+        spec, tensors = adapter.method.exported(adapter.spec, adapter.in_files(adapter.split(flat)))
+        return replace(spec, lora_dropout=0.0), tensors
 
     def _named(self, *, moments: bool) -> dict[str, torch.Tensor]:
         named = {f"params_{group}": params for group, params in self.adapter.flat().items()}

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
+from weft.adapters.adapter import Adapter
+from weft.adapters.method import ModuleTensors
 from weft.engine.inference.attach import StoredAdapter, adapter_on
 from weft.kernels.device import (
     CPU,
@@ -36,6 +38,23 @@ LEAST_SLOTS, MOST_SLOTS = 8, 512
 """Slots of chats that are used whatever room there is, and never more of them."""
 
 
+class SlotAdapter(Protocol):
+    """An adapter that can be put on a slot; those of one name have the same weights."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def spec(self) -> AdapterSpec: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights in fp32."""
+
+    def on(self, backbone: Backbone) -> Adapter:
+        """The adapter on the backbone's device, without a slot."""
+
+
 @dataclass(frozen=True, eq=False)
 class HostAdapter:
     """An adapter that fits the backbone, in host memory."""
@@ -50,6 +69,30 @@ class HostAdapter:
     @property
     def num_bytes(self) -> int:
         return sum(params.numel() * params.element_size() for params in self.flat.values())
+
+    def on(self, backbone: Backbone) -> Adapter:
+        made = backbone.stored_adapter(self.spec, self.paths)
+        made.put(self.flat)
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class LiveAdapter:
+    """An adapter that trains, of which slots get a copy as it is now."""
+
+    name: str
+    spec: AdapterSpec
+    tensors: Mapping[str, ModuleTensors]
+    """Its weights, as in files."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(4 * tensor.numel() for tensors in self.tensors.values() for tensor in tensors)
+
+    def on(self, backbone: Backbone) -> Adapter:
+        made = backbone.stored_adapter(self.spec, [path for path in self.tensors if path not in PARTS])
+        made.load(self.tensors, self.name)
+        return made
 
 
 def host_adapter(backbone: Backbone, stored: StoredAdapter) -> HostAdapter:
@@ -78,7 +121,7 @@ class AdapterSlots:
     def names(self) -> tuple[str, ...]:
         return tuple(self._held)
 
-    def slot(self, adapter: HostAdapter, in_use: Callable[[], Collection[str]]) -> int | None:
+    def slot(self, adapter: SlotAdapter, in_use: Callable[[], Collection[str]]) -> int | None:
         """The slot of an adapter, which is put there if it has none; None as long as those in use leave no room. Raises
         torch.OutOfMemoryError if there is no memory for it beside none in use."""
         if adapter.name not in self._held:
@@ -101,7 +144,12 @@ class AdapterSlots:
         self._held.move_to_end(adapter.name)
         return self._held[adapter.name].slot
 
-    def _bytes_of(self, adapter: HostAdapter) -> int:
+    def free(self, names: Collection[str]) -> None:
+        """Frees the slots of adapters that are not in use."""
+        for name in names:
+            self._backbone.detach(self._held.pop(name).slot)
+
+    def _bytes_of(self, adapter: SlotAdapter) -> int:
         """Memory on the device: the weights, the kernels' copy of them, and what else kernels need."""
         copied = adapter.num_bytes // 4 * self._backbone.path.copy_bytes
         return adapter.num_bytes + copied + self._backbone.kernel_bytes(adapter.spec)
@@ -122,11 +170,9 @@ class AdapterSlots:
         """Frees the slot that has been unused for longest; False if all are in use."""
         unused = next((name for name in self._held if name not in in_use), None)
         if unused is not None:
-            self._backbone.detach(self._held.pop(unused).slot)
+            self.free([unused])
         return unused is not None
 
     @memory_errors()
-    def _attach(self, adapter: HostAdapter) -> int:
-        made = self._backbone.stored_adapter(adapter.spec, adapter.paths)
-        made.put(adapter.flat)
-        return self._backbone.attach(made)
+    def _attach(self, adapter: SlotAdapter) -> int:
+        return self._backbone.attach(adapter.on(self._backbone))

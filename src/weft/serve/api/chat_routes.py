@@ -51,7 +51,7 @@ from weft.serve.api.requests import (
     documented,
 )
 from weft.serve.api.responses import event_stream
-from weft.serve.api.service import ApiService, Caller, ChatUser, ResolvedModel, resolve_model, service_of
+from weft.serve.api.service import ApiService, Caller, ChatUser, ResolvedModel, resolve_prompted, service_of
 from weft.serve.db.engine import DbRow, new_id
 from weft.serve.db.usage import add_usage
 from weft.serve.db.workers import find_worker, is_hung, live_workers
@@ -248,8 +248,10 @@ def _find_worker(
     after = time.monotonic() - AVOID_S
     silent = {id for id, at in list(service.silent_workers.items()) if at > after}
     with service.database.read() as tx:
-        found = resolve_model(tx, service, tenant, model)
+        found = resolve_prompted(tx, service, tenant, model)
         workers = [worker for worker in live_workers(tx, found.base) if worker["id"] not in tried]
+    if found.worker is not None:
+        workers = [worker for worker in workers if worker["id"] == found.worker]
     if tried and not workers:
         raise list(tried.values())[-1]
     answering = [worker for worker in workers if worker["id"] not in silent]

@@ -26,6 +26,7 @@ from typing import Annotated, Any, TypeVar, cast
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
+from weft.job_state import FINAL_STATES
 from weft.serve.api.errors import ApiError, too_many, unavailable
 from weft.serve.api.observe import Metrics
 from weft.serve.blobs import Blobs
@@ -179,6 +180,8 @@ class ResolvedModel:
     created: int
     owner: str
     job: str | None = None
+    worker: str | None = None
+    """The only worker that can answer."""
     bytes: int | None = None
     """Size of a fine-tuned model's archive; that of a checkpoint is not kept."""
 
@@ -192,10 +195,10 @@ def resolve_model(tx: Tx, service: ApiService, tenant: str, name: str) -> Resolv
             if shared["error"] is not None:
                 raise NotPossible(f"The adapter '{name}' cannot be used: {shared['error']}", where="model")
             source, created = adapters.source_of(shared), shared["created_at"]
-            return ResolvedModel(shared["base"], source, created, OWNER, None, shared["bytes"])
+            return ResolvedModel(shared["base"], source, created, OWNER, bytes=shared["bytes"])
     if ":ckpt-step-" not in name:
         row = files.get_model(tx, tenant, name)
-        return ResolvedModel(row["base"], row["blob"], row["created_at"], tenant, row["job"], row["bytes"])
+        return ResolvedModel(row["base"], row["blob"], row["created_at"], tenant, row["job"], bytes=row["bytes"])
     try:
         row = files.get_checkpoint(tx, tenant, name)
     except NotFound:
@@ -204,6 +207,29 @@ def resolve_model(tx: Tx, service: ApiService, tenant: str, name: str) -> Resolv
         raise missing_model(name)
     base = jobs.get_job(tx, tenant, row["job"])["model"]
     return ResolvedModel(base, row["blob"], row["created_at"], tenant, row["job"])
+
+
+def resolve_prompted(tx: Tx, service: ApiService, tenant: str, name: str) -> ResolvedModel:
+    """As `resolve_model`, for prompts: also a job that trains, by its id or by the name that its model will have."""
+    job: DbRow | None
+    if name.startswith(JOB_ID):
+        job = jobs.get_job(tx, tenant, name)
+    else:
+        try:
+            return resolve_model(tx, service, tenant, name)
+        except NotFound:
+            job = files.job_of_model(tx, tenant, name)
+            if job is None or job["status"] in FINAL_STATES:
+                raise
+    if job["fine_tuned_model"] is not None:
+        return resolve_model(tx, service, tenant, job["fine_tuned_model"])
+    if job["status"] != "running" or job["worker"] is None:
+        found = f"The job '{job['id']}' is {job['status'].replace('_', ' ')}"
+        raise NotPossible(f"{found}; only one that is running or has succeeded can be prompted.", where="model")
+    return ResolvedModel(job["model"], adapters.source_of_job(job), 0, tenant, job["id"], job["worker"])
+
+
+JOB_ID = "ftjob-"
 
 
 def missing_model(name: str) -> NotFound:

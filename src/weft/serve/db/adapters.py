@@ -16,7 +16,7 @@ from weft.serve.db.tables import ADAPTERS
 
 BY_API = ""
 """The root of adapters that an admin loaded by name."""
-_SOURCE = "folder:"
+_SOURCE, _JOB = "folder:", "job:"
 
 
 def source_of(row: DbRow) -> str:
@@ -30,6 +30,16 @@ def folder_of(source: str) -> tuple[str, str] | None:
         return None
     version, _, path = source.removeprefix(_SOURCE).partition(":")
     return version, path
+
+
+def source_of_job(job: DbRow) -> str:
+    """What a worker reads to answer with a job that it trains; it changes with the steps."""
+    return f"{_JOB}{job['id']}@{job['step']}"
+
+
+def job_of(source: str) -> str | None:
+    """The job of a source; None for any other."""
+    return source.removeprefix(_JOB).partition("@")[0] if source.startswith(_JOB) else None
 
 
 def short_name(source: str) -> str:

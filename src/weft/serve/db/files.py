@@ -179,6 +179,14 @@ def model_name(base: str, tenant: str, suffix: str | None, job: str) -> str:
     return f"ft:{base}:{tenant}:{suffix or ''}:{job.removeprefix('ftjob-')[:8]}"
 
 
+def job_of_model(tx: Tx, tenant: str, name: str) -> DbRow | None:
+    """The job whose model has this name, or is to have it."""
+    begin = f"ftjob-{name.rpartition(':')[2]}"
+    query = sa.select(JOBS).where(JOBS.c.tenant == tenant, JOBS.c.id.startswith(begin, autoescape=True))
+    found = every(tx, query.limit(10)) if name.startswith("ft:") else []
+    return next((job for job in found if model_name(job["model"], tenant, job["suffix"], job["id"]) == name), None)
+
+
 def create_model(tx: Tx, tenant: str, id: str, *, job: str, base: str, blob: str, bytes: int) -> DbRow:
     row = {"id": id, "tenant": tenant, "job": job, "base": base, "blob": blob, "bytes": bytes}
     tx.execute(sa.insert(MODELS).values({**row, "created_at": int(now(tx))}))

@@ -29,7 +29,7 @@ from weft.serve.adapter_folders import look_at
 from weft.serve.blobs import Blobs, unpack
 from weft.serve.db.adapters import folder_of, short_name
 from weft.serve.errors import Busy, Damaged
-from weft.serve.worker.prompt_scheduler import PromptRequest
+from weft.serve.worker.prompt_scheduler import PromptRequest, RunningJob
 from weft.spec.sampling import COLDEST, MOST_BIASES, MOST_STOPS, Decoding
 from weft.store.atomic import storage_errors
 from weft.store.peft_files import CONFIG_FILE, TEMPLATE_FILE, TENSORS_FILE, read_adapter, read_chat_template
@@ -273,7 +273,9 @@ def _known(tokens: list[int], vocabulary: int, where: str) -> list[int]:
     return tokens
 
 
-def tokens_of(body: PromptBody, tokenizer: Tokenizer, adapter: HostAdapter | None, vocabulary: int) -> list[int]:
+def tokens_of(
+    body: PromptBody, tokenizer: Tokenizer, adapter: HostAdapter | RunningJob | None, vocabulary: int
+) -> list[int]:
     """Returns the tokens of the prompt: a chat goes through its template, a text is taken as it is."""
     template = adapter.chat_template if adapter else None
     if (body.messages is None) == (body.prompt is None):

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from weft.engine.execute.memory import release_memory
-from weft.engine.inference.adapter_slots import AdapterSlots, HostAdapter, host_adapter
+from weft.engine.inference.adapter_slots import AdapterSlots, HostAdapter, LiveAdapter, host_adapter
 from weft.engine.inference.attach import StoredAdapter
 from weft.engine.inference.generate import Continuation, Request, advance, end_tokens, most_at_once
 from weft.engine.inference.grammar import Constraint
@@ -58,27 +58,44 @@ class ScoredPrompt:
 AnswerPart = int | TokenLogprobs | ScoredPrompt | AnswerEnd | Exception
 
 
+@dataclass(frozen=True)
+class RunningJob:
+    """A job that trains here: prompts get a copy of its adapter at the step boundary where they begin."""
+
+    id: str
+    chat_template: str | None = None
+
+
 @dataclass(eq=False)
 class PromptRequest:
     """A prompt, and the queue on which its answer comes back: tokens and then an AnswerEnd, or an error. Tokens come
     with log-probabilities, and those of the prompt before them, if the decoding has them."""
 
     tokens: list[int]
-    adapter: HostAdapter | None
+    adapter: HostAdapter | RunningJob | None
     """The adapter that answers; None is the bare backbone."""
     decoding: Decoding
     constraint: Constraint | None = None
     """Which tokens may come next; None is all."""
     answer: queue.SimpleQueue[AnswerPart] = field(default_factory=queue.SimpleQueue)
     is_cancelled: bool = False
+    slot_name: str | None = None
+    """The name under which its adapter is on a slot."""
 
 
 class PromptScheduler:
     """The prompts of one worker. Any thread may call `submit`; only the one that trains calls the rest."""
 
     def __init__(
-        self, backbone: Backbone, capacity: int, share: float = 0.25, adapter_share: float = ADAPTER_SHARE
+        self,
+        backbone: Backbone,
+        capacity: int,
+        share: float = 0.25,
+        adapter_share: float = ADAPTER_SHARE,
+        live: Callable[[str], LiveAdapter] | None = None,
     ) -> None:
+        """`live`: returns the adapter of a job that trains on this backbone; raises a WeftError for any other."""
+        self._live = live
         self._backbone, self._share = backbone, share
         self._capacity = capacity
         self._waiting: deque[PromptRequest] = deque()
@@ -142,7 +159,7 @@ class PromptScheduler:
             slot: int | None = None
             if request.adapter is not None:
                 try:
-                    slot = self._slots.slot(request.adapter, self._in_use)
+                    slot = self._slot(request)
                 except Exception as error:
                     # An adapter that cannot be attached costs its own prompt only.
                     if not isinstance(error, WeftError | torch.OutOfMemoryError):
@@ -158,7 +175,24 @@ class PromptScheduler:
             )
 
     def _in_use(self) -> set[str]:
-        return {request.adapter.name for request in self._active if request.adapter is not None}
+        return {request.slot_name for request in self._active if request.slot_name is not None}
+
+    def _slot(self, request: PromptRequest) -> int | None:
+        """The slot of its adapter; None as long as there is no room for it."""
+        adapter = request.adapter
+        assert adapter is not None
+        if not isinstance(adapter, RunningJob):
+            request.slot_name = adapter.name
+            return self._slots.slot(adapter, self._in_use)
+        if self._live is None:
+            raise Busy("no job trains here.")
+        live = self._live(adapter.id)
+        # Copies of earlier steps are of no more use.
+        in_use = self._in_use()
+        earlier = [name for name in self._slots.names if name.startswith(f"{adapter.id}@") and name not in in_use]
+        self._slots.free([name for name in earlier if name != live.name])
+        request.slot_name = live.name
+        return self._slots.slot(live, self._in_use)
 
     def _pass(self) -> None:
         """Runs the backbone once: over part of one long prompt, or for one more token of as many answers as fit."""

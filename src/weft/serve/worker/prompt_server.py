@@ -36,15 +36,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
+from weft.engine.inference.adapter_slots import HostAdapter
 from weft.engine.inference.answer_text import AnswerText, TokenTexts, before_stop, safe_length
 from weft.engine.inference.grammar import Constraint, Grammars
 from weft.engine.inference.sampling import TokenLogprobs
 from weft.errors import AdapterFileError, DataError, StorageError, WeftError
 from weft.serve.blobs import Blobs
+from weft.serve.db.adapters import job_of
 from weft.serve.errors import Busy, Damaged, NotFound
 from weft.serve.settings import WorkerOptions
 from weft.serve.worker.prompt_inputs import AdapterCache, CheckBody, PromptBody, PromptClient, Tokenizers, tokens_of
-from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler, ScoredPrompt
+from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler, RunningJob, ScoredPrompt
 from weft.spec.sampling import MOST_NEW_TOKENS
 
 LOG = logging.getLogger("weft.serve.worker")
@@ -138,7 +140,10 @@ class PromptServer:
     def _answer(self, body: PromptBody, client: PromptClient) -> Iterator[dict[str, Any]]:
         """Yields the answer piece by piece; closing the iterator ends the answer."""
         num_chars = self._check_chars(body)
-        adapter = self._adapters.get(body.model_blob) if body.model_blob else None
+        adapter: HostAdapter | RunningJob | None = None
+        if body.model_blob is not None:
+            job = job_of(body.model_blob)
+            adapter = self._adapters.get(body.model_blob) if job is None else RunningJob(job)
         with self._tokenizers.for_prompt(num_chars, client) as tokenizer:
             tokens = tokens_of(body, tokenizer, adapter, self._scheduler.vocabulary)
         room = self._max_positions - len(tokens)

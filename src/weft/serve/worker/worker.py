@@ -31,11 +31,15 @@ from weft.engine.events import (
     JobWarning,
     MicrobatchDone,
 )
+from weft.engine.execute.local import LocalExecutor
 from weft.engine.execute.memory import USUAL_JOBS, load_within, start_capacity
+from weft.engine.inference.adapter_slots import LiveAdapter
+from weft.errors import DataError
 from weft.kernels.device import device_name, free_and_total_bytes, is_gpu
 from weft.plan.pack import planner_named
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
+from weft.serve.errors import Busy
 from weft.serve.settings import WorkerOptions
 from weft.serve.worker.claim import EngineNotice
 from weft.serve.worker.database_sync import DatabaseSync
@@ -78,7 +82,7 @@ class Worker:
         self.engine.keep_in(self._work.run)
         self.engine.export_checkpoints(self._export_to)
         adapter_share = ADAPTER_SHARE if options.max_jobs else ADAPTER_SHARE_ALONE
-        self.scheduler = PromptScheduler(backbone, capacity, options.sampling_share, adapter_share)
+        self.scheduler = PromptScheduler(backbone, capacity, options.sampling_share, adapter_share, self._live_adapter)
         self._server = PromptServer(self.scheduler, blobs, self._work.run.path / "adapters", options)
         self._has_work = threading.Event()
         address = (self._server.address, self._server.token)
@@ -149,6 +153,18 @@ class Worker:
         self.sync.add_notice(event.job, EngineNotice(event, tokens, evaluated, export), hurry=is_news)
         if is_end and job is not None:
             self.engine.forget(event.job)
+
+    def _live_adapter(self, job: str) -> LiveAdapter:
+        """The adapter of a job that trains here, at its last step boundary: no step is half done between turns."""
+        executor = self.engine.executor
+        assert isinstance(executor, LocalExecutor)
+        name = next((name for name in executor.jobs if name.rpartition(".")[0] == job), None)
+        if name is None:
+            raise Busy("the job does not train here at the moment; try again.")
+        executed = executor.jobs[name]
+        if executed.weights.adapter.head is not None:
+            raise DataError("has a head for labels: it classifies and does not write.", where="model")
+        return LiveAdapter(f"{job}@{name}.{executed.weights.adapter.version}", *executed.weights.shown())
 
     def _export_to(self, job: str, step: int) -> Path | None:
         """Where the adapter at a checkpoint is exported for the file store; nowhere while leaving: time is short."""

@@ -12,6 +12,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from service_home import ADAPTER, Home
 
+from weft.serve.db import files
+from weft.serve.db.jobs import move, update_job
+
 
 def test_chat_when_asked_then_the_adapter_of_the_model_answers(home: Home, worker: Worker):
     model = home.finish(home.job())
@@ -376,3 +379,25 @@ def test_chat_when_the_body_is_bad_then_4xx_and_the_worker_is_not_asked(
     answer = home.call("POST", "/v1/chat/completions", json=body)
     assert answer.status_code == (404 if "model" in change else 400)
     assert worker.asked == []
+
+
+def test_chat_with_a_job_when_it_runs_then_goes_to_its_worker_and_later_to_its_model(home: Home, worker: Worker):
+    job = home.job()
+    name = files.model_name("tiny", "acme", None, job)
+    body = {"model": job, "messages": CHAT}
+    refused = home.call("POST", "/v1/chat/completions", json=body)
+    assert refused.status_code == 400 and "is queued" in refused.json()["error"]["message"]
+    with home.database.begin() as tx:
+        move(tx, "acme", job, "running", fence=0, worker="w1")
+    for model in (job, name):
+        assert home.call("POST", "/v1/chat/completions", json={**body, "model": model}).status_code == 200
+        assert worker.asked[-1]["model_blob"] == f"job:{job}@0"
+        for tenant, status in (("globex", 404), ("acme", 200)):
+            answer = home.call("POST", "/v1/chat/completions", tenant, json={**body, "model": model})
+            assert answer.status_code == status
+    file = home.upload()
+    early = home.call("POST", "/v1/fine_tuning/jobs", json={"model": name, "training_file": file})
+    assert early.status_code == 400, "there is no model yet that a job could start from"
+    with home.database.begin() as tx:
+        update_job(tx, "acme", job, fence=0, worker="gone")
+    assert home.call("POST", "/v1/chat/completions", json=body).status_code == 503
