@@ -31,9 +31,9 @@ RANKS = {80: (64,), 89: (256,), 90: (64, 256)}
 """A rank of one block of rank space or more takes the most shared memory. The newest GPU gets every form of a kernel,
 the older ones those that serve adapters, and one form of the others, each on the oldest GPU that takes it."""
 NEWEST = max(RANKS)
-WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_gated", "_gated_grad",
-                 "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad", "_rounded_gated",
-                 "_rounded_gated_grad", "_norms"}  # fmt: skip
+WHOLE_VECTORS = {"shrink_tile", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_gated",
+                 "_gated_grad", "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad",
+                 "_rounded_gated", "_rounded_gated_grad", "_norms"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,9 @@ def test_kernels_when_launched_anywhere_then_are_compiled_here(compiled):
     """A kernel added to the package cannot be forgotten here."""
     names = {(record["module"], record["kernel"]) for record in compiled if record["target"] == 90}
     for path in Path(weft.kernels.__path__[0]).rglob("*.py"):
-        for name in re.findall(r"^ +(_\w+)\[", path.read_text(), re.M):
-            assert (path.stem, name) in names, f"{path.name}: {name}"
+        text = path.read_text()
+        for name in re.findall(r"^ +(\w+)\[.*\]\(", text, re.M):
+            assert (path.stem, name) in names or f"def {name}(" not in text, f"{path.name}: {name}"
 
 
 def test_kernels_when_they_read_activations_then_in_whole_vectors(compiled):
@@ -116,24 +117,23 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
 def launch_decoding(rank: int) -> None:
     """Calls the kernel functions that a decoding step launches otherwise than training, for each of their blocks."""
     from weft.kernels.layers import paged_attention
-    from weft.kernels.lora import product, shrink
+    from weft.kernels.lora.product import Factors
+    from weft.kernels.lora.step import step_product_kernel
     from weft.kernels.lora.tables import Needs, SampleRows, Site, SlotTable, TableSizes, row_tables
 
-    shrink.lets_next_start = product.lets_next_start = lambda rows, table, like: True
     for num_rows in (64, 512):
-        x, s = zeros(num_rows, HIDDEN), zeros(num_rows, 3 * rank)
+        x = zeros(num_rows, HIDDEN)
         keys = zeros(num_rows, dtype=torch.int32)
-        rows = replace(row_tables([SampleRows(0, 60, 1)], TableSizes(num_rows, 2), keys), is_step=True)
+        rows = row_tables([SampleRows(0, 60, 1)], TableSizes(num_rows, 2), keys)
         for sizes in ((HIDDEN,), (2048,), (INNER, INNER)):
             site = Site(0, sizes, HIDDEN)
             table = SlotTable((site,), torch.device("cpu"))
             table.needs = Needs.of([rank], drops=False)
-            shrink.shrink_kernel(x, s, site, rows, table)
-            factors = product.Factors(x, zeros(sum(sizes), HIDDEN))
-            product.product_kernel(factors, s, site, rows, table)
+            factors = Factors(x, zeros(sum(sizes), HIDDEN))
+            step_product_kernel(x, factors, site, rows, table)
             x8, weight8 = (tensor.to(torch.float8_e4m3fn) for tensor in (x, factors.w_NK))
             scales = zeros(num_rows, dtype=torch.float32), zeros(sum(sizes), dtype=torch.float32)
-            product.product_kernel(product.Factors(x8, weight8, *scales), s, site, rows, table)
+            step_product_kernel(x, Factors(x8, weight8, *scales), site, rows, table)
     places = paged_attention.KeyTable(zeros(9, 4).int(), zeros(64).int(), zeros(64).int())
     for heads, size, window in (((32, 8, 8), 128, None), ((8, 4, 4), 256, 1024), ((14, 2, 2), 64, None)):
         qkv = [zeros(64, number, size) for number in heads]

@@ -9,7 +9,7 @@ import torch
 from covering import slow
 from tables_fixture import BARE, NAN_SLOT, SLOTS, WIDE_SLOTS, one_site, plain_in, plain_out, rows_of
 
-from weft.kernels.lora import product, tables
+from weft.kernels.lora import product, step, tables
 from weft.kernels.lora.product import (
     Factors,
     fits,
@@ -18,6 +18,8 @@ from weft.kernels.lora.product import (
     product_kernel,
     product_reference,
 )
+from weft.kernels.lora.shrink import shrink_reference
+from weft.kernels.lora.step import step_product_kernel
 from weft.kernels.lora.tables import Site
 from weft.kernels.storage import quantise_rows
 
@@ -33,7 +35,7 @@ BACKWARD = [product_grad_reference, product_grad_kernel]
 @pytest.fixture(autouse=True, params=[32, slow(128)])
 def small_blocks(request, monkeypatch):
     """Blocks small enough for the interpreter; those of 32 rows end inside samples, the one of 128 holds them all."""
-    for module in (product, tables):
+    for module in (product, step, tables):
         monkeypatch.setattr(module, "ROW_BLOCK", request.param)
     monkeypatch.setattr(product, "BLOCKS", {"BN": 32, "num_warps": 4, "num_stages": 2})
     monkeypatch.setattr(product, "STEP_BYTES", 64)
@@ -53,13 +55,20 @@ def test_product_when_slots_differ_then_each_row_gets_its_own_owners_part(run, s
 
 
 @pytest.mark.parametrize("small_blocks", [128], indirect=True)
-def test_product_when_rows_are_few_then_blocks_of_a_decoding_step_give_the_same(small_blocks, monkeypatch):
-    monkeypatch.setattr(product, "FEW", {128: {32: product.FEW[128][32]}})
-    setting = one_site((32, 64, 32), 40)
-    delta = setting.delta(setting.sites[0])
-    factors = Factors(setting.random(128, 40), setting.random(128, 40))
-    arguments = (factors, delta.s_TR, delta.site, replace(delta.rows, is_step=True), delta.table)
-    torch.testing.assert_close(product_kernel(*arguments), product_reference(*arguments), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(("sizes", "slots"), CASES.values(), ids=CASES)
+def test_step_product_when_slots_differ_then_each_row_gets_what_training_gives_it(
+    small_blocks, sizes, slots, monkeypatch
+):
+    monkeypatch.setattr(step, "SUMS", {128: {32: step.SUMS[128][32]}})
+    monkeypatch.setattr(step, "PARTS", {**step.PARTS, "BN": 32})
+    setting = one_site(sizes, 40, slots=slots)
+    site, rows = setting.sites[0], replace(setting.rows, drops=False)
+    x_TD = setting.random(128, 40)
+    factors = Factors(x_TD, setting.random(sum(sizes), 40))
+    s_TR = setting.random(128, len(sizes) * setting.table.rank_class)
+    shrink_reference(x_TD, s_TR, site, rows, setting.table)
+    y_TO = step_product_kernel(x_TD, factors, site, rows, setting.table)
+    torch.testing.assert_close(y_TO, product_reference(factors, s_TR, site, rows, setting.table), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("sizes", "slots"), CASES.values(), ids=CASES)

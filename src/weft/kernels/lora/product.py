@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -27,7 +26,6 @@ from weft.kernels.device import capability, is_gpu, num_multiprocessors
 from weft.kernels.launch import cdiv, jit, runs_triton, tl
 from weft.kernels.lora.expand import expand_grad_reference, expand_reference
 from weft.kernels.lora.runs import add_all_in, add_all_out, in_owner, out_owner
-from weft.kernels.lora.shrink import lets_next_start
 from weft.kernels.lora.tables import ROW_BLOCK, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import part_bounds, part_of_block
 
@@ -40,16 +38,6 @@ STEP_BYTES = 128
 SHALLOW = 8192
 """Longest sum for which 16 blocks of rows share the order of columns; above it 8 do. They reuse each other's weights in
 the cache, which must hold their rows as well. That is 1 to 2 % of a product."""
-FEW: Mapping[int, Mapping[int, Mapping[str, int]]] = {
-    64: {64: {"BK": 2, "num_warps": 4, "num_stages": 5}, 32: {"BK": 4, "num_warps": 4, "num_stages": 4}},
-    128: {
-        128: {"BK": 1, "num_warps": 8, "num_stages": 4},
-        64: {"BK": 2, "num_warps": 8, "num_stages": 4},
-        32: {"BK": 2, "num_warps": 8, "num_stages": 4},
-    },
-}
-"""Launches for a decoding step, by the rows and columns of a block; BK in steps of STEP_BYTES. The tensor cores add
-along a sum in order whatever the block is, so its size changes no bit."""
 NARROW, WIDE = 16, 64
 """Ranks of one product: a narrow adapter does not pay for a wide one's."""
 
@@ -111,7 +99,7 @@ def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped
 
 
 @jit
-def _sum(x, w, row, column, num_k, ALONG: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
+def sum_block(x, w, row, column, num_k, ALONG: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A block of x wᵀ, fp32; ALONG: w lies along the sums."""
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, num_k, BK):
@@ -123,7 +111,7 @@ def _sum(x, w, row, column, num_k, ALONG: tl.constexpr, BM: tl.constexpr, BN: tl
 
 
 @jit
-def _scaled(half, row_scales, scale, columns, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def scaled(half, row_scales, scale, columns, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     if ROWS:
         half *= row_scales[:, None]
     if COLUMNS:
@@ -152,7 +140,6 @@ def _product(  # type: ignore[no-untyped-def]
     size_2,
     SCALED: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -174,19 +161,16 @@ def _product(  # type: ignore[no-untyped-def]
         row_scales = rows
         if SCALED:
             row_scales = tl.load(row_scale + rows, mask=rows < num_rows, other=0.0)
-        left, right = _halves(_sum(x, w, row, column, num_in, True, BM, BN, BK), BM, BN)
-        if EARLY:
-            # `shrink` may still be at work until here.
-            tl.extra.cuda.gdc_wait()
+        left, right = _halves(sum_block(x, w, row, column, num_in, True, BM, BN, BK), BM, BN)
         columns = block * BN + tl.arange(0, BN // 2)
-        left = _scaled(left, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
+        left = scaled(left, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
         left = add_all_out(
             left, s, stride_s, owner, table, runs, first, last, module + part, num_modules, row, columns, size,
             NARROW, WIDE,
         )  # fmt: skip
         y.store([row, column], left.to(y.dtype))
         columns += BN // 2
-        right = _scaled(right, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
+        right = scaled(right, row_scales, column_scale + begin, columns, size, SCALED, SCALED)
         right = add_all_out(
             right, s, stride_s, owner, table, runs, first, last, module + part, num_modules, row, columns, size,
             NARROW, WIDE,
@@ -236,9 +220,9 @@ def _product_grad(  # type: ignore[no-untyped-def]
         row_scales = rows
         if SCALED:
             row_scales = tl.load(row_scale + rows, mask=rows < num_rows, other=0.0)
-        left, right = _halves(_sum(dy, w, row, column, num_out, ALONG, BM, BN, BK), BM, BN)
-        left = _scaled(left, row_scales, row_scale, row_scales, 0, SCALED, False)
-        right = _scaled(right, row_scales, row_scale, row_scales, 0, SCALED, False)
+        left, right = _halves(sum_block(dy, w, row, column, num_out, ALONG, BM, BN, BK), BM, BN)
+        left = scaled(left, row_scales, row_scale, row_scales, 0, SCALED, False)
+        right = scaled(right, row_scales, row_scale, row_scales, 0, SCALED, False)
         features = column + tl.arange(0, BN // 2)
         left = add_all_in(
             left, ds, stride_s, owner, row_keys, table, runs, first, last, module, num_modules, row, features, num_in,
@@ -257,12 +241,11 @@ def product_kernel(factors: Factors, s_TR: torch.Tensor, site: Site, rows: RowTa
     """X Wᵀ + S Bᵀ, (T, O), in the type of S."""
     x_TD, w_OD = factors.x_TK, factors.w_NK
     y_TO = s_TR.new_empty(len(x_TD), site.num_out)
-    launch = _launch(rows, site.num_out, x_TD)
-    is_early = lets_next_start(rows, table, x_TD)
+    launch = {"BM": ROW_BLOCK, "BK": STEP_BYTES // x_TD.element_size(), **BLOCKS}
     _product[(_num_programs(len(x_TD), site.num_out, launch, x_TD.device),)](
-        _blocks_of(x_TD, launch["BM"], launch["BK"]),
-        _blocks_of(w_OD, launch["BN"], launch["BK"]),
-        _blocks_of(y_TO, launch["BM"], launch["BN"] // 2),
+        blocks_of(x_TD, launch["BM"], launch["BK"]),
+        blocks_of(w_OD, launch["BN"], launch["BK"]),
+        blocks_of(y_TO, launch["BM"], launch["BN"] // 2),
         s_TR if factors.scale_T is None else factors.scale_T,
         s_TR if factors.scale_N is None else factors.scale_N,
         s_TR,
@@ -277,12 +260,10 @@ def product_kernel(factors: Factors, s_TR: torch.Tensor, site: Site, rows: RowTa
         *site.three_sizes,
         SCALED=factors.scale_T is not None,
         NUM_PARTS=len(site.sizes),
-        EARLY=is_early,
         GROUP=_group(site.num_in),
         NARROW=NARROW,
         WIDE=WIDE,
         **launch,
-        **({"launch_pdl": True} if is_early else {}),
     )
     return y_TO
 
@@ -297,9 +278,9 @@ def product_grad_kernel(
     is_along = w_DO.stride(1) == 1
     launch = {"BM": ROW_BLOCK, "BK": step, **BLOCKS}
     _product_grad[(_num_programs(len(dy_TO), site.num_in, launch, dy_TO.device),)](
-        _blocks_of(dy_TO, ROW_BLOCK, step),
-        _blocks_of(w_DO, width, step) if is_along else _blocks_of(w_DO.t(), step, width),
-        _blocks_of(dx_TD, ROW_BLOCK, width // 2),
+        blocks_of(dy_TO, ROW_BLOCK, step),
+        blocks_of(w_DO, width, step) if is_along else blocks_of(w_DO.t(), step, width),
+        blocks_of(dx_TD, ROW_BLOCK, width // 2),
         ds_TR if factors.scale_T is None else factors.scale_T,
         ds_TR,
         table.device_SMF,
@@ -324,7 +305,7 @@ def product_grad_kernel(
     return dx_TD
 
 
-def _blocks_of(matrix: torch.Tensor, num_rows: int, num_columns: int) -> object:
+def blocks_of(matrix: torch.Tensor, num_rows: int, num_columns: int) -> object:
     """The matrix as the copy engine reads and writes it: in blocks, clipped at its edges."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -335,23 +316,10 @@ def _group(num_summed: int) -> int:
     return 16 if num_summed <= SHALLOW else 8
 
 
-def _launch(rows: RowTables, num_columns: int, like: torch.Tensor) -> dict[str, Any]:
-    """Blocks of a forward product; in a decoding step, as wide as leaves one for most multiprocessors."""
-    step, num_rows = STEP_BYTES // like.element_size(), len(like)
-    if not rows.is_step:
-        return {"BM": ROW_BLOCK, "BK": step, **BLOCKS}
-    height = 64 if num_rows <= 64 else ROW_BLOCK
-    enough = _num_multiprocessors(like.device) * 2 // 3
-    widths = list(FEW[height])
-    width = next((n for n in widths if cdiv(num_rows, height) * cdiv(num_columns, n) >= enough), widths[-1])
-    chosen = FEW[height][width]
-    return {**BLOCKS, **chosen, "BM": height, "BN": width, "BK": step * chosen["BK"]}
-
-
 def _num_programs(num_rows: int, num_columns: int, launch: Mapping[str, int], device: torch.device) -> int:
-    return min(_num_multiprocessors(device), cdiv(num_rows, launch["BM"]) * cdiv(num_columns, launch["BN"]))
+    return min(multiprocessors(device), cdiv(num_rows, launch["BM"]) * cdiv(num_columns, launch["BN"]))
 
 
 @lru_cache(maxsize=64)
-def _num_multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return num_multiprocessors(device) if is_gpu(device) else 2

@@ -33,7 +33,7 @@ def out_owner(table, runs, run, module, num_modules, dtype: tl.constexpr):  # ty
 
 
 @jit
-def _out_ranks(  # type: ignore[no-untyped-def]
+def out_ranks(  # type: ignore[no-untyped-def]
     like,
     s,
     stride_s,
@@ -83,13 +83,13 @@ def add_all_out(  # type: ignore[no-untyped-def]
     if last - first == 1:
         # One owner, as most blocks have: nothing to select. Beyond the last row nothing is stored.
         if owner[2] > 0:
-            half += _out_ranks(half, s, stride_s, owner, rows, rows < owner[1], columns, inside, NARROW, WIDE)
+            half += out_ranks(half, s, stride_s, owner, rows, rows < owner[1], columns, inside, NARROW, WIDE)
     else:
         for run in range(first, last):
             other = out_owner(table, runs, run, module, num_modules, s.dtype.element_ty)
             if other[2] > 0:
                 mine = (rows >= other[0]) & (rows < other[1])
-                delta = _out_ranks(half, s, stride_s, other, rows, mine, columns, inside, NARROW, WIDE)
+                delta = out_ranks(half, s, stride_s, other, rows, mine, columns, inside, NARROW, WIDE)
                 half += tl.where(mine[:, None], delta, 0.0)
     return half
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.device import capability
 from weft.kernels.launch import jit, lanes, runs_triton, tl
 from weft.kernels.lora.tables import RowTables, Site, SlotTable, padded
 from weft.kernels.lora.tile import (
@@ -56,7 +55,7 @@ def shrink_grad_reference(
 
 
 @jit
-def _shrink(  # type: ignore[no-untyped-def]
+def shrink_tile(  # type: ignore[no-untyped-def]
     x,
     s,
     table,
@@ -72,16 +71,15 @@ def _shrink(  # type: ignore[no-untyped-def]
     UPTO: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     DROPS: tl.constexpr,
-    EARLY: tl.constexpr,
     PIECES: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     tile = tiles + tl.program_id(0) // PIECES * 4
     start, end, slot = tl.load(tile) + tl.program_id(0) % PIECES * BM, tl.load(tile + 1), tl.load(tile + 2)
+    if end <= start:
+        return
     if not is_mine(table, slot, module, num_modules, ABOVE, UPTO):
         return
     block = tl.program_id(1)
@@ -108,7 +106,7 @@ def _shrink(  # type: ignore[no-untyped-def]
             column = 0
             a = a_whole
             first = block * BR
-    if (first >= rank) | (end <= start):
+    if first >= rank:
         return
     column = column // 8 * 8  # shows that it is a multiple, which a hint cannot on a value of two origins
     a_ptr = tl.multiple_of(a.to(tl.pointer_type(x.dtype.element_ty)), 16)
@@ -194,18 +192,11 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
     tl.store(out, acc.to(ds.dtype.element_ty), mask=row_mask[:, None] & has[None, :])
 
 
-def lets_next_start(rows: RowTables, table: SlotTable, like: torch.Tensor) -> bool:
-    """True if the product after `shrink` may start beside it, and must wait for it before it reads S. In a decoding
-    step both leave the GPU room, and the time of `shrink` disappears."""
-    is_able = runs_triton(like) and capability(like.device) >= (9, 0)
-    return is_able and rows.is_step and len(table.launches) == 1
-
-
 def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
     num_parts = len(site.sizes)
     for launch in lanes(table.launches, x_TD.device):
         blocks = shrink_blocks(launch.upto, num_parts, x_TD)
-        _shrink[(len(rows.tiles_N4) * blocks["PIECES"], num_parts * blocks["RANK_BLOCKS"])](
+        shrink_tile[(len(rows.tiles_N4) * blocks["PIECES"], num_parts * blocks["RANK_BLOCKS"])](
             x_TD,
             s_TR,
             table.device_SMF,
@@ -218,7 +209,6 @@ def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowT
             site.num_in,
             NUM_PARTS=num_parts,
             DROPS=table.drops and rows.drops,
-            EARLY=lets_next_start(rows, table, x_TD),
             BK=REDUCTION,
             **launch.bounds,
             **blocks,

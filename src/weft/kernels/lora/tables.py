@@ -298,8 +298,6 @@ class RowTables:
     keys_T: torch.Tensor
     """int32 dropout keys of the rows."""
     drops: bool
-    is_step: bool = False
-    """Whether these are the rows of a decoding step: so few that they leave a GPU room, and blocks are smaller."""
 
     def dropped(self, entry: Entry, x_LD: torch.Tensor, row_slice: slice) -> torch.Tensor:
         """The rows `row_slice` of x with dropped inputs at zero and kept ones scaled; its own backward."""
@@ -379,7 +377,7 @@ def row_tables(
 ) -> RowTables:
     arrays = table_arrays(spans, sizes)
     tables = {name: sent(torch.from_numpy(array), keys_T.device) for name, array in arrays.items()}
-    return RowTables(sizes.num_rows, tuple(spans), **tables, keys_T=keys_T, drops=drops, is_step=False)
+    return RowTables(sizes.num_rows, tuple(spans), **tables, keys_T=keys_T, drops=drops)
 
 
 def _pieces(spans: Sequence[SampleRows], num_rows: int) -> list[tuple[int, int, int]]:

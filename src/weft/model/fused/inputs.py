@@ -105,7 +105,7 @@ class Inputs:
     spans: tuple[SampleRows, ...] = ()
     """Samples for the kernels' reference implementations; kernels read the tables."""
     is_step: bool = False
-    """As in `RowTables`."""
+    """Whether these are the rows of a decoding step: few, and of any number of owners."""
 
     def part(self, name: str) -> torch.Tensor:
         start, shape = self.shape.layout[name]
@@ -120,7 +120,6 @@ class Inputs:
             **tables,
             keys_T=self.part("keys"),
             drops=self.shape.drops,
-            is_step=self.is_step,
         )
 
 

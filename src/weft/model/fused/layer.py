@@ -36,6 +36,7 @@ from weft.kernels.layers.rotary import Turns, rotate, rotate_grad
 from weft.kernels.lora.expand import expand, expand_grad
 from weft.kernels.lora.product import fits, product_grad_kernel, product_kernel
 from weft.kernels.lora.shrink import shrink, shrink_grad
+from weft.kernels.lora.step import step_product_kernel
 from weft.kernels.lora.tables import Delta, SlotTable
 from weft.kernels.lora.weight_grad import weight_grad
 from weft.kernels.storage import Rows8
@@ -124,6 +125,11 @@ class Context:
     def linear(
         self, product: Product, x_TD: torch.Tensor, x8: Rows8 | None = None
     ) -> tuple[torch.Tensor, Delta | None]:
+        if self.inputs.is_step and self.inputs.shape.is_adapted and fits(product.site, x_TD, backward=False):
+            factors = product.weight.factors(x_TD, x8)
+            y_TO = _biased(step_product_kernel(x_TD, factors, product.site, self.inputs.rows, self.table), product)
+            self.changes.sparse(product.site, x_TD, y_TO)
+            return y_TO, None
         s = self._shrunk(product, x_TD, shrink)
         return self.output(product, x_TD, s, x8), s
 
