@@ -25,7 +25,7 @@ from weft.data.samples import Sample
 from weft.engine.engine import Engine
 from weft.model.backbone import Backbone
 from weft.model.packing import attention
-from weft.plan.families import num_experts
+from weft.plan.weights import num_experts
 from weft.spec import AdapterSpec, JobSpec
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

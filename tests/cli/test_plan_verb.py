@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from test_train_verb import write_jobs
+from tiny_families import plain_model
 
 from weft.errors import size
 from weft.model.load import build
 from weft.model.source import TINY
+from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.profile import load_profile
 from weft.plan.cost.shape import SHAPES
 from weft.plan.simulate.layout_forecast import forecast_layout
@@ -28,6 +30,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     write_jobs(tmp_path, broken=False)
     return tmp_path
+
+
+@pytest.fixture
+def mixture(here: Path) -> str:
+    """The same jobs on a tiny mixture of experts."""
+    plain_model("qwen3_moe", vocab_size=264, max_position_embeddings=512).save_pretrained(here / "mixture")
+    for file in Path(TINY).glob("*token*"):
+        shutil.copy(file, here / "mixture")
+    return "base_model=mixture"
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +75,40 @@ def test_plan_when_a_file_is_good_then_shows_the_plan_and_writes_nothing(weft, h
     for part in ("shout", "reverse", "microbatches of up to", "bubbles", "tokens/s", "GiB", "layers", "stage 1"):
         assert part in result.out
     assert sorted(here.rglob("*")) == before
+
+
+def test_plan_when_jobs_train_experts_then_it_costs_them_as_the_dry_run_does(weft, mixture):
+    experts = "jobs.0.adapter={r: 4, experts: full}", "jobs.1.adapter={r: 4, experts: shared, expert_r: 2}"
+    words = "jobs.yaml", mixture, *experts
+    planned, dry = weft("plan", *words, "--device", "h200", "--steps", "2"), weft("train", *words, "--dry-run")
+    assert planned.code == dry.code == 0, dry
+    pattern = r"^experts   (\w+): (.*) parameters, (.*) KiB with gradients and optimizer(.*)$"
+    told, real = (re.findall(pattern, result.out, re.MULTILINE) for result in (planned, dry))
+    # Two layers of 4 experts of 32 in, 24 wide: 4 · r · (2 · 32 + 3 · 24), and r · (3 · 32 + 3 · 4 · 24).
+    attention = 4 * 2 * (32 * 4 + (4 + 2 * 2 + 4) * 12)
+    numbers = [2 * 4 * 4 * (64 + 72) + attention, 2 * 2 * (96 + 288) + attention]
+    assert [text[:2] for text in told] == [text[:2] for text in real]
+    assert [name for name, *_ in told] == ["shout", "reverse"]
+    for (_, text, told_size, fit), (*_, real_size, nothing), num in zip(told, real, numbers, strict=True):
+        assert text.rpartition(": ")[2] == f"{num / 1e3:.2f} k"
+        assert told_size == f"{18 * num / 1024:,.1f}" and real_size == f"{16 * num / 1024:,.1f}"
+        assert re.fullmatch(r", [\d,]+ such jobs fit", fit) and not nothing
+
+
+def test_plan_when_an_adapter_trains_experts_then_its_steps_and_memory_are_those_of_its_parameters(weft, mixture):
+    words = "plan", "jobs.yaml", mixture, "--device", "h200", "--steps", "2", "--json"
+    frozen, trained = (
+        json.loads(weft(*words, *(f"jobs.{at}.adapter={{r: 4, experts: {experts}}}" for at in (0, 1))).out)
+        for experts in ("none", "full")
+    )
+    more = trained["jobs"][0]["num_parameters"] - frozen["jobs"][0]["num_parameters"]
+    assert more == 2 * 4 * 4 * (64 + 72)
+    assert trained["stage_bytes"][0] - frozen["stage_bytes"][0] == 2 * 18 * more
+    # Both jobs step at once.
+    before_s, after_s = (
+        next(span["duration_s"] for span in found["timeline"] if span["name"] == "step") for found in (frozen, trained)
+    )
+    assert after_s - before_s == pytest.approx(2 * 42 * more / find_hardware("h200").memory_rate)
 
 
 def test_plan_when_a_layout_is_named_then_says_of_it_what_a_dry_run_does(weft, here):

@@ -240,3 +240,13 @@ def test_admit_when_max_jobs_is_reached_then_the_rest_waits_and_hears_so():
 def test_admit_when_the_input_is_wrong_then_says_what(call, message):
     with pytest.raises(PlanError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("budget", "number"),
+    [(Budget(1050, 50, 0.05), 9), (Budget(1050, 50, 0.05, max_jobs=4), 4), (Budget(), None), (Budget(max_jobs=3), 3)],
+)
+def test_num_alike_when_jobs_are_of_one_size_then_as_many_as_admission_takes(budget, number):
+    assert budget.num_alike(100) == number
+    for num in range(1, 12):
+        assert budget.fits(num, 100 * num) is (number is None or num <= number)

@@ -20,6 +20,7 @@ from weft.spec import RunSpec, load_run
 if TYPE_CHECKING:
     from weft.cli.options import LayoutOptions
     from weft.model.resolve import ResolvedModel
+    from weft.plan.cost.analytic import AnalyticCost
     from weft.plan.cost.hardware import Hardware
     from weft.plan.cost.profile import Profile, ProfiledCost
     from weft.plan.simulate.forecast import Forecast, JobOutline
@@ -88,7 +89,8 @@ def plan(
         jobs = outlines(model, spec.jobs, jobs_file.parent, steps)
         measured = None if known is None else _measured(known, model, jobs, profile)
         for capacity in capacities(spec.capacity, hardware.name, spec.longest):
-            cost = model.setup([job.cost_rank for job in jobs]).cost(hardware, capacity=capacity)
+            setup = model.setup([job.cost_rank for job in jobs], [job.num_parameters for job in jobs])
+            cost = setup.cost(hardware, capacity=capacity)
             found = forecast_layout(
                 jobs,
                 capacity,
@@ -109,6 +111,8 @@ def plan(
     if (note := estimate_note(model.config)) is not None:
         print_line(console, f"note      {note}")
     _show(found, console, () if planned is None else planned.alone, is_measured=measured is not None)
+    for line in _expert_lines(found, cost, is_alone=planned is None):
+        print_line(console, line)
     width = max(20, min(100, console.width - 12))
     console.print(gantt(found.timeline, width, names=found.stage_names), markup=False, highlight=False)
     console.print("▒ forward  █ backward or both  | step  · idle", style="dim")
@@ -191,6 +195,24 @@ def _here() -> str:
     from weft.kernels.device import default_device, device_name
 
     return device_name(default_device())
+
+
+def _expert_lines(found: Forecast, cost: AnalyticCost, *, is_alone: bool) -> list[str]:
+    """A line for each choice of experts; with the number of such jobs that fit if `is_alone`, on one device."""
+    from weft.plan.simulate.forecast import job_bytes, num_that_fit
+    from weft.report.readable import expert_costs
+
+    return expert_costs(
+        (
+            job.queue.job,
+            job.experts,
+            job.num_parameters,
+            job_bytes(job, cost),
+            num_that_fit(job, found.capacity, cost) if is_alone else None,
+        )
+        for job in found.jobs
+        if job.experts and job.num_parameters
+    )
 
 
 def _show(found: Forecast, console: Console, alone: Sequence[str], *, is_measured: bool) -> None:

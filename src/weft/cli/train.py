@@ -408,7 +408,7 @@ def _show_plan(
 
     from weft.engine.engine import Engine
     from weft.engine.preview import preview
-    from weft.report.readable import NameCell, plain_table
+    from weft.report.readable import NameCell, expert_costs, plain_table
 
     assert isinstance(run.engine, Engine), "one replica shows what all would do"
     if layout is not None:
@@ -420,6 +420,10 @@ def _show_plan(
     for job in plan.jobs:
         table.add_row(NameCell(job.name), f"{job.num_steps:,}", f"{job.num_tokens:,}", f"{job.num_parameters:,}")
     console.print(table)
+    trained = [job for job in plan.jobs if job.experts]
+    costs = expert_costs((job.name, job.experts, job.num_parameters, job.num_bytes, job.num_alike) for job in trained)
+    for line in costs:
+        print_line(console, line)
     if plan.capacity != run.spec.capacity:
         print_note(console, f"there is memory for microbatches of {plan.capacity:,} tokens only")
     for line in forecast:

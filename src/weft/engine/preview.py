@@ -20,8 +20,6 @@ from weft.plan.cost.memory import kept_bytes, sum_bytes
 from weft.plan.program import Turn
 from weft.plan.types import Batch, JobQueue, Microbatch
 
-_WEIGHT_BYTES = 8
-
 PLANNED_SAMPLES = 4_000
 
 
@@ -31,6 +29,12 @@ class JobPreview:
     num_steps: int
     num_tokens: int
     num_parameters: int
+    num_bytes: int
+    """Bytes of its adapter, with gradients and optimizer, as admission counts them."""
+    experts: str
+    """How it trains routed experts, in words; empty if they are frozen."""
+    num_alike: int | None
+    """Number of such jobs that fit together; None: any, or it is not known."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,8 @@ def preview(engine: Engine) -> Preview:
     """Plans the whole run of the submitted jobs and tries its fullest microbatch; changes no job. Microbatches that do
     not fit the memory become smaller, as in training."""
     jobs = list(engine.jobs.values())
-    shares = tuple(
-        JobPreview(
-            job.name, job.num_steps, job.progress.order.num_tokens(job.data.train.group_tokens), job.num_parameters
-        )
-        for job in jobs
-    )
     engine.fit_microbatches()
+    shares = tuple(_job_preview(engine, job) for job in jobs)
     microbatches, fullest, tried = _plan_that_fits(engine)
     facts, held_bytes = engine.executor.facts, tried.held_bytes
     is_measured = facts.path == "reference" or facts.works_on
@@ -82,12 +81,28 @@ def preview(engine: Engine) -> Preview:
         num_tokens=num_tokens,
         capacity=engine.limits.capacity,
         backbone_bytes=facts.backbone_bytes,
-        adapter_bytes=sum(
-            round(job.num_parameters * (_WEIGHT_BYTES + kept_bytes(job.spec) + sum_bytes(job.spec))) for job in jobs
-        ),
+        adapter_bytes=sum(round(job.num_parameters * _held_bytes(job, facts.weight_bytes)) for job in jobs),
         activation_bytes=held_bytes,
         is_memory_measured=is_measured,
         seconds=factor * tried.seconds * sum(max(m.num_tokens / fullest.num_tokens, 0.1) for m in microbatches),
+    )
+
+
+def _held_bytes(job: LiveJob, weight_bytes: int) -> float:
+    """Bytes per parameter that a job holds all the time."""
+    return weight_bytes + kept_bytes(job.spec) + sum_bytes(job.spec)
+
+
+def _job_preview(engine: Engine, job: LiveJob) -> JobPreview:
+    num_bytes = engine.bytes_of(job)
+    return JobPreview(
+        job.name,
+        job.num_steps,
+        job.progress.order.num_tokens(job.data.train.group_tokens),
+        job.num_parameters,
+        num_bytes,
+        job.spec.adapter.experts_in_words,
+        engine.budget([job.spec.adapter]).num_alike(num_bytes),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -367,11 +368,15 @@ class Backbone:
         frozen = sorted({path.rpartition(".")[2] for path in others if path not in targets})
         if self.experts and spec.experts == "none":
             frozen.append("routed experts (experts: shared, separate or full trains them)")
-        experts_too = (
-            [] if spec.experts == "none" else [f"routed experts ({spec.experts}, rank {spec.rank_of_experts})"]
-        )
+        experts_too = [f"routed experts ({spec.experts_in_words})"] if spec.experts_in_words else []
         trained = f"trains {listed([*names, *experts_too])}"
         return f"{trained}; frozen: {listed(frozen)}" if frozen else trained
+
+    def num_parameters(self, spec: AdapterSpec) -> int:
+        """Parameters of an adapter, without rows of tokens."""
+        method, sites = method_of(spec), _shapes(self._targets(spec))
+        shapes = (shape for path, site in sites.items() for shape in method.shapes(spec, path, site))
+        return sum(math.prod(shape) for shape in shapes)
 
     def _targets(self, spec: AdapterSpec) -> dict[str, AnySite]:
         sites = self._sites[method_of(spec).attachment]

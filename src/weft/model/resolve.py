@@ -92,9 +92,12 @@ class ResolvedModel:
             return self.spec.kernels == "fused"
         return not self.is_cpu and self.dtype != torch.float32 and why_unsupported(self.config) is None
 
-    def setup(self, ranks: Sequence[int]) -> BackboneSetup:
-        """The basis of cost models, with adapters of these ranks in a microbatch."""
-        return BackboneSetup(self.shape, tuple(ranks), self.spec.quantize, self.spec.recompute)
+    def setup(self, ranks: Sequence[int], num_parameters: Sequence[int | None] = ()) -> BackboneSetup:
+        """The basis of cost models, with adapters of these ranks in a microbatch, and of as many parameters where they
+        are known."""
+        known = [num for num in num_parameters if num is not None]
+        mean = round(sum(known) / len(known)) if known else None
+        return BackboneSetup(self.shape, tuple(ranks), self.spec.quantize, self.spec.recompute, mean)
 
 
 def resolve(spec: BackboneSpec | ResolvedModel, elsewhere: Hardware | None = None) -> ResolvedModel:

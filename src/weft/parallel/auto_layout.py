@@ -18,6 +18,7 @@ from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, PlanError, WeftError, counted
 from weft.kernels.device import device_name, gpus, is_cpu, total_bytes
 from weft.methods.registry import cost_ranks, has_kernels
+from weft.model.load import load_skeleton
 from weft.model.resolve import ResolvedModel, choose_device
 from weft.model.source import load_tokenizer
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
@@ -25,6 +26,7 @@ from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import Hardware, find_hardware
 from weft.plan.cost.memory import job_state_bytes
 from weft.plan.cost.shape import capacities
+from weft.plan.families import is_described
 from weft.plan.layout import Layout, parse_layout
 from weft.plan.replan import DeviceForecaster, RemainingJob
 from weft.plan.simulate.forecast import JobOutline
@@ -109,7 +111,7 @@ def choose_for(
     in_stages: bool = False,
 ) -> ChosenLayout:
     """Fastest layout of a run that `check` accepts; `in_stages`: not one device, if another is possible."""
-    choice = _choice(spec, model, _jobs(spec, _train_data(spec, model, base_dir)), machine)
+    choice = _choice(spec, model, _jobs(spec, model, _train_data(spec, model, base_dir)), machine)
     refused: dict[str, list[str]] = {}
     for option in choice.ranked:
         if option.layout.is_one_device and in_stages:
@@ -136,7 +138,7 @@ def predicted_on(spec: RunSpec, model: ResolvedModel, layout: str, base_dir: Pat
     memory = machine.hardware.memory_bytes * there // max(there, num)
     if num > there and not machine.is_here:
         raise ConfigError(f"{layout} has {counted(num, 'device')}, and --gpus gives {there}.", where=WHERE)
-    jobs = _jobs(spec, _train_data(spec, model, base_dir))
+    jobs = _jobs(spec, model, _train_data(spec, model, base_dir))
     for capacity in capacities(spec.capacity, machine.hardware.name, spec.longest):
         option = price_layout(_cost(model, machine, jobs, capacity), jobs, capacity, wanted)
         if option.device_bytes <= memory:
@@ -163,11 +165,21 @@ def _choice(spec: RunSpec, model: ResolvedModel, jobs: Sequence[LayoutJob], mach
     raise AssertionError("the last capacity returns or raises")
 
 
-def _jobs(spec: RunSpec, data: Sequence[Dataset | None]) -> list[LayoutJob]:
+def _jobs(spec: RunSpec, model: ResolvedModel, data: Sequence[Dataset | None]) -> list[LayoutJob]:
+    sizes = _adapter_sizes(model, spec.jobs)
     return [
-        LayoutJob(_batch_tokens(job, own), cost_ranks(job.adapter).widest, job.gradient_sum == "any_order")
-        for job, own in zip(spec.jobs, data, strict=True)
+        LayoutJob(_batch_tokens(job, own), cost_ranks(job.adapter).widest, job.gradient_sum == "any_order", num)
+        for job, own, num in zip(spec.jobs, data, sizes, strict=True)
     ]
+
+
+def _adapter_sizes(model: ResolvedModel, jobs: Sequence[JobSpec]) -> list[int | None]:
+    """Parameters of each job's adapter, counted on the model's own modules; None where all layers are alike, so that
+    they follow from its rank."""
+    if is_described(model.config):
+        return [None] * len(jobs)
+    backbone = load_skeleton(model)
+    return [backbone.num_parameters(job.adapter) for job in jobs]
 
 
 def _train_data(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[Dataset | None]:
@@ -203,7 +215,8 @@ def device_forecaster(spec: RunSpec, model: ResolvedModel, machine: Machine) -> 
 def _cost(
     model: ResolvedModel, machine: Machine, jobs: Sequence[LayoutJob | RemainingJob], capacity: int
 ) -> AnalyticCost:
-    return model.setup([job.rank for job in jobs]).cost(machine.hardware, capacity=capacity)
+    setup = model.setup([job.rank for job in jobs], [job.num_parameters for job in jobs])
+    return setup.cost(machine.hardware, capacity=capacity)
 
 
 def outlines(model: ResolvedModel, jobs: Sequence[JobSpec], base_dir: Path, num_planned: int) -> list[JobOutline]:
@@ -214,8 +227,9 @@ def outlines(model: ResolvedModel, jobs: Sequence[JobSpec], base_dir: Path, num_
             _outline(job, load_job_data(job, tokenizer, base_dir), num_planned, is_fused=model.is_fused),
             # New tokens have a row in the embedding and in the head, unless these are tied.
             num_trained_rows=job.adapter.own_rows.count(vocabulary) + 2 * len(job.adapter.new_tokens),
+            num_parameters=num,
         )
-        for job in jobs
+        for job, num in zip(jobs, _adapter_sizes(model, jobs), strict=True)
     ]
 
 
@@ -235,4 +249,5 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
         forward_tokens=data.forward_tokens(order, job.eval_steps),
         state_bytes=job_state_bytes(job),
         is_any_order=job.gradient_sum == "any_order",
+        experts=job.adapter.experts_in_words,
     )

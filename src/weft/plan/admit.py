@@ -84,6 +84,12 @@ class Budget:
         usable = self.usable_bytes
         return (self.max_jobs is None or num_jobs <= self.max_jobs) and (usable is None or num_bytes <= usable)
 
+    def num_alike(self, num_bytes: int) -> int | None:
+        """Number of jobs of this size that fit together; None: any."""
+        usable = self.usable_bytes
+        by_memory = () if usable is None else (usable // max(num_bytes, 1),)
+        return min((*by_memory, *(() if self.max_jobs is None else (self.max_jobs,))), default=None)
+
     def why_never(self, num_bytes: int) -> Reason | None:
         """The arithmetic if a job does not fit even alone; None if it does."""
         usable = self.usable_bytes

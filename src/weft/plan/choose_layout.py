@@ -41,6 +41,8 @@ class LayoutJob:
     rank: int
     is_any_order: bool = False
     """True if its sums do not depend on the order, so that replicas may share its samples."""
+    num_parameters: int | None = None
+    """Parameters of its adapter; None: those of a LoRA of `rank` on all linears."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,12 @@ def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, repli
     split = split_model(cost.shape, number)
     sharing = ShardCost(replace(cost, num_stages=number, tensor_parallel=replica.tensor, split=split), shards)
     rows, ranks = cost.rows([capacity]), [job.rank for job in jobs]
-    needs = [sharing.memory.total_bytes(rows, ranks, stage=s, num_held=number - s) for s in range(number)]
+    memory = sharing.memory
+    needs = [
+        memory.total_bytes(rows, ranks, stage=s, num_held=number - s)
+        + math.ceil(sum(memory.unlike_bytes(job.rank, job.num_parameters, stage=s) for job in jobs))
+        for s in range(number)
+    ]
     if number == 1 and shards > 1:
         return max(needs), _gain(cost, jobs, capacity, 1 / shards, sharing)
 

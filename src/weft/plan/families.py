@@ -21,7 +21,7 @@ from weft.plan.decoder import (
     read_sizes,
     read_window,
 )
-from weft.plan.hybrids import FINAL_NORMS, HYBRIDS, estimated_sizes
+from weft.plan.weights import FINAL_NORMS, WEIGHTS, estimated_sizes
 
 
 def llama(config: Config, name: str, form: LayerForm | None = None) -> Decoder:
@@ -231,7 +231,7 @@ def describe(config: Config, name: str = "") -> Decoder:
     # Models with images or audio have their decoder's settings one level down.
     config = config.get("text_config") or config
     kind = str(config.get("model_type", ""))
-    if kind in HYBRIDS and not is_described(config):
+    if kind in WEIGHTS and not is_described(config):
         sizes = estimated_sizes(config, name)
         return Decoder(kind, sizes, (LayerKind(),) * sizes.num_layers, sizes.head_size**-0.5)
     return FAMILIES.get(kind, llama)(config, name)
@@ -242,14 +242,9 @@ def estimate_note(config: Config) -> str | None:
     kind = str(config.get("model_type", ""))
     if is_described(config):
         return None
-    like = "with as many weights" if kind in HYBRIDS else "of the same sizes"
-    return f"{kind} is estimated like a Llama {like} on the fast path, which it does not take: expect less speed."
-
-
-def num_experts(config: Config) -> int:
-    """Number of routed experts in a layer; 0 if there are none."""
-    counts = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((int(config[key]) for key in counts if config.get(key)), 0)
+    like = "with as many weights for a token" if kind in WEIGHTS else "of the same sizes"
+    what = "the time of" if kind in WEIGHTS else "time and memory of"
+    return f"{what} {kind} is that of a Llama {like} on the fast path, which it does not take: expect less speed."
 
 
 def is_described(config: Config) -> bool:

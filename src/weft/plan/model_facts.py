@@ -15,9 +15,9 @@ from weft.plan.families import (
     REFERENCE_FAMILIES,
     SLIDING,
     is_described,
-    num_experts,
     why_unsupported,
 )
+from weft.plan.weights import num_experts
 
 TITLES = {
     "bailing_hybrid": "Ling hybrid",

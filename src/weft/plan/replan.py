@@ -35,6 +35,8 @@ class RemainingJob:
     num_steps: int
     is_any_order: bool = False
     """True if its sums do not depend on the order, so that replicas may share its samples."""
+    num_parameters: int | None = None
+    """Parameters of its adapter; None: those of a LoRA of `rank` on all linears."""
 
     @property
     def longest(self) -> int:
@@ -164,7 +166,7 @@ class DeviceForecaster:
         return LayoutForecast(_predict_on_devices(now, parts), planned, tokens, max(job.longest for job in jobs))
 
     def _choice(self, jobs: Sequence[RemainingJob]) -> LayoutChoice:
-        known = [LayoutJob(round(job.step_tokens), job.rank, job.is_any_order) for job in jobs]
+        known = [LayoutJob(round(job.step_tokens), job.rank, job.is_any_order, job.num_parameters) for job in jobs]
         return choose_layout(self.cost_for(jobs), known, self.capacity, self.num_devices, self.memory_bytes)
 
     def _whole_s(self, jobs: Sequence[RemainingJob]) -> float:

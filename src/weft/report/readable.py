@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from weft.errors import size
 from weft.objectives.objective import is_share
 from weft.store.wall_clock import Activity, TimeSplit
 
@@ -47,11 +48,22 @@ def count(value: float | None) -> str:
     """`950`, `12.4 k`, `3.10 M`."""
     if value is None:
         return NOTHING
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for large, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # 999,999 would round to 1000 k; from 999.95 on the next unit takes over.
-        if value >= size * 0.99995 and value >= 1000:
-            return f"{three_digits(value / size)} {unit}"
+        if value >= large * 0.99995 and value >= 1000:
+            return f"{three_digits(value / large)} {unit}"
     return f"{value:.0f}"
+
+
+def expert_costs(jobs: Iterable[tuple[str, str, int, int, int | None]]) -> list[str]:
+    """A line for each choice of routed experts, from jobs by name: how they train experts, parameters, bytes, and how
+    many such jobs fit if that is known."""
+    names: dict[str, list[str]] = {}
+    for name, experts, num_parameters, num_bytes, num_fit in jobs:
+        fit = "" if num_fit is None else f", {num_fit:,} such {'job fits' if num_fit == 1 else 'jobs fit'}"
+        text = f"{experts}: {count(num_parameters)} parameters, {size(num_bytes)} with gradients and optimizer{fit}"
+        names.setdefault(text, []).append(name)
+    return [f"experts   {', '.join(own)}: {text}" for text, own in names.items()]
 
 
 def three_digits(value: float) -> str:

@@ -21,9 +21,9 @@ from weft.model.divided import why_not_divisible
 from weft.model.resolve import resolve
 from weft.parallel.stages.load_stages import find_parts
 from weft.plan.cost.types import LinearCost
-from weft.plan.hybrids import FINAL_NORMS
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.spread import SpreadPlanner
+from weft.plan.weights import FINAL_NORMS
 from weft.spec import AdapterSpec, BackboneSpec
 
 NAMES = ["qwen3_5_text", "qwen3_5_moe_text", "lfm2", "granitemoehybrid_mamba", "mamba2"]

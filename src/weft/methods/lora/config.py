@@ -134,6 +134,11 @@ class LoraSettings(LoraStrength):
     gradients and moments. For a few tokens use trainable_token_indices."""
 
     @property
+    def experts_in_words(self) -> str:
+        """How it trains routed experts; empty if they are frozen."""
+        return "" if self.experts == "none" else f"{self.experts}, rank {self.rank_of_experts}"
+
+    @property
     def trains_rows(self) -> bool:
         return bool(self.own_rows or self.new_tokens)
 

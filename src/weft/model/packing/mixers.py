@@ -4,7 +4,7 @@ Their linears run over all rows of the microbatch, as those of attention do. Wha
 sample on a CPU, so that a sample has the bits it has alone, and over all samples at once on a GPU. It is Weft's own
 code in plain torch: transformers would use fla, causal-conv1d or mamba-ssm wherever these happen to be installed, which
 would change bits. A family needs a line in `MIXERS`, a tiny model in `tests/tiny_families.py` and its weights in
-`plan/hybrids.py`.
+`plan/weights.py`.
 
 Shape suffixes: T rows of the microbatch, D channels of the convolution, H heads, K key size, V value size.
 """

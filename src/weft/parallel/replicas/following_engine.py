@@ -262,4 +262,5 @@ def _remaining(job: JobRecord, num_steps: int) -> RemainingJob:
         rank=cost_ranks(spec.adapter).widest,
         num_steps=num_steps,
         is_any_order=spec.gradient_sum == "any_order",
+        num_parameters=job.num_parameters or None,
     )

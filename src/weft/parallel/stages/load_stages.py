@@ -28,13 +28,13 @@ from weft.plan.cost.hardware import DEVICES
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape, choose_capacity
 from weft.plan.families import FAMILIES, final_norm
-from weft.plan.hybrids import FINAL_NORMS
 from weft.plan.layout import copies
 from weft.plan.level import PlannedReplicas
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.planner import Planner
 from weft.plan.simulate.choose import FastestSpread, pipeline_planner
 from weft.plan.spread import SpreadPlanner
+from weft.plan.weights import FINAL_NORMS
 from weft.spec import JobSpec, RunSpec
 from weft.store.wall_clock import Activity, WallClock
 

@@ -41,6 +41,8 @@ class BackboneSetup:
     ranks: tuple[int, ...] = USUAL_RANKS
     quantize: str = "none"
     recompute: str = "none"
+    num_parameters: int | None = None
+    """Parameters of an adapter on average; None: those of a LoRA of the largest rank on the targets."""
 
     def cost(
         self,
@@ -69,6 +71,7 @@ class BackboneSetup:
             targets=targets,
             row_tile=row_tile,
             split=split,
+            num_parameters=self.num_parameters,
         )
 
 
@@ -105,6 +108,8 @@ class AnalyticCost:
     """Rows are computed in whole tiles of this size."""
     split: tuple[int, ...] | None = None
     """Layers of every stage; None: as equal as possible."""
+    num_parameters: int | None = None
+    """Parameters of each adapter; None: those of a LoRA of `rank` on `targets`."""
 
     def __post_init__(self) -> None:
         self.shape.chosen(self.targets)
@@ -150,7 +155,7 @@ class AnalyticCost:
     def step_s(self, stage: int) -> float:
         if not self.rank:
             return 0.0
-        parameters = self.memory.adapter_bytes(self.rank, self.targets, stage) / self.memory.adapter_bytes_each
+        parameters = self.memory.layers(stage) * self._layer_parameters
         return OPTIMIZER_S + parameters * OPTIMIZER_BYTES / self.hardware.memory_rate
 
     def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
@@ -198,8 +203,15 @@ class AnalyticCost:
         rate = self.hardware.product_flop * RANK_SHARE * self.tensor_parallel
         arithmetic = (4 if is_forward else 8) * self.rank * each * sum(lengths) / rate
         jobs = min(self.num_jobs, len(lengths))
-        weights = jobs * self.rank * each * (2 if is_forward else 10) / self.hardware.memory_rate
+        weights = jobs * self._layer_parameters * (2 if is_forward else 10) / self.hardware.memory_rate
         return self._moved_s(self.rows(lengths) * numbers / self.tensor_parallel) + arithmetic + weights
+
+    @property
+    def _layer_parameters(self) -> float:
+        """Parameters of an adapter in one layer."""
+        if self.num_parameters is None:
+            return self.shape.adapter_parameters(self.rank, self.targets) // self.shape.num_layers
+        return self.num_parameters / self.shape.num_layers
 
     def _adapter_numbers(self, *, is_forward: bool) -> int:
         """Numbers per row that the adapters move through memory. Forward: read x, add to y. Backward: read dy twice and

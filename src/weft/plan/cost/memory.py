@@ -97,6 +97,18 @@ class MemoryModel:
         per_layer = self.shape.adapter_parameters(rank, targets) // self.shape.num_layers
         return self.adapter_bytes_each * per_layer * self.layers(stage)
 
+    def unlike_bytes(
+        self, rank: int, num_parameters: int | None, state_bytes: float = MOMENT_BYTES, stage: int = 0
+    ) -> float:
+        """Bytes by which an adapter differs from a LoRA of this rank on all linears with AdamW; may be negative.
+        `num_parameters`: its own in all layers; None: as many as that LoRA. `state_bytes`: beside weight and
+        gradient, each."""
+        like = self.adapter_bytes(rank, stage=stage)
+        num = like / self.adapter_bytes_each
+        if num_parameters is not None:
+            num = num_parameters * self.layers(stage) / self.shape.num_layers
+        return num * (self.adapter_bytes_each - MOMENT_BYTES + state_bytes) - like
+
     def row_bytes(self, widest_rank: int = MIN_RANK_CLASS, recompute: str | None = None) -> float:
         """Bytes kept per row and layer between forward and backward."""
         mode = self.recompute if recompute is None else recompute

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from weft.plan.admit import MARGIN, Budget
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.memory import MOMENT_BYTES
 from weft.plan.cost.profile import ProfiledCost
@@ -46,6 +47,10 @@ class JobOutline:
     """Rows of the embedding and the output head that it trains."""
     is_any_order: bool = False
     """True if its sums do not depend on the order, so that replicas may share its samples."""
+    num_parameters: int | None = None
+    """Parameters of its adapter; None: those of a LoRA of `cost_rank` on all linears."""
+    experts: str = ""
+    """How it trains routed experts, in words; empty if they are frozen."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,8 @@ class Forecast:
                 "num_steps": job.num_steps,
                 "num_tokens": job.num_tokens,
                 "rank": job.rank,
+                "experts": job.experts or None,
+                "num_parameters": job.num_parameters,
             }
             for job in self.jobs
         ]
@@ -225,9 +232,22 @@ def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) ->
     """Bytes of the jobs on a stage that differ from the memory model, of linear adapters with AdamW; may be
     negative."""
     memory = cost.memory
-    numbers = [memory.adapter_bytes(job.cost_rank, stage=stage) / memory.adapter_bytes_each for job in jobs]
-    found = ((job.state_bytes - MOMENT_BYTES) * num for job, num in zip(jobs, numbers, strict=True))
+    found = (memory.unlike_bytes(job.cost_rank, job.num_parameters, job.state_bytes, stage) for job in jobs)
     return math.ceil(sum(found)) + sum(trained_rows_bytes(job, cost) for job in jobs)
+
+
+def job_bytes(job: JobOutline, cost: AnalyticCost) -> int:
+    """Bytes of a job's adapter on one device, with gradients and optimizer."""
+    memory = cost.memory
+    unlike = memory.unlike_bytes(job.cost_rank, job.num_parameters, job.state_bytes)
+    return math.ceil(memory.adapter_bytes(job.cost_rank) + unlike) + trained_rows_bytes(job, cost)
+
+
+def num_that_fit(job: JobOutline, capacity: int, cost: AnalyticCost) -> int:
+    """Jobs like this one that admission would let train together on one device, beside full microbatches."""
+    memory, rows = cost.memory, cost.rows([capacity])
+    fixed = memory.total_bytes(rows, [job.cost_rank]) - memory.adapter_bytes(job.cost_rank)
+    return Budget(cost.hardware.memory_bytes, fixed, MARGIN).num_alike(job_bytes(job, cost)) or 0
 
 
 def trained_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:

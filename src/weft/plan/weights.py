@@ -1,7 +1,8 @@
-"""Families whose layers keep states along a sample, and what is known of them without their modules.
+"""Weights of families whose layers have states, experts or other attention, counted without their modules.
 
-Time and memory models know layers of one kind. So a hybrid is estimated like a Llama whose layers have as many weights
-as a token uses of the hybrid's on average. Routed experts that a token does not use count as memory only.
+Time and memory models know layers of one kind. So such a model is planned like a Llama whose layers have as many
+weights as a token uses of its own on average. All others, such as routed experts that a token does not use, count as
+memory only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Weights:
     used: int
     """Weights that are multiplied with each token."""
     idle: int = 0
-    """Weights of the other routed experts."""
+    """Weights of the other routed experts, and rows of embeddings for each layer."""
 
     def with_mixer(self, mixer: int) -> Weights:
         return Weights(self.used + mixer, self.idle)
@@ -39,11 +40,64 @@ def _feed_forward(config: Config) -> Weights:
     return Weights(3 * config["hidden_size"] * config["intermediate_size"])
 
 
-def _experts(config: Config, count: int, width: int, shared: int = 0) -> Weights:
-    """Gated experts, with the shared one and the router."""
-    hidden, chosen = config["hidden_size"], min(count, config["num_experts_per_tok"])
-    used = 3 * hidden * (chosen * width + shared) + count * hidden
-    return Weights(used, 3 * hidden * (count - chosen) * width)
+def num_experts(config: Config) -> int:
+    """Number of routed experts in a layer; 0 if there are none."""
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((int(config[key]) for key in counts if config.get(key)), 0)
+
+
+def _experts(config: Config, shared: int = 0) -> Weights:
+    """Gated experts, with the router and a shared expert of that width."""
+    hidden, count = config["hidden_size"], num_experts(config)
+    chosen = min(count, config.get("num_experts_per_tok") or config["top_k_experts"])
+    each = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
+    return Weights(chosen * each + 3 * hidden * shared + count * hidden, (count - chosen) * each)
+
+
+def _mixture(config: Config) -> list[Weights]:
+    """Attention in all layers, experts in most of them."""
+    experts = _experts(config, config.get("shared_expert_intermediate_size") or 0)
+    every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    layers = range(config["num_hidden_layers"])
+    after = [_feed_forward(config) if i in dense or (i + 1) % every else experts for i in layers]
+    return [own.with_mixer(_attention(config)) for own in after]
+
+
+def _deepseek(config: Config) -> list[Weights]:
+    """Layers of experts after some dense ones; attention may be latent (MLA)."""
+    num_layers, num_dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    kinds = config.get("mlp_layer_types") or ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+    experts = _experts(config, config["n_shared_experts"] * config["moe_intermediate_size"])
+    mixer = _latent_attention(config) if config.get("kv_lora_rank") else _attention(config)
+    return [(experts if kind == "sparse" else _feed_forward(config)).with_mixer(mixer) for kind in kinds]
+
+
+def _latent_attention(config: Config) -> int:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    rotated, plain, value = (config[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    query_rank, query = config.get("q_lora_rank"), heads * (rotated + plain)
+    queries = hidden * query if query_rank is None else query_rank * (hidden + query)
+    return int(queries + hidden * (rank + rotated) + rank * heads * (plain + value) + heads * value * hidden)
+
+
+def _gemma4(config: Config) -> list[Weights]:
+    """Layers differ in their heads; the last ones may have no keys and values of their own."""
+    hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
+    experts = _experts(config) if config.get("enable_moe_block") else Weights(0)
+    per_layer, num_sharing = config.get("hidden_size_per_layer_input") or 0, config.get("num_kv_shared_layers") or 0
+    others = {int(layer): own for layer, own in (config.get("per_layer_config") or {}).items()}
+    found = []
+    for layer, kind in enumerate(config["layer_types"]):
+        own = {**config, **others.get(layer, {})}
+        is_sharing = layer >= num_layers - num_sharing > 0
+        heads = 2 * own["num_attention_heads"]
+        if not is_sharing:
+            heads += own["num_key_value_heads"] * (1 if config.get("attention_k_eq_v") and kind == ATTENTION else 2)
+        ffn = config["intermediate_size"] * (2 if is_sharing and config.get("use_double_wide_mlp") else 1)
+        # The layer's gate and projection of its own embedding, and its share of the projection of all of them.
+        used = hidden * (heads * own["head_dim"] + 3 * ffn + 3 * per_layer) + experts.used
+        found.append(Weights(used, experts.idle + per_layer * (config.get("vocab_size_per_layer_input") or 0)))
+    return found
 
 
 def _qwen3_5(config: Config) -> list[Weights]:
@@ -51,10 +105,8 @@ def _qwen3_5(config: Config) -> list[Weights]:
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     values = heads * config["linear_value_head_dim"]
     mixers = {STATE: hidden * (2 * keys + 3 * values + 2 * heads), ATTENTION: _attention(config, gates=1)}
-    after = _feed_forward(config) if not config.get("num_experts") else None
-    if after is None:
-        shared = config["shared_expert_intermediate_size"]
-        after = _experts(config, config["num_experts"], config["moe_intermediate_size"], shared)
+    has_experts = config.get("num_experts")
+    after = _experts(config, config["shared_expert_intermediate_size"]) if has_experts else _feed_forward(config)
     return [after.with_mixer(mixers[kind]) for kind in config["layer_types"]]
 
 
@@ -67,8 +119,7 @@ def _lfm2(config: Config) -> list[Weights]:
         adjusted = {**config, "intermediate_size": -(-width // multiple) * multiple}
         after = [_feed_forward(adjusted)] * len(after)
     if config.get("num_experts"):
-        experts = _experts(config, config["num_experts"], config["moe_intermediate_size"])
-        after[config["num_dense_layers"] :] = [experts] * (len(after) - config["num_dense_layers"])
+        after[config["num_dense_layers"] :] = [_experts(config)] * (len(after) - config["num_dense_layers"])
     return [own.with_mixer(mixers[kind]) for own, kind in zip(after, config["layer_types"], strict=True)]
 
 
@@ -84,8 +135,7 @@ def _named_mamba(config: Config, inner: int | None = None) -> int:
 
 def _granite_hybrid(config: Config) -> list[Weights]:
     mixers = {STATE: _named_mamba(config), ATTENTION: _attention(config)}
-    count, shared = config.get("num_local_experts") or 0, config["shared_intermediate_size"]
-    after = _experts(config, count, config["intermediate_size"], shared)
+    after = _experts(config, config["shared_intermediate_size"])
     return [after.with_mixer(mixers[kind]) for kind in config["layer_types"]]
 
 
@@ -122,7 +172,7 @@ def _mamba2(config: Config) -> list[Weights]:
     return [Weights(own)] * int(config["num_hidden_layers"])
 
 
-HYBRIDS: Mapping[str, Callable[[Config], Sequence[Weights]]] = {
+WEIGHTS: Mapping[str, Callable[[Config], Sequence[Weights]]] = {
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5,
     "qwen3_next": _qwen3_5,
@@ -133,14 +183,24 @@ HYBRIDS: Mapping[str, Callable[[Config], Sequence[Weights]]] = {
     "bamba": _bamba,
     "falcon_h1": _falcon_h1,
     "mamba2": _mamba2,
+    "deepseek_v3": _deepseek,
+    "glm4_moe": _deepseek,
+    "glm4_moe_lite": _deepseek,
+    "gpt_oss": _mixture,
+    "granitemoe": _mixture,
+    "mixtral": _mixture,
+    "olmoe": _mixture,
+    "qwen2_moe": _mixture,
+    "qwen3_moe": _mixture,
+    "gemma4_text": _gemma4,
 }
 """By model type: the weights of each layer's linears and experts in a configuration that transformers has read."""
 
 
 def estimated_sizes(config: Config, name: str) -> DecoderSizes:
-    """The sizes of a Llama with the weights of a hybrid."""
+    """The sizes of a Llama with the weights of such a model."""
     try:
-        layers = HYBRIDS[config["model_type"]](config)
+        layers = WEIGHTS[config["model_type"]](config)
     except KeyError as missing:
         where = name or config["model_type"]
         raise ModelError(f"{missing.args[0]} is missing in its configuration.", where=where) from None

@@ -1,4 +1,4 @@
-"""Hybrids described without their modules: the weights that transformers' own models have."""
+"""Weights counted without modules: those that transformers' own models have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from weft.errors import ModelError
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
-from weft.plan.hybrids import HYBRIDS, estimated_sizes
+from weft.plan.weights import WEIGHTS, estimated_sizes
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3_5Text": {},
@@ -25,18 +25,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Bamba": {"attn_layer_indices": [9, 18]},
     "FalconH1": {},
     "Mamba2": {},
+    "Mixtral": {},
+    "Qwen2Moe": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "Qwen3Moe": {"head_dim": 128},
+    "Olmoe": {},
+    "GraniteMoe": {},
+    "GptOss": {},
+    "DeepseekV3": {"num_hidden_layers": 8},
+    "Glm4Moe": {},
+    "Glm4MoeLite": {"q_lora_rank": None},
+    "Gemma4Text": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 10, "use_double_wide_mlp": True},
+    "Gemma4Text 31B": {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+    "Gemma4Text MoE": {"enable_moe_block": True, "num_experts": 64, "top_k_experts": 8, "moe_intermediate_size": 704},
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_when_estimated_then_within_a_thousandth_of_the_models(name):
-    config = getattr(transformers, f"{name}Config")(**CONFIGS[name])
+    config = getattr(transformers, f"{name.partition(' ')[0]}Config")(**CONFIGS[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = ModelShape.from_config(config.to_dict())
     assert shape.num_parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-3)
     assert shape.num_layers == len(model.base_model.layers)
-    assert config.model_type in HYBRIDS
+    assert config.model_type in WEIGHTS
 
 
 def test_idle_experts_when_a_token_uses_few_then_they_count_as_memory_only():
