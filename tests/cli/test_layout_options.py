@@ -177,7 +177,8 @@ def test_jobs_when_they_compare_with_a_reference_then_what_it_is_asked_counts_fo
     (tmp_path / "pairs.jsonl").write_text(row * 8)
     jobs = [JobSpec(n, ("pairs.jsonl",), objective=n, global_batch_size=4, max_steps=2) for n in ("dpo", "orpo")]
     spec = RunSpec(base_model="tiny", device="cpu", jobs=tuple(jobs))
-    asked, alone = auto_layout._jobs(spec, auto_layout._train_data(spec, resolve(spec.backbone), tmp_path))
+    model = resolve(spec.backbone)
+    asked, alone = auto_layout._jobs(spec, model, auto_layout._train_data(spec, model, tmp_path))
     assert asked.tokens == pytest.approx(1.5 * alone.tokens, abs=1)
 
 
@@ -187,7 +188,7 @@ def test_layout_when_the_model_has_fewer_layers_then_refused():
 
 def test_layout_when_nobody_knows_the_models_layers_then_refused(tmp_path):
     plain_model("gpt2").save_pretrained(tmp_path)
-    assert "is a gpt2 model; stages are for those of llama" in refusal("stages:2", base_model=str(tmp_path))
+    assert "is a gpt2 model; stages and shards are for those of llama" in refusal("stages:2", base_model=str(tmp_path))
 
 
 def test_layout_when_combined_with_what_stages_cannot_do_then_refused():

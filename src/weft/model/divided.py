@@ -35,7 +35,7 @@ from weft.model.fused.model import SIDES
 from weft.model.fused.path import FusedPath
 from weft.model.shards import FlatLayer, LayerRing, LayerWeight, Peers
 from weft.plan.decoder import SEPARATE, Config, DecoderSizes
-from weft.plan.families import FAMILIES, describe, is_described
+from weft.plan.families import FAMILIES, describe, final_norm, is_described
 
 
 def share_layers(backbone: Backbone, peers: Peers, read: Callable[[str], FrozenWeight]) -> None:
@@ -93,7 +93,9 @@ def why_not_divisible(config: Config, count: int, quantize: str = "none") -> str
     known = [family for family in FAMILIES if family not in ("phi3", "olmo3", "granitemoehybrid")]
     form = describe(config).sizes.form
     if not is_described(config) or form.sites != SEPARATE or form.head_norm == "all":
-        return f"is a {kind} model, whose layers cannot be divided; tensor parallel is for {', '.join(known)}"
+        others = "" if final_norm(config) is None else "; stages:N and shards:N take this one"
+        found = f"is a {kind} model, whose layers cannot be divided; tensor parallel is for {', '.join(known)}"
+        return found + others
     sizes = describe(config).sizes
     for number, what in ((sizes.num_heads, "heads"), (sizes.num_kv_heads, "key and value heads"), (sizes.ffn, "rows")):
         if number % count:

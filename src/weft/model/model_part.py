@@ -52,7 +52,7 @@ class AbsentLayer(nn.Module):
         # A decoder may read of which kind its layers are.
         self.__dict__.update({name: value for name, value in vars(layer).items() if isinstance(value, str)})
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden_states
 
 

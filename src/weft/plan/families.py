@@ -255,7 +255,28 @@ def is_described(config: Config) -> bool:
 
 def final_norm(config: Config) -> str | None:
     """Name of the norm after the last layer; None for models whose layers cannot be divided over devices."""
-    return "norm" if is_described(config) else FINAL_NORMS.get(str(config.get("model_type", "")))
+    if is_described(config):
+        return "norm"
+    return None if _reads_elsewhere(config) else FINAL_NORMS.get(str(config.get("model_type", "")))
+
+
+def why_one_piece(config: Config) -> str:
+    """Why the layers of a model without `final_norm` cannot be on several devices."""
+    kind = str(config.get("model_type", ""))
+    if kind in FINAL_NORMS:
+        return f"is a {kind} model whose layers {_reads_elsewhere(config)}; they stay on one device"
+    return (
+        f"is a {kind} model; stages and shards are for those of {', '.join(dict.fromkeys((*FAMILIES, *FINAL_NORMS)))}"
+    )
+
+
+def _reads_elsewhere(config: Config) -> str | None:
+    """What the layers of a model read besides the rows that enter them."""
+    parts = {
+        "hidden_size_per_layer_input": "have embeddings of their own",
+        "num_kv_shared_layers": "reuse keys and values of earlier ones",
+    }
+    return " and ".join(text for key, text in parts.items() if config.get(key)) or None
 
 
 def why_unsupported(config: Config) -> str | None:

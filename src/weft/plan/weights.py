@@ -218,6 +218,7 @@ def estimated_sizes(config: Config, name: str) -> DecoderSizes:
 
 _MIXTURES = (
     "deepseek_v3",
+    "gemma4_text",
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",

@@ -1,4 +1,4 @@
-"""Layers with states on stages and shards: the bits of one device; and what cannot be divided is refused."""
+"""Layers with states, experts or unequal heads on stages and shards: the bits of one device; the rest is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.plan.spread import SpreadPlanner
 from weft.plan.weights import FINAL_NORMS
 from weft.spec import AdapterSpec, BackboneSpec
 
-NAMES = ["qwen3_5_text", "qwen3_5_moe_text", "lfm2", "granitemoehybrid_mamba", "mamba2"]
+NAMES = ["qwen3_5_text", "qwen3_5_moe_text", "lfm2", "granitemoehybrid_mamba", "mamba2", "gemma4_31b"]
 JOBS = [("a", 0), ("b", 1)]
 
 
@@ -75,7 +75,11 @@ def test_shards_however_weights_are_stored_then_have_the_bits_of_the_whole(name)
 
 def test_layouts_when_layers_cannot_be_divided_then_one_sentence(tmp_path):
     plain_model("falcon_h1").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"is a falcon_h1 model; stages are for those of llama, .*, qwen3_5_text"):
+    with pytest.raises(ModelError, match=r"is a falcon_h1 model; stages and shards are for those of llama, .*, lfm2"):
+        find_parts(resolve(BackboneSpec(str(tmp_path), device="cpu")), 2)
+    plain_model("gemma4_e2b").save_pretrained(tmp_path)
+    reason = "have embeddings of their own and reuse keys and values of earlier ones; they stay on one device"
+    with pytest.raises(ModelError, match=f"is a gemma4_text model whose layers {reason}"):
         find_parts(resolve(BackboneSpec(str(tmp_path), device="cpu")), 2)
     for name in NAMES:
         kind, settings = FAMILIES[name]
@@ -83,9 +87,12 @@ def test_layouts_when_layers_cannot_be_divided_then_one_sentence(tmp_path):
         assert config.model_type in FINAL_NORMS
         found = why_not_divisible(config.to_dict(), 2)
         assert found is not None and found.startswith(f"is a {config.model_type} model, whose layers cannot be divided")
+        assert found.endswith("stages:N and shards:N take this one")
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", slow("gpt_oss"), slow("granitemoe"), slow("deepseek_v3")])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", slow("gemma4_moe"), slow("gpt_oss"), slow("granitemoe"), slow("deepseek_v3")]
+)
 def test_stages_when_adapters_are_on_routed_experts_then_have_the_bits_of_one_device(name):
     kinds = {"a": "full", "b": "shared"}
     given = [(replace(spec, adapter=AdapterSpec(r=2, experts=kinds[spec.name])), data) for spec, data in jobs()]

@@ -27,14 +27,13 @@ from weft.plan.cost.divided import GatherCost
 from weft.plan.cost.hardware import DEVICES
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape, choose_capacity
-from weft.plan.families import FAMILIES, final_norm
+from weft.plan.families import final_norm, why_one_piece
 from weft.plan.layout import copies
 from weft.plan.level import PlannedReplicas
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.planner import Planner
 from weft.plan.simulate.choose import FastestSpread, pipeline_planner
 from weft.plan.spread import SpreadPlanner
-from weft.plan.weights import FINAL_NORMS
 from weft.spec import JobSpec, RunSpec
 from weft.store.wall_clock import Activity, WallClock
 
@@ -190,10 +189,8 @@ def find_parts(model: ResolvedModel, num_stages: int, tensor: int = 1) -> list[M
     spec = model.spec
     if spec.kernels != "fused" and (spec.recompute != "none" or spec.offload):
         raise ConfigError("recompute and offload are for the fused kernels; set kernels=fused too.", where=WHERE)
-    kind = model.config["model_type"]
     if final_norm(model.config) is None:
-        known = ", ".join(dict.fromkeys((*FAMILIES, *FINAL_NORMS)))
-        raise ModelError(f"is a {kind} model; stages are for those of {known}.", where=model.where)
+        raise ModelError(f"{why_one_piece(model.config)}.", where=model.where)
     count = model.shape.num_layers
     if num_stages > count:
         raise ConfigError(
