@@ -26,6 +26,12 @@ _QWEN35 = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 _EYE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
         "patch_size": 14}  # fmt: skip
 _EYE4 = {**_EYE, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4}
@@ -46,6 +52,7 @@ WHOLES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]
     "mistral3_untied": ("Mistral3", "Ministral3", MINISTRAL, {**_EYE, "model_type": "pixtral", "head_dim": 8},
                         {"image_token_index": 10, "tie_word_embeddings": False}),
     "qwen3_5": ("Qwen3_5", "Qwen3_5Text", _QWEN35, _EYE35, {}),
+    "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3_5MoeText", {**_QWEN35, **_EXPERTS}, _EYE35, {}),
 }  # fmt: skip
 """Classes of the whole model and of its text model, the text model's settings, the tower's, and all others."""
 

@@ -172,7 +172,7 @@ def fp8_copies(num_weights: int, device: torch.device) -> int:
     return 2 if 2 * num_weights <= total_bytes(device) // 2 else 1
 
 
-def load_plain_model(spec: BackboneSpec) -> Any:
+def load_plain_model(spec: BackboneSpec | ResolvedModel) -> Any:
     """The transformers model itself, on its device, without slots, never quantised."""
     resolved = resolve(spec)
     return _read_model(resolved).to(resolved.device)

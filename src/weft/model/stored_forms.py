@@ -67,17 +67,30 @@ class ModelFiles:
             return _of_blocks(found, self._read(scale)).to(dtype or torch.bfloat16)
         return found
 
-    def state(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of the text model by their names there, one after the other."""
-        for name in self._files:
-            if name.endswith((_SCALE, _SCALES)) or _UNUSED.search(name):
+    @property
+    def paths(self) -> list[str]:
+        return list(dict.fromkeys(self._files.values()))
+
+    def tensors(self, dtype: torch.dtype, path: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors by name, one after the other, or those of one file; of a type if they are not stored plain."""
+        for name, file in self._files.items():
+            if name.endswith((_SCALE, _SCALES)) or _UNUSED.search(name) or path not in (None, file):
                 continue
-            own = _text_name(name)
             if name.endswith(_BLOCKS):
                 scales = self._read(name.removesuffix(_BLOCKS) + _SCALES)
-                yield own.removesuffix(_BLOCKS), of_mxfp4(self._read(name), scales, dtype)
+                yield name.removesuffix(_BLOCKS), of_mxfp4(self._read(name), scales, dtype)
             else:
-                yield own, self.tensor(name, dtype)
+                yield name, self.tensor(name, dtype)
+
+    def state(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors of the text model by their names there, one after the other."""
+        for name, tensor in self.tensors(dtype):
+            yield text_name(name), tensor
+
+    def other(self, name: str) -> Path | None:
+        """A file beside the weights."""
+        found = self._file(name)
+        return None if found is None else Path(found)
 
     def _read(self, name: str) -> torch.Tensor:
         with safe_open(self._files[name], framework="pt") as opened:
@@ -110,7 +123,8 @@ class ModelFiles:
         return None if found is None else str(found)
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
+    """The name in the text model of a tensor in the files of a whole one."""
     for pattern, short in KEY_MAPPING.items():
         name = re.sub(pattern, short, name)
     return name

@@ -1,14 +1,21 @@
-"""Merges an adapter, with its own rows of tokens, into its base weights and writes them as a model directory."""
+"""Merges an adapter, with its own rows of tokens, into its base weights and writes them as a model directory.
+
+Of a vision-language model the text model's weights change; all else is written as it is in its files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
 from weft.adapters.method import Attachment, LinearShape
@@ -21,14 +28,29 @@ from weft.methods.lora.expert_weights import merge_factors
 from weft.methods.registry import method_of
 from weft.model.load import load_plain_model
 from weft.model.packing.experts import expert_products_of
-from weft.model.source import load_tokenizer
+from weft.model.resolve import ResolvedModel, resolve
+from weft.model.source import INDEX, load_tokenizer
+from weft.model.stored_forms import ModelFiles, text_name
 from weft.model.trained_rows import Embeddings
+from weft.settings import DOWN, GATE_UP
 from weft.spec import BackboneSpec
 from weft.store.atomic import make_directories, staged_directory
 from weft.store.row_files import ROWS
 
 if TYPE_CHECKING:
     from weft.engine.inference.attach import StoredAdapter
+
+_HEAD, _OLD_HEAD = "lm_head.weight", "language_model."
+"""The output head in the files of a whole model, and what comes before its name in older ones."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+"""One expert's weight in files that have them one by one."""
+_FORMAT = {"format": "pt"}
+_PROCESSOR_FILES = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 @torch.no_grad()
@@ -44,7 +66,8 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
             f"a {method.files.title} adapter changes no weights, so there are none to merge it into.",
             where=str(stored.path),
         )
-    model = load_plain_model(spec)
+    resolved = resolve(spec)
+    model = load_plain_model(resolved)
     tokenizer = load_tokenizer(spec.base_model)
     linears = linear_modules(model)
     products = expert_products_of(model)
@@ -65,22 +88,78 @@ def merge_adapter(stored: StoredAdapter, spec: BackboneSpec, out: Path) -> int:
     tokenizer = merge_rows(stored, model, tokenizer)
     if stored.chat_template is not None:
         tokenizer.chat_template = stored.chat_template
-    _write(model, tokenizer, out)
+    _write(model, tokenizer, out, resolved)
     return len(stored.tensors)
 
 
-def _write(model: Any, tokenizer: Any, out: Path) -> None:
+def _write(model: Any, tokenizer: Any, out: Path, resolved: ResolvedModel) -> None:
     with contextlib.ExitStack() as undo:
         make_directories(out.parent, undo)
         with staged_directory(out) as folder:
             try:
-                model.save_pretrained(folder)
+                if resolved.is_text_part:
+                    _write_whole(model, resolved, folder)
+                else:
+                    model.save_pretrained(folder)
             except SafetensorError as error:
                 # Its writer reports a full disk in an error of its own.
                 raise StorageError(f"cannot be written ({error}).", where=str(out)) from None
             tokenizer.save_pretrained(folder)
             _open_to_others(folder)
         undo.pop_all()
+
+
+def _write_whole(model: Any, resolved: ResolvedModel, folder: Path) -> None:
+    """The files of a whole model, with the weights of its text model instead of those in them."""
+    files, prefix, num_bytes = ModelFiles(resolved.source.path, fetches=True), "", 0
+    products = expert_products_of(model)
+    tied = model.all_tied_weights_keys if model.config.tie_word_embeddings else {}
+    state = {name: weight for name, weight in model.state_dict().items() if name not in tied}
+    written: set[str] = set()
+    weight_map: dict[str, str] = {}
+    *_, last = files.paths
+    for path in files.paths:
+        tensors = {}
+        for name, tensor in files.tensors(resolved.dtype, path):
+            own = text_name(name)
+            expert = _EXPERT.fullmatch(own)
+            if expert is not None and f"{expert[1]}.{expert[3]}" in products:
+                site, weight_EOD = products[f"{expert[1]}.{expert[3]}"]
+                tensors[name] = weight_EOD[int(expert[2]), site.columns]
+                written.update(f"{expert[1]}.{each}" for each in (GATE_UP, DOWN))
+            elif own not in tied:
+                # Files may have a head that the configuration ties to the embedding.
+                tensors[name] = state.get(own, tensor)
+                written.add(own)
+            if name.startswith(_OLD_HEAD):
+                prefix = _OLD_HEAD
+        if path == last and _HEAD in state.keys() - written:
+            tensors[f"{prefix}{_HEAD}"] = state[_HEAD]
+            written.add(_HEAD)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / Path(path).name, _FORMAT)
+        weight_map |= dict.fromkeys(tensors, Path(path).name)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if missing := sorted(state.keys() - written):
+        found = f"{missing[0]} is not in the files of {resolved.source.name} under this name"
+        raise AdapterFileError(f"{found}, so it cannot be merged there.")
+    if len(files.paths) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    _whole_config(model.config, resolved).save_pretrained(folder)
+    for name in _PROCESSOR_FILES:
+        if (file := files.other(name)) is not None:
+            (folder / name).write_bytes(file.read_bytes())
+
+
+def _whole_config(text: Any, resolved: ResolvedModel) -> Any:
+    config = copy.deepcopy(resolved.whole_config)
+    config.__dict__.pop("quantization_config", None)
+    config._name_or_path, config.dtype = "", resolved.dtype
+    # New tokens and trained heads change these.
+    config.text_config.vocab_size = text.vocab_size
+    if not text.tie_word_embeddings:
+        config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
+    return config
 
 
 def _open_to_others(folder: Path) -> None:
