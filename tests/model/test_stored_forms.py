@@ -23,7 +23,7 @@ from weft.model.load import OriginalWeights, load_backbone, load_plain_model
 from weft.model.packed import SlotSample, pack_samples
 from weft.model.packing.experts import ExpertWeight, store_experts
 from weft.model.source import TINY
-from weft.model.stored_forms import of_mxfp4
+from weft.model.stored_forms import ModelFiles, of_mxfp4
 from weft.spec import AdapterSpec, BackboneSpec
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -79,6 +79,16 @@ def test_mxfp4_when_read_then_has_the_bits_of_transformers(dtype, tmp_path):
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name].to(mine[name].dtype)) for name in mine)
     assert load_backbone(BackboneSpec(str(path), dtype, "cpu")).linears
+
+
+def test_mxfp4_when_a_model_is_read_then_each_tensor_is_only_when_it_is_placed(tmp_path, monkeypatch):
+    path, read = gpt_oss(tmp_path / "model"), []
+    whole = ModelFiles._whole
+    monkeypatch.setattr(ModelFiles, "_whole", lambda *given: read.append(given[1]) or whole(*given))
+    state = ModelFiles(str(path)).state(torch.bfloat16)
+    assert not read
+    model = load_plain_model(BackboneSpec(str(path), "bfloat16", "cpu"))
+    assert sorted(read) == sorted(set(read)) and len(read) == len(state) == len(model.state_dict())
 
 
 def test_mxfp4_when_blocks_have_every_code_and_scale_then_each_is_a_bfloat16():

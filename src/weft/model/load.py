@@ -212,7 +212,7 @@ def _read_model(
         # Read here, without the packages and the kernels that transformers need.
         config = copy.deepcopy(config)
         config.__dict__.pop("quantization_config", None)
-        state = dict(ModelFiles(source.path, fetches=True).state(resolved.dtype))
+        state = ModelFiles(source.path, fetches=True).state(resolved.dtype)
         options = {**options, "config": config, "state_dict": state, "key_mapping": None}
         kind, location = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if kind is AutoModelForCausalLM else kind, None
     with quiet(), readable(source, f"the {config.model_type} model cannot be loaded", _cause):

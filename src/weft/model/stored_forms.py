@@ -15,8 +15,10 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -49,6 +51,17 @@ def stored_form(config: Any, where: str) -> str | None:
     return str(method)
 
 
+@dataclass(frozen=True)
+class UnreadTensor:
+    """A tensor in files, which each `[...]` reads. transformers takes these for slices of safetensors files,
+    and moves each to its device before it reads many others."""
+
+    read: Callable[[], torch.Tensor]
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        return self.read()
+
+
 class ModelFiles:
     """The safetensors files of a model directory or a Hub model."""
 
@@ -71,21 +84,21 @@ class ModelFiles:
     def paths(self) -> list[str]:
         return list(dict.fromkeys(self._files.values()))
 
-    def tensors(self, dtype: torch.dtype, path: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors by name, one after the other, or those of one file; of a type if they are not stored plain."""
+    def tensors(self, dtype: torch.dtype, path: str | None = None) -> Iterator[tuple[str, UnreadTensor]]:
+        """All tensors by name, or those of one file; of a type if they are not stored plain."""
         for name, file in self._files.items():
             if name.endswith((_SCALE, _SCALES)) or _UNUSED.search(name) or path not in (None, file):
                 continue
-            if name.endswith(_BLOCKS):
-                scales = self._read(name.removesuffix(_BLOCKS) + _SCALES)
-                yield name.removesuffix(_BLOCKS), of_mxfp4(self._read(name), scales, dtype)
-            else:
-                yield name, self.tensor(name, dtype)
+            yield name.removesuffix(_BLOCKS), UnreadTensor(functools.partial(self._whole, name, dtype))
 
-    def state(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of the text model by their names there, one after the other."""
-        for name, tensor in self.tensors(dtype):
-            yield text_name(name), tensor
+    def state(self, dtype: torch.dtype) -> dict[str, UnreadTensor]:
+        """All tensors of the text model by their names there."""
+        return {text_name(name): tensor for name, tensor in self.tensors(dtype)}
+
+    def _whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if not name.endswith(_BLOCKS):
+            return self.tensor(name, dtype)
+        return of_mxfp4(self._read(name), self._read(name.removesuffix(_BLOCKS) + _SCALES), dtype)
 
     def other(self, name: str) -> Path | None:
         """A file beside the weights."""

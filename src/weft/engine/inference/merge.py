@@ -129,7 +129,7 @@ def _write_whole(model: Any, resolved: ResolvedModel, folder: Path) -> None:
                 written.update(f"{expert[1]}.{each}" for each in (GATE_UP, DOWN))
             elif own not in tied:
                 # Files may have a head that the configuration ties to the embedding.
-                tensors[name] = state.get(own, tensor)
+                tensors[name] = state[own] if own in state else tensor[...]
                 written.add(own)
             if name.startswith(_OLD_HEAD):
                 prefix = _OLD_HEAD
