@@ -31,7 +31,10 @@ JOBS = [("a", 0), ("b", 1)]
 
 
 def jobs() -> list[Any]:
-    return [small_job(name, seed, max_steps=3, max_grad_norm=0.05) for name, seed in JOBS]
+    """On all linears, those of mixers too."""
+    adapter = AdapterSpec(r=4, lora_dropout=0.1)
+    made = [small_job(name, seed, max_steps=3, max_grad_norm=0.05) for name, seed in JOBS]
+    return [(replace(spec, adapter=adapter), data) for spec, data in made]
 
 
 @pytest.mark.parametrize("name", NAMES)
