@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class Settings:
     """False: new jobs are refused."""
     adapters: str | None = None
     """A directory whose adapters every tenant may use."""
+    sampler: str | None = None
+    """URL of a vLLM or SGLang server that answers prompts instead of the workers."""
 
     def __post_init__(self) -> None:
         if not self.auth and self.host not in LOOPBACK:
@@ -67,6 +70,8 @@ class Settings:
                 where="--no-auth",
             )
         _check_share(self.sampling_share)
+        if self.sampler is not None and not re.fullmatch(r"https?://[^/@?#]+(/[^@?#]*)?", self.sampler):
+            raise ConfigError(f"got {self.sampler!r}; write http://HOST:PORT.", where="--sampler")
         if not self.base_models:
             raise ConfigError("name at least one backbone.", where="--base-model")
         for name in self.base_models:

@@ -76,6 +76,9 @@ def serve(
         typer.Option(metavar="DIR", help="Serve the adapters in the directories of DIR too, to all tenants."),
     ] = None,
     no_training: Annotated[bool, typer.Option("--no-training", help="Answer prompts only.")] = False,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="URL", help="A vLLM or SGLang server that answers prompts, with adapters.")
+    ] = None,
     db: DbUrl = "",
     store: StoreUrl = "",
     no_auth: Annotated[bool, typer.Option("--no-auth", help="All clients are one tenant; on loopback only.")] = False,
@@ -107,7 +110,7 @@ def serve(
         data_dir=data_dir,
         db=db,
         store=store,
-        base_models=_models(base_model, adapters),
+        base_models=_models(base_model, adapters, sampler),
         host=host,
         port=port,
         auth=not no_auth,
@@ -117,11 +120,14 @@ def serve(
         sampling_share=sampling_share,
         training=not no_training,
         adapters=None if adapters is None else str(adapters.resolve()),
+        sampler=None if sampler is None else sampler.rstrip("/").removesuffix("/v1"),
     )
     if cluster is not None and devices is not None:
         raise on_cluster_devices("--workers")
     if cluster is None and gpu_type is not None:
         raise ConfigError("is for a cluster; give --cluster, or use --devices.", where="--gpu-type")
+    if no_training and sampler is not None:
+        workers = "0"
     environments = [] if cluster is not None else worker_environments(workers, devices, len(settings.base_models))
     database = open_home(settings)
     if migrate_only:
@@ -177,10 +183,12 @@ def _on_cluster(cluster: str, gpu_type: str | None, workers: str, settings: Sett
     return find_workers(cluster, number, len(settings.base_models), db_url=settings.db_url, gpu_type=gpu_type)
 
 
-def _models(given: list[str] | None, adapters: Path | None) -> dict[str, str]:
+def _models(given: list[str] | None, adapters: Path | None, sampler: str | None) -> dict[str, str]:
     """The backbones by name; by default that of the adapters to serve, or the tiny one."""
     if adapters is not None and not adapters.is_dir():
         raise ConfigError(f"there is no directory {adapters}.", where="--adapters")
+    if not given and adapters is None and sampler is not None:
+        raise ConfigError("name the model that this server has by --base-model.", where="--sampler")
     if given or adapters is None:
         return parse_models(given or ["tiny"])
     from weft.serve.adapter_folders import common_base
@@ -233,6 +241,8 @@ def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
     typer.echo(f"serving   {address}/v1")
     typer.echo(f"dashboard {address}/")
     typer.echo(f"models    {', '.join(settings.base_models)}")
+    if settings.sampler is not None:
+        typer.echo(f"sampler   {settings.sampler}")
     if settings.adapters is not None:
         _greet_adapters(settings)
     typer.echo(f"data      {settings.data_dir.resolve()}")
@@ -349,4 +359,5 @@ def _api_arguments(settings: Settings, fd: int, num_workers: int) -> list[str]:
     limits = ["--min-samples", str(settings.limits.min_samples), *([] if settings.auth else ["--no-auth"])]
     limits += [] if settings.training else ["--no-training"]
     limits += [] if settings.adapters is None else ["--adapters", settings.adapters]
+    limits += [] if settings.sampler is None else ["--sampler", settings.sampler]
     return ["serve", *_home_arguments(settings), *models, *rest, *limits, "--workers", str(num_workers)]

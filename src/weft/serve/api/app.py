@@ -45,6 +45,7 @@ from weft.serve.api.job_routes import event_router, job_router, list_jobs, retri
 from weft.serve.api.model_routes import model_router, usage_router, worker_router
 from weft.serve.api.observe import CONTENT_TYPE, Metrics, RequestObserver
 from weft.serve.api.requests import BODIES
+from weft.serve.api.sampler import Sampler
 from weft.serve.api.service import ApiService, Operator, RateLimits, needs, service_of
 from weft.serve.blobs import Blobs
 from weft.serve.dashboard.routes import router as dashboard_router
@@ -135,9 +136,9 @@ def make_app(settings: Settings, database: Database, blobs: Blobs) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.state.service = ApiService(
-        settings, database, blobs, Metrics(database), RateLimits(1 / max(1, settings.api_processes))
-    )
+    rates = RateLimits(1 / max(1, settings.api_processes))
+    sampler = Sampler(settings.sampler, settings.data_dir.resolve() / "sampler", blobs) if settings.sampler else None
+    app.state.service = ApiService(settings, database, blobs, Metrics(database), rates, sampler)
     errors.install(app)
     # Routes are tried one after another: what clients poll comes first.
     for router in (

@@ -42,6 +42,7 @@ from weft.serve.api.pending_answers import (
     send_all,
 )
 from weft.serve.api.requests import (
+    DEFAULT_MAX_TOKENS,
     MAX_ANSWERS,
     CreateChat,
     CreateCompletion,
@@ -51,9 +52,10 @@ from weft.serve.api.requests import (
     documented,
 )
 from weft.serve.api.responses import event_stream
+from weft.serve.api.sampler import answer_by_sampler
 from weft.serve.api.service import ApiService, Caller, ChatUser, ResolvedModel, resolve_prompted, service_of
 from weft.serve.db.engine import DbRow, new_id
-from weft.serve.db.usage import add_usage
+from weft.serve.db.usage import add_answer
 from weft.serve.db.workers import find_worker, is_hung, live_workers
 from weft.serve.errors import Busy
 
@@ -67,7 +69,6 @@ _PASSED_ON = (
 )
 """Fields that the worker takes as they are."""
 chat_router = APIRouter(prefix="/v1", tags=["Chat"])
-DEFAULT_MAX_TOKENS = 256
 WATCH_S = 0.2
 SILENT_S = 2.0
 """After so long without a word from a worker the API looks whether it is alive."""
@@ -79,6 +80,7 @@ AVOID_S = 10.0
 class _CompletionKind:
     """How the answers of the two routes differ."""
 
+    path: str
     prefix: str
     object: str
     chunk_object: str
@@ -120,8 +122,10 @@ def _text_logprobs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: [each[key] for each in records] for name, key in columns.items()} | {"top_logprobs": tops}
 
 
-CHAT = _CompletionKind("chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice, _chat_logprobs)
-TEXT = _CompletionKind("cmpl-", "text_completion", "text_completion", _text_choice, _text_logprobs)
+CHAT = _CompletionKind(
+    "/v1/chat/completions", "chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice, _chat_logprobs
+)
+TEXT = _CompletionKind("/v1/completions", "cmpl-", "text_completion", "text_completion", _text_choice, _text_logprobs)
 
 
 @chat_router.post("/chat/completions", openapi_extra=documented(CreateChat), response_model=None)
@@ -210,6 +214,8 @@ async def _answer(
     kind: _CompletionKind,
 ) -> Response:
     service, n = service_of(request), body.n or 1
+    if service.sampler is not None:
+        return await answer_by_sampler(service.sampler, request, user, body, kind.path)
     tried: dict[str, ApiError] = {}
     while True:
         found, worker = await run_in_threadpool(_find_worker, service, user.tenant, body.model, tried)
@@ -367,15 +373,8 @@ class _CompletionReply:
         prompt = sum(piece.prompt_tokens for piece in pieces[:: self._num_each])
         completion = sum(piece.completion_tokens for piece in pieces)
         with self._service.database.begin() as tx:
-            for name, tokens in (("prompt", prompt), ("completion", completion)):
-                add_usage(
-                    tx,
-                    self._user.tenant,
-                    self._user.request,
-                    kind=name,
-                    tokens=tokens,
-                    model=str(self._same["model"]),
-                )
+            names = (self._user.tenant, self._user.request)
+            add_answer(tx, *names, model=str(self._same["model"]), prompt=prompt, completion=completion)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

@@ -92,6 +92,9 @@ def delete_model(request: Request, user: ModelsUser, model: str) -> dict[str, An
         unused = {row["blob"] for row in gone if row["blob"]} - named_blobs(tx)
     # If the process dies here, the daily clean-up deletes the blobs.
     discard(service.blobs, unused)
+    if service.sampler is not None:
+        for blob in unused:
+            service.sampler.forget(blob)
     return deleted(model, "model")
 
 

@@ -52,7 +52,9 @@ Prompts = (
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
 Auto = Literal["auto"]
-Unused = Annotated[Any, Field(description="Taken, since clients send it, and of no effect.")]
+UNUSED = "Taken, since clients send it, and of no effect."
+Unused = Annotated[Any, Field(description=UNUSED)]
+DEFAULT_MAX_TOKENS = 256
 SUFFIX = r"^[A-Za-z0-9._-]{1,64}$"
 MD5 = r"^[0-9a-fA-F]{32}$"
 MAX_UPLOAD_PARTS = 1000

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
@@ -35,6 +35,9 @@ from weft.serve.db.engine import Database, DbRow, Tx, WatchedRows
 from weft.serve.db.tenants import DEFAULT_TENANT, SCOPES, find_key, get_tenant, needs_touch, touch_key, watched_key
 from weft.serve.errors import Busy, NotFound, NotPossible
 from weft.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from weft.serve.api.sampler import Sampler
 
 MAX_KEPT = 1000
 T = TypeVar("T")
@@ -153,6 +156,8 @@ class ApiService:
     blobs: Blobs
     metrics: Metrics
     rates: RateLimits = field(default_factory=RateLimits)
+    sampler: Sampler | None = None
+    """What answers prompts instead of the workers."""
     is_draining: bool = False
     touched: dict[str, float] = field(default_factory=dict)
     """When this process last noted that a key was used, by the key's id."""

@@ -36,6 +36,12 @@ def add_usage(
         tx.execute(sa.insert(USAGE).values({**row, "created_at": int(now(tx))}))
 
 
+def add_answer(tx: Tx, tenant: str, request: str, *, model: str, prompt: int, completion: int) -> None:
+    """Counts the tokens of a prompt and of what was answered."""
+    for kind, tokens in (("prompt", prompt), ("completion", completion)):
+        add_usage(tx, tenant, request, kind=kind, tokens=tokens, model=model)
+
+
 def usage_of(tx: Tx, tenant: str, *, start: int | None = None, end: int | None = None) -> dict[str, Any]:
     """Adds up a tenant's tokens by kind, in total and by model, of jobs and requests that began in [start, end)."""
     trained = sa.select(
