@@ -188,5 +188,5 @@ def test_key_of_the_sampler_when_set_then_it_is_sent(
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://user:word@host", "http://", "http://x?y"])
 def test_settings_when_the_url_is_none_then_one_sentence(url: str):
-    with pytest.raises(ConfigError, match="--sampler: got .*; write http://HOST:PORT."):
+    with pytest.raises(ConfigError, match=r"--sampler: got .*; write http://HOST:PORT\."):
         Settings(sampler=url)
