@@ -1,4 +1,4 @@
-"""Prompts answered by a vLLM or SGLang server (`--sampler`), which gets adapters as they are asked for.
+"""Prompts answered by a vLLM or SGLang server (`--sampler`), which gets adapters when they are first used.
 
     POST {sampler}/v1/load_lora_adapter {lora_name, lora_path}    (SGLang: /load_lora_adapter)
     POST {sampler}/v1/chat/completions, /v1/completions           as the client sent it, with the adapter's name there
@@ -175,7 +175,7 @@ class Sampler:
             answer = call.read()
             if status != 404 or has_retried:
                 break
-            # It has been started anew and knows nothing of what was loaded before.
+            # It has been restarted and no longer has what was loaded.
             with self._lock:
                 self._loaded.clear()
                 self._bases.clear()
