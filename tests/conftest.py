@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import functools
 import gc
 import os
 
@@ -13,16 +14,34 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["WEFT_CACHE"] = "off"
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import HealthCheck, settings
+from triton.runtime import interpreter
 
 # No test loses power. What is no open file still fails.
 os.fsync = os.fstat  # type: ignore[assignment]
 
 # Two test workers on two cores: more threads would only wait for each other, and bits depend on the thread count.
 torch.set_num_threads(1)
+
+
+@functools.cache
+def _languages(function: Any) -> list[Any]:
+    return [module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())]
+
+
+def _prepare_once(function: Any, prepare: Any = interpreter._patch_lang) -> Any:
+    """Triton's interpreter goes through all of its language whenever a kernel calls a function, though the launch has
+    prepared it: two fifths of the time."""
+    is_ready = not any(tl.core.is_builtin(language.load) for language in _languages(function))
+    return interpreter._LangPatchScope() if is_ready else prepare(function)
+
+
+interpreter._patch_lang = _prepare_once
 
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
