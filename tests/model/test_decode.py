@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 from tiny_models import VOCABULARY, random_backbone
 
 from weft.adapters.adapter import Adapter
-from weft.engine.inference.generate import Continuation, Request, complete, generate
+from weft.engine.inference.generate import Continuation, Passes, Request, complete, generate
 from weft.engine.inference.read import next_logits, read_ahead
+from weft.engine.inference.sampling import ChosenCopy
 from weft.kernels.layers.paged_attention import PAGE
 from weft.model.backbone import Backbone
 from weft.model.fused import pages
@@ -32,6 +34,12 @@ SPECS = {
 }
 LENGTHS = (1, 5, PAGE - 1, PAGE, PAGE + 3, 2 * PAGE + 7)
 GREEDY = Decoding(max_new_tokens=12)
+
+
+@pytest.fixture(params=[False, True], ids=["waits", "runs ahead"])
+def ahead(request, monkeypatch):
+    """Whether passes start before the tokens of those before are written, as on a GPU."""
+    monkeypatch.setattr(FusedDecoder, "runs_ahead", request.param)
 
 
 def moved(adapter: Adapter, seed: int) -> Adapter:
@@ -59,6 +67,7 @@ def decoder_of(backbone: Backbone) -> FusedDecoder:
     return decoder
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("name", ["llama_bias", "qwen3", "gemma3_text", "olmo3", "granite"])
 def test_generate_when_keys_lie_in_pages_then_writes_what_the_reference_path_writes(name):
     written = []
@@ -109,6 +118,7 @@ def test_next_logits_when_sequences_join_leave_and_are_read_in_pieces_then_no_bi
     torch.testing.assert_close(steps(disturb=True), steps(disturb=False), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("ahead")
 def test_pages_when_sequences_end_then_are_free_again_and_memory_stays_flat():
     backbone, slots = with_adapters("llama", "fused")
     decoder = decoder_of(backbone)
@@ -144,6 +154,7 @@ def test_next_logits_when_a_neighbour_is_nan_or_pages_held_nan_before_then_chang
     assert torch.equal(logits(), expected)
 
 
+@pytest.mark.usefixtures("ahead")
 def test_generate_when_pages_do_not_fit_then_the_last_to_come_wait_and_nothing_else_changes(monkeypatch):
     backbone, slots = with_adapters("llama", "fused")
     wanted = requests(slots, LENGTHS * 2)
@@ -180,6 +191,7 @@ def test_decoder_when_it_compares_itself_with_training_then_reads_what_training_
     assert decoder_of(backbone).pages.num_used == 0
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("length", [5, PAGE, PAGE + 3])
 def test_sequences_when_they_begin_alike_then_are_read_once_and_go_on_apart(length, monkeypatch):
     backbone, slots = with_adapters("llama", "fused", ("prefix",))
@@ -210,6 +222,7 @@ def test_decoder_when_it_adds_up_otherwise_than_training_then_warns_once(monkeyp
     assert not decoder.has_training_bits
 
 
+@pytest.mark.usefixtures("ahead")
 def test_sequences_when_another_slots_takes_their_place_then_each_keeps_its_own_adapter():
     """One after the other on the same line of the page table, with the same number of rows in every pass."""
     backbone, slots = with_adapters("llama", "fused", ("lora", "lora"))
@@ -219,6 +232,7 @@ def test_sequences_when_another_slots_takes_their_place_then_each_keeps_its_own_
     assert len({tuple(tokens) for (tokens,) in expected}) == len(slots)
 
 
+@pytest.mark.usefixtures("ahead")
 def test_complete_when_memory_ends_halfway_then_answers_and_scores_of_prompts_are_whole(monkeypatch):
     backbone, slots = with_adapters("llama", "fused")
     scored = Decoding(max_new_tokens=6, logprobs=1, prompt_logprobs=1)
@@ -236,3 +250,44 @@ def test_complete_when_memory_ends_halfway_then_answers_and_scores_of_prompts_ar
     found = complete(backbone, wanted, scored)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert [len(each.prompt_logprobs) for each in found] == list(LENGTHS)
+
+
+def test_passes_when_they_run_ahead_then_write_what_those_write_that_wait(monkeypatch):
+    """Answers end by their length, an end token or a stop token, and others join; penalties wait for tokens."""
+    backbone, slots = with_adapters("llama", "fused", ("prefix",))
+    given = requests(slots)
+    kinds = [
+        Decoding(1), Decoding(9), Decoding(8, temperature=1.3, logprobs=2), Decoding(7, temperature=0.9, top_k=20),
+        Decoding(6, temperature=1.0, frequency_penalty=0.9), Decoding(2, temperature=1.0),
+    ]  # fmt: skip
+    ends = generate(backbone, given[1:2], GREEDY)[0][3:4]
+    monkeypatch.setattr(backbone.model.generation_config, "eos_token_id", ends)
+    late: list[bool] = []
+    get = ChosenCopy.get
+
+    def written(*, runs_ahead: bool) -> list[Continuation]:
+        monkeypatch.setattr(FusedDecoder, "runs_ahead", runs_ahead)
+        items = [Continuation(request, kind) for request, kind in zip(given, kinds, strict=True)]
+        passes, num_joined = Passes(backbone), 2
+
+        def noted(self: ChosenCopy) -> tuple[list, Sequence]:
+            late.append(any(item.num_pending > 1 for item in items))
+            return get(self)
+
+        monkeypatch.setattr(ChosenCopy, "get", noted)
+        while going := [item for item in items[:num_joined] if not item.is_over]:
+            passes.advance(going)
+            num_joined = min(len(items), num_joined + 1)
+        assert passes.finish() == [] or runs_ahead
+        return items
+
+    waited = written(runs_ahead=False)
+    assert not any(late)
+    ran = written(runs_ahead=True)
+    assert any(late)
+    assert [(item.tokens, item.reason, item.logprobs) for item in ran] == [
+        (item.tokens, item.reason, item.logprobs) for item in waited
+    ]
+    assert {item.reason for item in ran} == {"stop", "length"} and not any(item.cache for item in ran)
+    gc.collect()
+    assert decoder_of(backbone).pages.num_used == 0

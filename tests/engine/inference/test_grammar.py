@@ -10,9 +10,8 @@ import pytest
 import torch
 from tiny_models import random_backbone
 
-from weft.engine.inference.generate import Continuation, Request, advance
+from weft.engine.inference.generate import Continuation, Passes, Request
 from weft.engine.inference.grammar import Grammars, check_schema
-from weft.engine.inference.sampling import Sampler
 from weft.errors import DataError, JobError, MissingExtraError
 from weft.model.source import load_tokenizer
 from weft.spec.sampling import Decoding
@@ -33,7 +32,7 @@ def grammars() -> Grammars:
 def test_continuations_when_some_have_a_schema_then_those_follow_it_and_the_others_write_as_alone(grammars):
     tokenizer: Any = load_tokenizer("tiny")
     backbone = random_backbone("llama", vocab_size=len(tokenizer) + 3)
-    ends = {tokenizer.eos_token_id}
+    backbone.model.generation_config.eos_token_id = tokenizer.eos_token_id
     prompts = [[5, 9, 14], [33], [40, 41], [7, 8]]
     warm = Decoding(120, temperature=1.0, repetition_penalty=1.1, logprobs=0)
 
@@ -42,9 +41,9 @@ def test_continuations_when_some_have_a_schema_then_those_follow_it_and_the_othe
         return Continuation(Request(prompts[index], seed=index), warm, constraint=constraint)
 
     def written(items: list[Continuation]) -> list[Continuation]:
-        sampler = Sampler()
+        passes = Passes(backbone)
         while going := [each for each in items if not each.is_over]:
-            advance(backbone, going, ends, sampler)
+            passes.advance(going)
         return items
 
     together = written([item(index, follows=index % 2 == 0) for index in range(4)])

@@ -26,6 +26,10 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     constraint: None = None
 
+    @property
+    def num_chosen(self) -> int:
+        return len(self.tokens)
+
 
 def logits_of(seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
     """Of bfloat16's precision, as heads compute them: there are many equal ones."""

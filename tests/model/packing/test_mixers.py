@@ -14,9 +14,8 @@ from tiny_models import random_backbone, random_sample
 
 from weft.adapters.adapter import Adapter
 from weft.data.samples import Sample
-from weft.engine.inference.generate import Continuation, Request, advance, generate
+from weft.engine.inference.generate import Continuation, Passes, Request, generate
 from weft.engine.inference.read import read_ahead
-from weft.engine.inference.sampling import Sampler
 from weft.model.backbone import Backbone
 from weft.model.packed import SlotSample, pack_samples
 from weft.spec import AdapterSpec
@@ -69,10 +68,10 @@ def test_greedy_tokens_when_decoded_with_states_then_those_of_full_passes(name):
     prompts = [sample.tokens.tolist() for sample in drawn(1, 70, 3, 64)]
     owners = [slots[0], slots[1], None, slots[0]]
     items = [Continuation(Request(*given), Decoding(6)) for given in zip(prompts, owners, strict=True)]
-    sampler = Sampler()
+    passes = Passes(backbone)
     read_ahead(backbone, items[1], 66)
     while going := [item for item in items if not item.is_over]:
-        advance(backbone, going, (), sampler)
+        passes.advance(going)
     for item in items:
         tokens = list(item.request.tokens)
         for token in item.tokens:

@@ -13,8 +13,9 @@ from worker_bench import PATIENCE_S
 from weft.engine.inference import adapter_slots
 from weft.engine.inference.adapter_slots import host_adapter
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
-from weft.engine.inference.generate import Request, generate
+from weft.engine.inference.generate import Passes, Request, generate
 from weft.errors import ConfigError, JobError
+from weft.model.fused.decode import FusedDecoder
 from weft.serve.errors import Busy
 from weft.serve.settings import Settings, WorkerOptions
 from weft.serve.worker import prompt_scheduler as scheduler_module
@@ -48,15 +49,15 @@ def written(request):
 
 
 def test_turn_when_something_trains_then_takes_its_share_and_at_least_one_pass(backbone, monkeypatch):
-    clock, advance = Clock(), scheduler_module.advance
+    clock, advance = Clock(), Passes.advance
     passes = []
 
-    def slow(*arguments):
+    def slow(self, going):
         clock.now += 2**-7  # times here are sums of powers of two, so that none is rounded
-        passes.append(len(arguments[1]))
-        return advance(*arguments)
+        passes.append(len(going))
+        return advance(self, going)
 
-    monkeypatch.setattr(scheduler_module, "advance", slow)
+    monkeypatch.setattr(Passes, "advance", slow)
     monkeypatch.setattr(scheduler_module, "time", clock)
     # What was started of the training before the turn takes longer than the turn, and is none of it.
     monkeypatch.setattr(backbone, "wait", lambda: setattr(clock, "now", clock.now + 5.0))
@@ -72,15 +73,15 @@ def test_turn_when_something_trains_then_takes_its_share_and_at_least_one_pass(b
 
 
 def test_turn_when_the_operator_sets_a_share_then_prompts_get_that(backbone, monkeypatch):
-    clock, advance = Clock(), scheduler_module.advance
+    clock, advance = Clock(), Passes.advance
     passes = []
 
-    def slow(*arguments):
+    def slow(self, going):
         clock.now += 2**-7
-        passes.append(len(arguments[1]))
-        return advance(*arguments)
+        passes.append(len(going))
+        return advance(self, going)
 
-    monkeypatch.setattr(scheduler_module, "advance", slow)
+    monkeypatch.setattr(Passes, "advance", slow)
     monkeypatch.setattr(scheduler_module, "time", clock)
     scheduler = PromptScheduler(backbone, 64, share=0.5)
     scheduler.submit(PromptRequest([5, 6], None, Decoding(50)))
@@ -172,12 +173,33 @@ def test_turn_when_nobody_listens_any_more_then_nothing_more_is_written(backbone
     assert scheduler.num_waiting == 0
 
 
+def test_turn_when_passes_run_ahead_then_answers_are_whole_and_cancelled_ones_harm_none(monkeypatch):
+    backbone = random_backbone("llama", kernels="fused")
+    backbone.model.generation_config.eos_token_id = None
+    prompts = [[5, 6], [7, 8, 9], [11], [12, 13]]
+    expected = [generate(backbone, [Request(tokens)], Decoding(9))[0] for tokens in prompts]
+    monkeypatch.setattr(FusedDecoder, "runs_ahead", True)
+    scheduler = PromptScheduler(backbone, 64)
+    requests = [PromptRequest(tokens, None, Decoding(9)) for tokens in prompts]
+    for request in requests[:3]:
+        scheduler.submit(request)
+    scheduler.take_turn(0.0)
+    scheduler._pass()
+    assert any(item.num_pending for item in scheduler._active.values())
+    requests[1].is_cancelled = True
+    scheduler.submit(requests[3])
+    while scheduler.take_turn(None):
+        pass
+    assert [written(request)[0] for request in requests[:1] + requests[2:]] == expected[:1] + expected[2:]
+    assert scheduler.num_waiting == 0
+
+
 def test_turn_when_a_pass_fails_then_its_prompts_hear_it_and_later_ones_are_answered(backbone, monkeypatch):
     scheduler = PromptScheduler(backbone, 64)
     first, second = PromptRequest([5, 6], None, Decoding(2)), PromptRequest([5, 6], None, Decoding(2))
     scheduler.submit(first)
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler_module, "advance", lambda *_: 1 / 0)
+        patch.setattr(Passes, "advance", lambda *_: 1 / 0)
         scheduler.take_turn(0.0)
     assert isinstance(first.answer.get(timeout=PATIENCE_S), ZeroDivisionError)
     scheduler.submit(second)
@@ -191,14 +213,14 @@ def test_turn_when_one_prompt_cannot_be_read_then_only_it_fails_and_the_others_a
 ):
     tokens = [3 + i % 40 for i in range(21)]
     expected = [generate(backbone, [Request(t)], Decoding(6))[0] for t in ([5, 9], tokens)]
-    advance = scheduler_module.advance
+    advance = Passes.advance
 
-    def poisoned(backbone, items, ends, sampler):
-        if any(item.request.tokens == [7, 7] and len(item.tokens) == 2 for item in items):
+    def poisoned(self, going):
+        if any(item.request.tokens == [7, 7] and len(item.tokens) == 2 for item in going):
             raise ValueError("poison")
-        return advance(backbone, items, ends, sampler)
+        return advance(self, going)
 
-    monkeypatch.setattr(scheduler_module, "advance", poisoned)
+    monkeypatch.setattr(Passes, "advance", poisoned)
     scheduler = PromptScheduler(backbone, 12)
     poison, short, long = (PromptRequest(t, None, Decoding(6)) for t in ([7, 7], [5, 9], tokens))
     for request in (poison, short, long):
@@ -257,7 +279,7 @@ def test_turn_when_the_driver_has_no_memory_then_its_prompts_hear_that_they_may_
     scheduler = PromptScheduler(backbone, 64)
     request = PromptRequest([5, 6], None, Decoding(2))
     scheduler.submit(request)
-    monkeypatch.setattr(scheduler_module, "advance", end)
+    monkeypatch.setattr(Passes, "advance", end)
     scheduler.take_turn(0.0)
     assert isinstance(request.answer.get(timeout=PATIENCE_S), Busy)
 

@@ -13,8 +13,8 @@ import torch
 from weft.data.load import Prompt
 from weft.engine.inference.answer_text import AnswerText, before_stop
 from weft.engine.inference.grammar import Constraint
-from weft.engine.inference.read import next_logits, read_ahead
-from weft.engine.inference.sampling import Sampler, TokenLogprobs, check
+from weft.engine.inference.read import can_run_ahead, next_logits, read_ahead
+from weft.engine.inference.sampling import Chosen, ChosenCopy, Sampler, TokenLogprobs, check
 from weft.errors import DataError, JobError
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
@@ -76,6 +76,8 @@ class Continuation:
         self.new: list[int] = list(self.request.tokens)
         """Tokens that the model has not read: first the whole request, then the last token."""
         self.num_read = 0
+        self.num_pending = 0
+        """Tokens that a pass has chosen and that are not written here yet: 0 or 1."""
 
     @property
     def is_over(self) -> bool:
@@ -91,6 +93,20 @@ class Continuation:
         if self.decoding.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt):
             return min(capacity, SCORED_TOKENS, len(self.prompt) - 1 - self.num_read)
         return capacity if len(self.new) > capacity else 0
+
+    @property
+    def num_chosen(self) -> int:
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether a pass may read a token that was not written here yet; penalties and constraints need it first."""
+        return self.constraint is None and not self.sampling.has_penalties
+
+    def ends_with_next(self, longest: int, num_leading: int) -> bool:
+        """True if the next token is the last one, whichever it is; arguments as in `write`."""
+        num_tokens = len(self.tokens) + 1
+        return num_tokens >= self.decoding.max_new_tokens or num_leading + len(self.prompt) + num_tokens >= longest
 
     def forget_read(self) -> None:
         """Has the model read everything again, in the next pass: the request and what has been written."""
@@ -115,6 +131,7 @@ class Continuation:
         """Adds the chosen token; None if it ends the answer instead. `longest`: positions that the model has;
         `num_leading`: rows in front of the request that an adapter fills. JobError if none could be chosen."""
         check(token)
+        is_last = self.ends_with_next(longest, num_leading)
         if token in ends or token in self.decoding.stop_token_ids:
             self.reason = "stop"
             return None
@@ -125,10 +142,9 @@ class Continuation:
             self.logprobs.append(logprobs.only(self.decoding.logprobs))
         self.num_read += len(self.new)
         self.new = [token]
-        length = num_leading + len(self.request.tokens) + len(self.tokens)
         if self._text is not None and before_stop(self._text.add(token), self.decoding.stop) is not None:
             self.reason = "stop"
-        elif len(self.tokens) >= self.decoding.max_new_tokens or length >= longest:
+        elif is_last:
             self.reason = "length"
         return token
 
@@ -153,35 +169,35 @@ def complete(
 ) -> list[Finished]:
     """Continues every request; `on_token(index, token)` gets each token at once. A sequence's draws depend on its own
     seed and the decoding's, not on the others or its index."""
-    ends, sampler = end_tokens(backbone), Sampler()
     items = [Continuation(request, decoding, text_of(backbone, request)) for request in requests]
-    waiting, going = deque(range(len(items))), list[int]()
+    index_of = {id(item): index for index, item in enumerate(items)}
+    passes, waiting, going = Passes(backbone), deque(items), list[Continuation]()
     most, can_join = most_at_once(backbone), backbone.decoder(None) is not None
     while waiting or going:
         # Without a decoder the number of rows may decide last bits, so groups stay as stages have them.
         room = most - len(going) if can_join or not going else 0
         going += [waiting.popleft() for _ in range(min(len(waiting), room))]
         try:
-            for item in (items[which] for which in going):
+            for item in going:
                 while number := item.num_ahead(len(item.new)):
                     read_ahead(backbone, item, number)
-            written = advance(backbone, [items[which] for which in going], ends, sampler)
+            written = passes.advance(going)
         except torch.OutOfMemoryError:
             most = len(going) // 2
             if not most:
                 raise
+            written = passes.finish()
             # The last to come give way until others have ended. All are read again: the pass may have ended halfway.
-            for which in going:
-                items[which].forget_read()
+            for item in going:
+                item.forget_read()
             waiting.extendleft(reversed(going[most:]))
             del going[most:]
-            continue
-        for which, token in zip(going, written, strict=True):
-            if (error := items[which].error) is not None:
-                raise error
+        for item, token in written:
+            if item.error is not None:
+                raise item.error
             if token is not None and on_token is not None:
-                on_token(which, token)
-        going = [which for which in going if not items[which].is_over]
+                on_token(index_of[id(item)], token)
+        going = [item for item in going if not item.is_over]
     return [item.finished for item in items]
 
 
@@ -198,24 +214,70 @@ def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def advance(
-    backbone: Backbone, going: Sequence[Continuation], ends: Collection[int], sampler: Sampler
-) -> list[int | None]:
-    """Writes the next token of each, in one pass of the backbone; None where an end token or an error came instead. A
-    continuation's token does not depend on the others in the pass."""
-    leading, longest = [backbone.leading_rows(item.request.slot) for item in going], backbone.max_positions
-    tokens, logprobs = sampler.choose(next_logits(backbone, going), going).to_host()
-    written: list[int | None] = []
-    for item, token, own, num_leading in zip(going, tokens, logprobs, leading, strict=True):
-        try:
-            written.append(item.write(token, ends, longest, num_leading, own))
-        except JobError as error:
-            item.error = error
-            written.append(None)
-        if item.is_over:
-            # What it has read is needed no more.
-            item.cache = {}
-    return written
+@dataclass(frozen=True)
+class StartedPass:
+    items: Sequence[Continuation]
+    chosen: Chosen
+    copy: ChosenCopy
+
+
+class Passes:
+    """Passes of the backbone, each of which chooses the next token of some continuations. A continuation's token does
+    not depend on the others in the pass.
+
+    On a GPU a pass starts before the tokens of the one before are here, and reads them on the device. So the GPU does
+    not wait while they are written; an end token is then noticed a pass late, and what was read after it is dropped.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._backbone, self._ends, self._sampler = backbone, end_tokens(backbone), Sampler()
+        self._longest = backbone.max_positions
+        self._started: StartedPass | None = None
+
+    def advance(self, going: Sequence[Continuation]) -> list[tuple[Continuation, int | None]]:
+        """Starts a pass over those that are not at their end; returns what was written: the tokens of this pass or of
+        the one before, None where an end token or an error came instead."""
+        is_ahead = can_run_ahead(self._backbone, going)
+        if not is_ahead and self._started is not None:
+            return self.finish()
+        reading = [item for item in going if not (item.num_pending and self._ends_with_next(item))]
+        started = self._start(reading) if reading else None
+        written = self.finish()
+        self._started = started
+        return written if is_ahead else self.finish()
+
+    def finish(self) -> list[tuple[Continuation, int | None]]:
+        """Writes the tokens of the last pass, if they are not written."""
+        started, self._started = self._started, None
+        if started is None:
+            return []
+        tokens, logprobs = started.copy.get()
+        written: list[tuple[Continuation, int | None]] = []
+        for item, token, own in zip(started.items, tokens, logprobs, strict=True):
+            item.num_pending -= 1
+            if item.is_over:
+                continue
+            try:
+                num_leading = self._backbone.leading_rows(item.request.slot)
+                kept = item.write(token, self._ends, self._longest, num_leading, own)
+            except JobError as error:
+                item.error, kept = error, None
+            if item.is_over:
+                # What it has read is needed no more.
+                item.cache = {}
+            written.append((item, kept))
+        return written
+
+    def _start(self, reading: Sequence[Continuation]) -> StartedPass:
+        logits_NV = next_logits(self._backbone, reading, self._started)
+        chosen = self._sampler.choose(logits_NV, reading)
+        started = StartedPass(reading, chosen, ChosenCopy(chosen))
+        for item in reading:
+            item.num_pending += 1
+        return started
+
+    def _ends_with_next(self, item: Continuation) -> bool:
+        return item.ends_with_next(self._longest, self._backbone.leading_rows(item.request.slot))
 
 
 def end_tokens(backbone: Backbone) -> set[int]:

@@ -18,14 +18,34 @@ from weft.model.fused.decode import NewTokens
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
 
 if TYPE_CHECKING:
-    from weft.engine.inference.generate import Continuation
+    from weft.engine.inference.generate import Continuation, StartedPass
 
 
 @torch.no_grad()
-def next_logits(backbone: Backbone, going: Sequence[Continuation]) -> torch.Tensor:
-    """Logits (N, V) after the new tokens of each; none depends on the others."""
+def next_logits(backbone: Backbone, going: Sequence[Continuation], before: StartedPass | None = None) -> torch.Tensor:
+    """Logits (N, V) after the new tokens of each; none depends on the others. `before`: the pass that chose tokens
+    which are not written yet; it must be one that `can_run_ahead` allows to follow."""
     slots = [item.request.slot for item in going]
-    return backbone.logits_of(_last_hidden(backbone, going), slots)
+    return backbone.logits_of(_last_hidden(backbone, going, before), slots)
+
+
+def can_run_ahead(backbone: Backbone, going: Sequence[Continuation]) -> bool:
+    """Whether a pass over these may start before tokens of the one before are written."""
+    for slot, items in _by_slot(going).items():
+        decoder, num_leading = backbone.decoder(slot), backbone.leading_rows(slot)
+        if decoder is None or not decoder.runs_ahead or not all(item.can_run_ahead for item in items):
+            return False
+        # What was lost is read again, with the token that is missing here.
+        if any(item.num_pending and decoder.has_lost(_new_tokens(item), num_leading) for item in items):
+            return False
+    return True
+
+
+def _by_slot(going: Sequence[Continuation]) -> dict[int | None, list[Continuation]]:
+    found: dict[int | None, list[Continuation]] = {}
+    for item in going:
+        found.setdefault(item.request.slot, []).append(item)
+    return found
 
 
 @torch.no_grad()
@@ -63,19 +83,23 @@ def _hidden(backbone: Backbone, item: Continuation) -> torch.Tensor:
     return decoder.read_every(new, num_leading)[-len(item.new) :]
 
 
-def _last_hidden(backbone: Backbone, going: Sequence[Continuation]) -> torch.Tensor:
+def _last_hidden(backbone: Backbone, going: Sequence[Continuation], before: StartedPass | None = None) -> torch.Tensor:
     """The last hidden state of each (N, D)."""
-    decoders = [backbone.decoder(item.request.slot) for item in going]
-    decoder = next((found for found in decoders if found is not None), None)
+    slots = {item.request.slot for item in going}
+    decoders = {slot: backbone.decoder(slot) for slot in slots}
+    decoder = next((found for found in decoders.values() if found is not None), None)
     if decoder is None:
         return _by_reference(backbone, going)
-    mine = [index for index, found in enumerate(decoders) if found is not None]
-    leading = [backbone.leading_rows(going[index].request.slot) for index in mine]
+    mine = [index for index, item in enumerate(going) if decoders[item.request.slot] is not None]
+    leading_of = {slot: backbone.leading_rows(slot) for slot in slots}
+    leading = [leading_of[going[index].request.slot] for index in mine]
     for index, num_leading in zip(mine, leading, strict=True):
-        if decoder.has_lost(_new_tokens(going[index]), num_leading):
+        if not going[index].num_pending and decoder.has_lost(_new_tokens(going[index]), num_leading):
             going[index].forget_read()
-    read_MD = decoder.read([_new_tokens(going[index]) for index in mine], leading)
-    others = [index for index, found in enumerate(decoders) if found is None]
+    rows = {} if before is None else {id(item): row for row, item in enumerate(before.items)}
+    new = [_new_tokens(going[index], rows.get(id(going[index]), 0)) for index in mine]
+    read_MD = decoder.read(new, leading, None if before is None else before.chosen.tokens_R)
+    others = [index for index, item in enumerate(going) if decoders[item.request.slot] is None]
     if not others:
         return read_MD
     hidden_ND = read_MD.new_empty(len(going), read_MD.shape[1])
@@ -84,8 +108,12 @@ def _last_hidden(backbone: Backbone, going: Sequence[Continuation]) -> torch.Ten
     return hidden_ND
 
 
-def _new_tokens(item: Continuation) -> NewTokens:
-    return NewTokens(item.new, item.request.slot, item.cache, item.num_read)
+def _new_tokens(item: Continuation, row: int = 0) -> NewTokens:
+    """`row`: where the pass before has chosen a token that is not written yet."""
+    to_come = item.decoding.max_new_tokens - item.num_chosen
+    if item.num_pending:
+        return NewTokens([-1 - row], item.request.slot, item.cache, item.num_read + len(item.new), to_come)
+    return NewTokens(item.new, item.request.slot, item.cache, item.num_read, to_come)
 
 
 def _by_reference(backbone: Backbone, going: Sequence[Continuation]) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 
 from weft.engine.inference.grammar import Constraint, allowed_tokens
 from weft.errors import JobError
+from weft.kernels.device_event import AsyncCopy
 from weft.kernels.layers.draw import DrawSettings, draw, normalisers, rows_at_once
 from weft.spec.sampling import Sampling
 
@@ -40,6 +41,11 @@ class Sequenced(Protocol):
     def prompt(self) -> Sequence[int]: ...
     @property
     def tokens(self) -> Sequence[int]: ...
+    @property
+    def num_chosen(self) -> int:
+        """Tokens so far, with one that was chosen and is not among them yet."""
+        ...
+
     @property
     def constraint(self) -> Constraint | None: ...
 
@@ -67,16 +73,29 @@ class Chosen:
     top_logprobs_RK: torch.Tensor | None = None
 
     def to_host(self) -> tuple[list[int], Sequence[TokenLogprobs | None]]:
-        """Tokens, and log-probabilities if any row wants them, in one transfer."""
-        if self.logprobs_R is None or self.top_tokens_RK is None or self.top_logprobs_RK is None:
-            tokens: list[int] = self.tokens_R.tolist()
-            return tokens, [None] * len(tokens)
-        columns = (self.tokens_R[:, None], self.logprobs_R[:, None], self.top_tokens_RK, self.top_logprobs_RK)
-        # float64 holds token ids and float32 numbers exactly.
-        rows = torch.cat([column.double() for column in columns], dim=1).tolist()
-        num_top = self.top_tokens_RK.shape[1]
+        """Tokens, and log-probabilities if any row wants them."""
+        return ChosenCopy(self).get()
+
+
+class ChosenCopy:
+    """What was chosen, on its way to the host in one transfer."""
+
+    def __init__(self, chosen: Chosen) -> None:
+        rows = chosen.tokens_R[:, None]
+        self._num_top: int | None = None
+        if chosen.logprobs_R is not None and chosen.top_tokens_RK is not None and chosen.top_logprobs_RK is not None:
+            self._num_top = chosen.top_tokens_RK.shape[1]
+            columns = (rows, chosen.logprobs_R[:, None], chosen.top_tokens_RK, chosen.top_logprobs_RK)
+            # float64 holds token ids and float32 numbers exactly.
+            rows = torch.cat([column.double() for column in columns], dim=1)
+        self._copy = AsyncCopy(rows).begin()
+
+    def get(self) -> tuple[list[int], Sequence[TokenLogprobs | None]]:
+        rows = self._copy.get().tolist()
         tokens = [int(row[0]) for row in rows]
-        tops = [tuple((int(t), p) for t, p in zip(row[2:], row[2 + num_top :], strict=False)) for row in rows]
+        if self._num_top is None:
+            return tokens, [None] * len(tokens)
+        tops = [tuple((int(t), p) for t, p in zip(row[2:], row[2 + self._num_top :], strict=False)) for row in rows]
         return tokens, [TokenLogprobs(int(row[0]), row[1], top) for row, top in zip(rows, tops, strict=True)]
 
 
@@ -113,7 +132,7 @@ class SamplerRows:
                 top_k_R=column([each.top_k or vocabulary for each in settings], torch.int64),
                 top_p_R=column([each.top_p for each in settings], torch.float64),
                 seed_R=column([each.seed for each in settings], torch.int64),
-                position_R=column([len(each.prompt) + len(each.tokens) for each in sequences], torch.int64),
+                position_R=column([len(each.prompt) + each.num_chosen for each in sequences], torch.int64),
             )
         penalised = [each.has_penalties for each in settings]
         self.penalised_P = indices(penalised)
@@ -176,10 +195,10 @@ class Sampler:
 
     def choose(self, logits_RV: torch.Tensor, sequences: Sequence[Sequenced]) -> Chosen:
         """The next tokens of the sequences, whose logits are float32; the caller adds them to the sequences."""
-        vocabulary, now = logits_RV.shape[1], {id(each): len(each.tokens) for each in sequences}
+        vocabulary, now = logits_RV.shape[1], {id(each): each.num_chosen for each in sequences}
         rows = self._rows if self._rows is not None and self._rows.vocabulary == vocabulary else None
         if rows is None or list(now.items()) != list(self._expected.items()):
-            going_on = [each for each in sequences if self._expected.get(id(each)) == len(each.tokens)]
+            going_on = [each for each in sequences if self._expected.get(id(each)) == each.num_chosen]
             known = rows.counts_of(going_on) if rows is not None else None
             rows = self._rows = SamplerRows(sequences, vocabulary, logits_RV.device, known)
         self._expected = {which: number + 1 for which, number in now.items()}

@@ -50,9 +50,12 @@ class NewTokens:
     """Tokens that a sequence has not read, and where it remembers what it has."""
 
     tokens: Sequence[int]
+    """Those below 0 are on the device: -1 is the first of `chosen_R`."""
     slot: int | None
     cache: dict[Any, Any]
     num_read: int = 0
+    num_to_come: int = 0
+    """How many more it may have later, at most."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,14 @@ def _groups(indices: list[int], counts: Sequence[int]) -> list[list[int]]:
     return groups
 
 
+def _put_chosen(ids_T: torch.Tensor, chosen_R: torch.Tensor | None) -> None:
+    """Replaces ids below 0 by the tokens they stand for."""
+    if chosen_R is not None:
+        # A row that failed has chosen no token; what follows it is dropped.
+        tokens_T = chosen_R.clamp(min=0)[(-1 - ids_T).clamp(min=0)]
+        ids_T.copy_(torch.where(ids_T < 0, tokens_T, ids_T))
+
+
 class FusedDecoder:
     def __init__(
         self, model: FusedModel, table: SlotTable, follow: Follow, tile: int | None, *, has_kernels: bool
@@ -166,6 +177,11 @@ class FusedDecoder:
         """Whether all that was read so far has the bits that training gives it; compared once for each size of pass."""
         return all(self._agreeing.values())
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a pass may start before the tokens of the one before are on the host; on a CPU nothing is gained."""
+        return is_gpu(self._model.device)
+
     def forget(self) -> None:
         """Frees the pages and graphs; sequences must be read again."""
         self._graphs.clear()
@@ -181,8 +197,11 @@ class FusedDecoder:
         return held.length != (num_leading + new.num_read if new.num_read else 0)
 
     @torch.no_grad()
-    def read(self, new: Sequence[NewTokens], leading: Sequence[int]) -> torch.Tensor:
-        """The last hidden state after each sequence's tokens (N, D); `leading`: rows in front that adapters fill."""
+    def read(
+        self, new: Sequence[NewTokens], leading: Sequence[int], chosen_R: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The last hidden state after each sequence's tokens (N, D); `leading`: rows in front that adapters fill.
+        `chosen_R`: the tokens that a pass before has chosen."""
         alike = _alike(new)
         sequences, counts = self._prepare(new, leading, alike)
         hidden_ND = torch.empty(len(new), self._model.hidden, dtype=self._model.dtype, device=self._model.device)
@@ -199,7 +218,7 @@ class FusedDecoder:
             for index in indices:
                 sequences[index].length = counts[first]
         for indices, tokens in self._passes(going, [new[index].tokens for index in going]):
-            left_TD, ends = self._go_on([sequences[index] for index in indices], tokens)
+            left_TD, ends = self._go_on([sequences[index] for index in indices], tokens, chosen_R)
             read_ND = left_TD[self._sent(ends)]
             if len(indices) == len(new):
                 hidden_ND = read_ND
@@ -238,6 +257,7 @@ class FusedDecoder:
         ]
         wanted = [(each, each.length + count) for each, count in zip(sequences, counts, strict=True)]
         later = {index for indices in alike.values() for index in indices}
+        self.pages.expect((number, item.num_to_come) for (_, number), item in zip(wanted, new, strict=True))
         self.pages.make_room([each for index, each in enumerate(wanted) if index not in later])
         for first, indices in alike.items():
             for index in indices:
@@ -286,7 +306,10 @@ class FusedDecoder:
         return passes
 
     def _go_on(
-        self, sequences: Sequence[CachedSequence], tokens: Sequence[Sequence[int]]
+        self,
+        sequences: Sequence[CachedSequence],
+        tokens: Sequence[Sequence[int]],
+        chosen_R: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[int]]:
         """The last hidden states of one pass over pages, and the last row of each sequence."""
         layout = self._layout(sequences, tokens)
@@ -304,10 +327,12 @@ class FusedDecoder:
         numbers = torch.from_numpy(np.concatenate([layout.buffer, layout.lines]))
         if not is_gpu(self._model.device):
             inputs = Inputs(shape, numbers[: len(layout.buffer)], layout.spans, is_step=True)
+            _put_chosen(inputs.part("ids"), chosen_R)
             left_TD = self._step(inputs, numbers[len(layout.buffer) :])
         else:
             captured = self._captured(shape)
             captured.inputs.buffer.copy_(numbers.pin_memory(), non_blocking=True)
+            _put_chosen(captured.inputs.part("ids"), chosen_R)
             captured.graph.replay()
             left_TD = captured.left_TD
         for sequence, own in zip(sequences, tokens, strict=True):

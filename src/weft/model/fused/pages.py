@@ -10,7 +10,7 @@ Shape suffixes: T rows, S lines of the table, N pages of a line, E keys and valu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,15 @@ from weft.kernels.device import (
     memory_errors,
     reserved_bytes,
 )
+from weft.kernels.device_event import sent
 from weft.kernels.launch import cdiv, next_power_of_2
 from weft.kernels.layers.paged_attention import PAGE
 from weft.model.fused.model import FusedModel
 from weft.plan.admit import MARGIN
 
-LEAST_PAGES, LEAST_LINES = 64, 64
+LEAST_PAGES, LEAST_LINES, LEAST_WIDTH = 64, 128, 16
+FORESEEN = 256
+"""Rows to come for which a sequence's pages are allocated with those it needs now: allocating makes graphs stale."""
 
 
 @dataclass(eq=False)
@@ -69,6 +72,7 @@ class KeyPages:
         """Sequences of each page that is not free."""
         self.pages_SN = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
         self._is_changed = False
+        self._expected = 0
 
     @property
     def is_empty(self) -> bool:
@@ -120,6 +124,10 @@ class KeyPages:
         self._lines[sequence.line, held : len(sequence.pages)] = pages
         self._is_changed = True
 
+    def expect(self, num_rows: Iterable[tuple[int, int]]) -> None:
+        """Rows that sequences are going to have soon, now and at most: if there must be more pages, then for these."""
+        self._expected = sum(cdiv(now + min(to_come, FORESEEN), PAGE) for now, to_come in num_rows)
+
     def make_room(self, wanted: Sequence[tuple[CachedSequence, int]]) -> None:
         """Gives each sequence pages for as many rows; out of memory changes none of them."""
         missing = [(sequence, cdiv(num_rows, PAGE) - len(sequence.pages)) for sequence, num_rows in wanted]
@@ -133,7 +141,7 @@ class KeyPages:
     def publish(self) -> None:
         """Sends the page table to the device if it has changed."""
         if self._is_changed:
-            self.pages_SN.copy_(torch.from_numpy(self._lines), non_blocking=False)
+            self.pages_SN.copy_(sent(torch.from_numpy(self._lines), self._device))
             self._is_changed = False
 
     def keys_and_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,9 +152,10 @@ class KeyPages:
         self._rows[layer].index_copy_(0, rows_T, kv_TE)
 
     def _grow(self, missing: int) -> None:
-        """Twice as many pages, or as many as are needed if there is no memory for that."""
+        """Twice as many pages or those expected, or as many as are needed if there is no memory for that."""
         least = max(1, self._num_pages) + missing
-        for number in dict.fromkeys((max(least, 2 * self._num_pages, LEAST_PAGES), least)):
+        more = max(least, 2 * self._num_pages, LEAST_PAGES)
+        for number in dict.fromkeys((max(more, 1 + self._expected), more, least)):
             try:
                 self._allocate(number)
                 return
@@ -174,7 +183,7 @@ class KeyPages:
         self._num_pages = number
 
     def _grow_lines(self, number: int, width: int) -> None:
-        number = max(number, LEAST_LINES)
+        number, width = max(number, LEAST_LINES), max(width, LEAST_WIDTH)
         lines = np.zeros((number, width), dtype=np.int32)
         held = self._lines
         lines[: len(held), : held.shape[1]] = held

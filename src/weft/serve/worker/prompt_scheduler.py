@@ -21,10 +21,10 @@ import torch
 from weft.engine.execute.memory import release_memory
 from weft.engine.inference.adapter_slots import AdapterSlots, HostAdapter, LiveAdapter, host_adapter
 from weft.engine.inference.attach import StoredAdapter
-from weft.engine.inference.generate import Continuation, Request, advance, end_tokens, most_at_once
+from weft.engine.inference.generate import Continuation, Passes, Request, end_tokens, most_at_once
 from weft.engine.inference.grammar import Constraint
 from weft.engine.inference.read import read_ahead
-from weft.engine.inference.sampling import Sampler, TokenLogprobs
+from weft.engine.inference.sampling import TokenLogprobs
 from weft.errors import WeftError
 from weft.kernels.device import memory_errors
 from weft.model.backbone import Backbone
@@ -103,7 +103,7 @@ class PromptScheduler:
         self._alone: deque[PromptRequest] = deque()
         """Prompts of a pass that failed: each is read alone once, so that only the one to blame fails."""
         self._slots = AdapterSlots(backbone, adapter_share)
-        self._sampler = Sampler()
+        self._passes = Passes(backbone)
         self._is_closed = False
         self.num_answered = 0
         self.tokenizer = backbone.tokenizer
@@ -140,6 +140,7 @@ class PromptScheduler:
         while True:
             self._start_waiting()
             if not self._active:
+                self._write(self._passes.finish())
                 return deadline is not None
             if deadline is None:
                 # The next microbatch may be running already; waiting for it does not count as time for prompts.
@@ -147,11 +148,17 @@ class PromptScheduler:
                 deadline = time.perf_counter() + (IDLE_TURN_S if trained_s is None else self._share * trained_s)
             self._pass()
             if time.perf_counter() >= deadline:
+                self._write(self._passes.finish())
                 return True
 
     def _start_waiting(self) -> None:
-        for request in [request for request in self._active if request.is_cancelled]:
-            self._active.pop(request).cache = {}
+        cancelled = [request for request in self._active if request.is_cancelled]
+        if cancelled or self._waiting:
+            # Slots may change: no pass that uses them is under way.
+            self._write(self._passes.finish())
+        for request in cancelled:
+            if (item := self._active.pop(request, None)) is not None:
+                item.cache = {}
         while self._waiting and len(self._active) < most_at_once(self._backbone):
             request = self._waiting.popleft()
             if request.is_cancelled:
@@ -216,9 +223,15 @@ class PromptScheduler:
         self._run(going, partial(self._advance, going))
 
     def _advance(self, going: list[PromptRequest]) -> None:
-        items = [self._active[request] for request in going]
-        written = advance(self._backbone, items, end_tokens(self._backbone), self._sampler)
-        for request, item, token in zip(going, items, written, strict=True):
+        self._write(self._passes.advance([self._active[request] for request in going]))
+
+    def _write(self, written: list[tuple[Continuation, int | None]]) -> None:
+        """Puts new tokens into the queues of their requests."""
+        requests = {id(item): request for request, item in self._active.items()}
+        for item, token in written:
+            request = requests.get(id(item))
+            if request is None:
+                continue
             if item.error is not None:
                 LOG.error("a prompt could not be answered", exc_info=item.error)
                 self._end(request, item.error)
@@ -243,6 +256,8 @@ class PromptScheduler:
         except Exception as other:
             LOG.exception("a pass over prompts failed")
             error = other
+        self._write(self._passes.finish())
+        going = [request for request in going if request in self._active]
         with contextlib.suppress(torch.OutOfMemoryError):
             release_memory(self._backbone)
         if len(going) == 1:
