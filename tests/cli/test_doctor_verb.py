@@ -1,6 +1,7 @@
 """`weft doctor`."""
 
 import json
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -79,8 +80,9 @@ def test_disk_when_the_directory_is_gone_then_warns(tmp_path: Path):
 
 def test_doctor_when_given_a_model_then_says_what_it_is_made_of_and_its_path(weft, refused):
     found = {f["name"]: f["text"] for f in json.loads(weft("doctor", "--model", "tiny", "--json").out)}
-    assert found["model"].startswith("llama, 0.0")
+    assert re.fullmatch(r"llama, [\d.]+ M parameters", found["model"])
+    assert found["layouts"] == "spread:N, stages:N, shards:N, tensor:N"
     assert found["layers"] == "6 x full attention"
     assert found["fast path"] == "yes"
-    assert found["path here"] == "reference: a CPU has no launches to save"
+    assert found["path here"] == "reference (plain torch, as exact): a CPU has no launches to save"
     assert "there is no such model directory" in refused("doctor", "--model", "./nothing")

@@ -94,21 +94,23 @@ def _model(name: str) -> Iterator[Finding]:
     from weft.model.resolve import resolve
     from weft.model.stored_forms import stored_form
     from weft.plan.families import is_described
-    from weft.plan.model_facts import rooms, stored_as, why_not_fast
+    from weft.plan.model_facts import rooms, size_in_words, stored_as, why_not_fast
+    from weft.plan.weights import WEIGHTS
     from weft.spec import BackboneSpec
 
     resolved = resolve(BackboneSpec(name))
     config = resolved.config
     stored_form(resolved.whole_config, resolved.where)
     part = f", the text model of {resolved.whole_config.model_type}" if resolved.is_text_part else ""
-    size = f", {resolved.shape.num_parameters / 1e9:,.3f} B parameters" if is_described(config) else ""
+    is_counted = is_described(config) or config["model_type"] in WEIGHTS
+    size = f", {size_in_words(resolved.shape)}" if is_counted else ""
     yield Finding("model", "ok", f"{config['model_type']}{part}{size}")
     for title, text in rooms(config).items():
         is_bad = text.startswith("refused")
         yield Finding(title, "failed" if is_bad else "warn" if text.startswith("no: ") else "ok", text)
     yield Finding("weights", "ok", stored_as(resolved.whole_config.to_dict()))
-    reason = why_not_fast(config) or why_reference(resolved.device, resolved.dtype)
-    text = "fused" if reason is None else f"reference: {reason.removeprefix('no: ')}"
+    reason = (why_not_fast(config) and "it has no fast path") or why_reference(resolved.device, resolved.dtype)
+    text = "fused" if reason is None else f"reference (plain torch, as exact): {reason}"
     yield Finding("path here", "ok", text)
 
 

@@ -35,7 +35,7 @@ from weft.model.fused.model import SIDES
 from weft.model.fused.path import FusedPath
 from weft.model.shards import FlatLayer, LayerRing, LayerWeight, Peers
 from weft.plan.decoder import SEPARATE, Config, DecoderSizes
-from weft.plan.families import FAMILIES, describe, final_norm, is_described
+from weft.plan.families import FAMILIES, describe, final_norm, takes_tensor
 
 
 def share_layers(backbone: Backbone, peers: Peers, read: Callable[[str], FrozenWeight]) -> None:
@@ -91,8 +91,7 @@ def why_not_divisible(config: Config, count: int, quantize: str = "none") -> str
     """Why the layers of a model, stored like this, cannot be divided over this many devices; None if they can."""
     kind = str(config.get("model_type", ""))
     known = [family for family in FAMILIES if family not in ("phi3", "olmo3", "granitemoehybrid")]
-    form = describe(config).sizes.form
-    if not is_described(config) or form.sites != SEPARATE or form.head_norm == "all":
+    if not takes_tensor(config):
         others = "" if final_norm(config) is None else "; stages:N and shards:N take this one"
         found = f"is a {kind} model, whose layers cannot be divided; tensor parallel is for {', '.join(known)}"
         return found + others

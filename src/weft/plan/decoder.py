@@ -163,6 +163,15 @@ class Decoder:
     """Factor of a block's result before it is added to the residual stream."""
 
 
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd",),
+    "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
+    "num_attention_heads": ("n_head", "num_heads"),
+    "num_hidden_layers": ("n_layer", "num_layers"),
+}
+"""Names of sizes in configurations of older families."""
+
+
 def read_sizes(config: Config, name: str, form: LayerForm) -> DecoderSizes:
     """The sizes in a configuration; `name` is the user's name of the model."""
     where = name or str(config.get("model_type") or "config")
@@ -170,7 +179,8 @@ def read_sizes(config: Config, name: str, form: LayerForm) -> DecoderSizes:
     return DecoderSizes(
         name=name or str(config.get("_name_or_path") or config.get("model_type", "")),
         hidden=hidden,
-        ffn=_size(config, "intermediate_size", where),
+        # GPT-2 and its relatives leave it open.
+        ffn=_size(config, "intermediate_size", where, 4 * hidden if "n_inner" in config else None),
         num_layers=_size(config, "num_hidden_layers", where),
         num_heads=heads,
         num_kv_heads=_size(config, "num_key_value_heads", where, heads),
@@ -194,7 +204,8 @@ def read_window(config: Config) -> int | None:
 
 
 def _size(config: Config, key: str, where: str, default: int | None = None) -> int:
-    value = config.get(key)
+    found = (config[name] for name in (key, *OTHER_NAMES.get(key, ())) if config.get(name) is not None)
+    value = next(found, None)
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -253,6 +253,14 @@ def is_described(config: Config) -> bool:
     return config.get("model_type") in FAMILIES and not (kinds or config.get("num_local_experts"))
 
 
+def takes_tensor(config: Config) -> bool:
+    """True if tensor parallel knows how to divide the layers of a model."""
+    if not is_described(config):
+        return False
+    form = describe(config).sizes.form
+    return form.sites == SEPARATE and form.head_norm != "all"
+
+
 def final_norm(config: Config) -> str | None:
     """Name of the norm after the last layer; None for models whose layers cannot be divided over devices."""
     if is_described(config):

@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from weft.errors import counted
-from weft.plan.decoder import Config
+from weft.plan.cost.shape import ModelShape
+from weft.plan.decoder import OTHER_NAMES, Config
 from weft.plan.families import (
     FAMILIES,
     FULL,
     OBSTACLES,
     REFERENCE_FAMILIES,
     SLIDING,
+    final_norm,
     is_described,
+    takes_tensor,
     why_unsupported,
 )
-from weft.plan.weights import num_experts
+from weft.plan.weights import adjusted_width, num_experts
 
 TITLES = {
     "bailing_hybrid": "Ling hybrid",
@@ -106,6 +109,7 @@ def rooms(config: Config) -> dict[str, str]:
         "attention": _attention(config),
         "feed-forward": _feed_forward(config),
         "checked": _checked(config),
+        "layouts": _layouts(config),
         "fast path": why_not_fast(config) or "yes",
     }
 
@@ -124,7 +128,7 @@ def stored_as(config: Config) -> str:
 
 
 def _layers(config: Config) -> str:
-    kind, num = str(config.get("model_type", "")), int(_first(config, "num_hidden_layers", "n_layer", "num_layers"))
+    kind, num = str(config.get("model_type", "")), _size(config, "num_hidden_layers")
     types = config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * num
     state = "Mamba-2" if kind in _MAMBA else "gated delta net"
     names = {
@@ -144,10 +148,10 @@ def _layers(config: Config) -> str:
 
 
 def _attention(config: Config) -> str:
-    heads = _first(config, "num_attention_heads", "n_head", "num_heads")
+    heads = _size(config, "num_attention_heads")
     if not heads or config.get("model_type") == "mamba2":
         return "none"
-    size = config.get("head_dim") or _first(config, "hidden_size", "n_embd") // heads
+    size = config.get("head_dim") or _size(config, "hidden_size") // heads
     parts = [f"{heads} heads of {size}"]
     if config.get("kv_lora_rank"):
         parts = [f"{heads} latent heads (MLA) of {config.get('qk_nope_head_dim')} + {config.get('qk_rope_head_dim')}"]
@@ -170,13 +174,49 @@ def _attention(config: Config) -> str:
 
 def _feed_forward(config: Config) -> str:
     num = num_experts(config)
+    dense = _first(config, "shared_intermediate_size") or _size(config, "intermediate_size")
+    dense = adjusted_width(config) or dense or 4 * _size(config, "hidden_size")
     if not num:
-        width = _first(config, "shared_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-        return f"dense, {width or 4 * _first(config, 'hidden_size', 'n_embd')} wide"
+        return f"dense, {dense:,} wide"
     top = _first(config, "num_experts_per_tok", "top_k_experts")
     width = _first(config, "moe_intermediate_size", "intermediate_size")
     shared = " and a shared one" if any(config.get(key) for key in _SHARED) else ""
-    return f"{counted(num, 'expert')} of {width}, {top} for each token{shared}"
+    found = f"{counted(num, 'expert')} of {width:,}, {top} for each token{shared}"
+    if config.get("enable_moe_block"):
+        return f"{found}, beside a dense block of {dense:,}"
+    first = _num_dense(config)
+    return f"{found}; {counted(first, 'layer')} dense, {dense:,} wide" if first else found
+
+
+def _num_dense(config: Config) -> int:
+    """Layers of a mixture that have no experts but a dense block."""
+    if config.get("mlp_layer_types"):
+        return list(config["mlp_layer_types"]).count("dense")
+    every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    layers = range(_first(config, "num_hidden_layers"))
+    first = _first(config, "first_k_dense_replace", "num_dense_layers")
+    return sum(i < first or i in dense or (i + 1) % every != 0 for i in layers)
+
+
+def _layouts(config: Config) -> str:
+    """The layouts that divide a model; its size may refuse some numbers."""
+    found = ["spread:N", *(("stages:N", "shards:N") if final_norm(config) is not None else ())]
+    return ", ".join([*found, *(("tensor:N",) if takes_tensor(config) else ())])
+
+
+def size_in_words(shape: ModelShape) -> str:
+    """Parameters of a model, and of those the ones that a token uses if they are fewer."""
+    own = _parameters(shape.num_parameters)
+    used = shape.num_layers * shape.layer_weights + shape.head_weights
+    return f"{own} parameters, {_parameters(used)} for a token" if shape.idle_weights else f"{own} parameters"
+
+
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:,.1f} B" if number >= 1e9 else f"{number / 1e6:,.3g} M"
+
+
+def _size(config: Config, name: str) -> int:
+    return _first(config, name, *OTHER_NAMES[name])
 
 
 def _first(config: Config, *keys: str) -> int:

@@ -110,14 +110,18 @@ def _qwen3_5(config: Config) -> list[Weights]:
     return [after.with_mixer(mixers[kind]) for kind in config["layer_types"]]
 
 
+def adjusted_width(config: Config) -> int | None:
+    """The width of a dense feed-forward block where the configuration only leads to it (LFM2); else None."""
+    if not config.get("block_auto_adjust_ff_dim"):
+        return None
+    width, multiple = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
+    return int(-(-int(config["block_ffn_dim_multiplier"] * width) // multiple) * multiple)
+
+
 def _lfm2(config: Config) -> list[Weights]:
     mixers = {CONVOLUTION: 4 * config["hidden_size"] ** 2, ATTENTION: _attention(config)}
-    after = [_feed_forward(config)] * len(config["layer_types"])
-    if config.get("block_auto_adjust_ff_dim"):
-        multiple = config["block_multiple_of"]
-        width = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
-        adjusted = {**config, "intermediate_size": -(-width // multiple) * multiple}
-        after = [_feed_forward(adjusted)] * len(after)
+    width = adjusted_width(config) or config["intermediate_size"]
+    after = [_feed_forward({**config, "intermediate_size": width})] * len(config["layer_types"])
     if config.get("num_experts"):
         after[config["num_dense_layers"] :] = [_experts(config)] * (len(after) - config["num_dense_layers"])
     return [own.with_mixer(mixers[kind]) for own, kind in zip(after, config["layer_types"], strict=True)]

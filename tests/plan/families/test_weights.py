@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_families import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from weft.errors import ModelError
@@ -55,6 +56,14 @@ def test_idle_experts_when_a_token_uses_few_then_they_count_as_memory_only():
     shape = ModelShape.from_config(transformers.Qwen3_5MoeTextConfig().to_dict())
     assert shape.num_layers * shape.layer_weights + shape.head_weights == pytest.approx(2.95e9, rel=0.01)
     assert MemoryModel(shape).weight_bytes() == 2 * shape.num_parameters
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shape_of_any_family_when_read_then_a_plan_can_be_made(name):
+    kind, settings = FAMILIES[name]
+    shape = ModelShape.from_config(getattr(transformers, f"{kind}Config")(**settings).to_dict())
+    assert (shape.hidden, shape.num_heads) == (32, 4) or name == "llama_odd" or name == "mamba2"
+    assert shape.ffn > 0 and shape.num_layers in (2, 4)
 
 
 def test_sizes_when_the_configuration_lacks_one_then_a_sentence():
