@@ -86,7 +86,7 @@ def requests(number: int, slots: Sequence[int | None], length: int = PROMPT) -> 
 
 def tokens_per_s(backbone: Backbone, wanted: Sequence[Request], new: int) -> dict[str, float]:
     """Of whole calls, after one that captures what it needs; and milliseconds of a step once prompts are read."""
-    complete(backbone, wanted, Decoding(max_new_tokens=3))
+    complete(backbone, wanted, Decoding(max_new_tokens=new))
     torch.cuda.synchronize()
     begun_s = time.perf_counter()
     complete(backbone, wanted, Decoding(max_new_tokens=1))
@@ -95,7 +95,8 @@ def tokens_per_s(backbone: Backbone, wanted: Sequence[Request], new: int) -> dic
     complete(backbone, wanted, Decoding(max_new_tokens=new))
     seconds = time.perf_counter() - begun_s
     step_ms = 1e3 * (seconds - first_s) / (new - 1)
-    return {"tokens_per_s": len(wanted) * new / seconds, "step_ms": step_ms, "prompts_s": first_s}
+    per_s = {"tokens_per_s": len(wanted) * new / seconds, "tokens_per_s_after_prompts": 1e3 * len(wanted) / step_ms}
+    return {**per_s, "step_ms": step_ms, "prompts_s": first_s}
 
 
 def differing_logprobs(backbone: Backbone, wanted: Sequence[Request], new: int) -> dict[str, int]:

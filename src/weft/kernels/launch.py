@@ -72,7 +72,8 @@ def lanes(items: Sequence[Item], device: torch.device) -> Iterator[Item]:
         return
     main = current_stream(device)
     begin = main.record_event()
-    streams = _side_streams(device, len(items) - 1)
+    # Streams come from a pool, and another part of the program may have been given the same one.
+    streams = [stream for stream in _side_streams(device, len(items)) if stream != main][: len(items) - 1]
     for item, stream in zip(items[1:], streams, strict=True):
         stream.wait_event(begin)
         with on_stream(stream):

@@ -32,7 +32,6 @@ from weft.kernels.lora.runs import out_ranks
 from weft.kernels.lora.shrink import shrink_tile
 from weft.kernels.lora.tables import ROW_BLOCK, ROW_TILE, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import line_of, part_bounds, part_column, part_of_block, part_width, weight_b
-from weft.kernels.tuning import REDUCTION
 
 SUMS: Mapping[int, Mapping[int, Mapping[str, int]]] = {
     64: {
@@ -50,7 +49,7 @@ SUMS: Mapping[int, Mapping[int, Mapping[str, int]]] = {
 """Launches of the sums, by the rows and columns of a block; BK in steps of STEP_BYTES. The tensor cores add along a sum
 in order whatever the block is, so its size changes no bit. They leave a multiprocessor room for
 the adapters' part."""
-SHRINK = {"BM": 16, "BR": 16, "num_warps": 2, "num_stages": 8}
+SHRINK = {"BM": 16, "BK": 128, "BR": 16, "num_warps": 2, "num_stages": 8}
 PARTS = {"BM": 16, "BN": 128, "num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -173,7 +172,6 @@ def _launch_shrink(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: Row
         RANK_BLOCKS=rank_blocks,
         DROPS=False,
         PIECES=pieces,
-        BK=REDUCTION,
         **SHRINK,
     )
 
