@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
+from migrated import clear, drop_everything, sqlite_file
 from postgres_server import Server, find_binaries, running_postgres
 
-from weft.serve.db.engine import Database, migrate, open_database
-from weft.serve.db.tables import METADATA
+from weft.serve.db.engine import Database, open_database
 from weft.serve.db.tenants import create_tenant
 
 KINDS = ["sqlite", *(["postgresql"] if find_binaries() else [])]
@@ -24,24 +23,33 @@ def postgres() -> Iterator[Server]:
 
 
 @pytest.fixture(params=KINDS)
-def bare(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def bare(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
     """An empty database of each kind."""
-    if request.param == "sqlite":
+    if kind == "sqlite":
         database = open_database(f"sqlite:///{tmp_path}/weft.db", lock_wait_s=5)
     else:
         database = open_database(request.getfixturevalue("postgres").url)
-        with database.begin() as tx:
-            METADATA.drop_all(tx)
-            tx.execute(sa.text("DROP TABLE IF EXISTS alembic_version"))
+        drop_everything(database)
     yield database
     database.close()
 
 
 @pytest.fixture
-def database(bare: Database) -> Database:
+def database(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
     """A migrated database of each kind with the tenants `acme` and `globex`."""
-    migrate(bare)
-    with bare.begin() as tx:
+    if kind == "sqlite":
+        (tmp_path / "weft.db").write_bytes(sqlite_file())
+        database = open_database(f"sqlite:///{tmp_path}/weft.db", lock_wait_s=5)
+    else:
+        database = open_database(request.getfixturevalue("postgres").url)
+        clear(database)
+    with database.begin() as tx:
         create_tenant(tx, "acme")
         create_tenant(tx, "globex")
-    return bare
+    yield database
+    database.close()

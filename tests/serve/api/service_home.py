@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import json
-import tempfile
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import openai
 from fastapi import FastAPI
+from migrated import sqlite_file
 from starlette.testclient import TestClient
 
 from weft.serve.api.app import make_app
@@ -109,24 +108,15 @@ class Home:
         return sum(1 for path in Path(self.blobs.url).rglob("*") if path.is_file())
 
 
-@functools.cache
-def _empty_database() -> bytes:
-    """A migrated database, made once: every fsync of a migration costs."""
-    with tempfile.TemporaryDirectory() as directory:
-        database = open_database(f"sqlite:///{directory}/weft.db")
-        migrate(database)
-        database.close()
-        return (Path(directory) / "weft.db").read_bytes()
-
-
 def make_home(directory: Path, **options: Any) -> Home:
     """A fresh service in a directory."""
     limits = {"file_bytes": 100_000, "line_bytes": 20_000, "disk_floor_bytes": 0, **options.pop("limits", {})}
     settings = Settings(data_dir=directory, limits=ServiceLimits(**limits), **options)
     directory.mkdir(exist_ok=True)
-    (directory / "weft.db").write_bytes(_empty_database())
+    (directory / "weft.db").write_bytes(sqlite_file())
     database, blobs = open_database(settings.db_url), Blobs(settings.store_url)
-    migrate(database)
+    if not database.is_sqlite:
+        migrate(database)
     app = make_app(settings, database, blobs)
     home = Home(settings, database, blobs, app, TestClient(app, raise_server_exceptions=False))
     with database.begin() as tx:

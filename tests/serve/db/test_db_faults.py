@@ -19,7 +19,7 @@ from weft.serve.db.tenants import create_tenant, list_tenants, update_tenant
 from weft.serve.errors import Busy, Unsure
 
 pytestmark = pytest.mark.faults
-on_postgres = pytest.mark.parametrize("bare", ["postgresql"] if find_binaries() else [], indirect=True)
+on_postgres = pytest.mark.parametrize("kind", ["postgresql"] if find_binaries() else [], indirect=True)
 
 
 def names(database: Database) -> list[str]:

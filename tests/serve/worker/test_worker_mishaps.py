@@ -24,7 +24,7 @@ from weft.serve.db.workers import put_worker
 from weft.serve.worker.directory import WorkDirectory
 
 pytestmark = [pytest.mark.faults]
-on_postgres = pytest.mark.parametrize("bare", ["postgresql"] if find_binaries() else [], indirect=True)
+on_postgres = pytest.mark.parametrize("kind", ["postgresql"] if find_binaries() else [], indirect=True)
 
 
 @pytest.fixture
