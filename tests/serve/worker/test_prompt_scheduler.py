@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import partial
 
@@ -192,6 +193,30 @@ def test_turn_when_passes_run_ahead_then_answers_are_whole_and_cancelled_ones_ha
         pass
     assert [written(request)[0] for request in requests[:1] + requests[2:]] == expected[:1] + expected[2:]
     assert scheduler.num_waiting == 0
+
+
+def test_turn_when_clients_go_away_then_their_pages_are_free_at_once():
+    fused = random_backbone("llama")
+    fused.model.generation_config.eos_token_id = None
+    fused.use_kernels("fused")
+    decoder = fused.decoder(None)
+    assert decoder is not None
+    scheduler = PromptScheduler(fused, 64)
+    adapter = host_adapter(fused, stored(fused, "a", 1))
+    requests = [PromptRequest([5, 6, 7 + i], [None, adapter][i % 2], Decoding(50)) for i in range(6)]
+    for request in requests:
+        scheduler.submit(request)
+    scheduler.take_turn(0.0)
+    assert decoder.pages.num_used == len(requests)
+    for request in requests[1:]:
+        request.is_cancelled = True
+    scheduler.take_turn(0.0)
+    gc.collect()
+    assert decoder.pages.num_used == 1
+    requests[0].is_cancelled = True
+    scheduler.take_turn(0.0)
+    gc.collect()
+    assert decoder.pages.num_used == 0
 
 
 def test_turn_when_a_pass_fails_then_its_prompts_hear_it_and_later_ones_are_answered(backbone, monkeypatch):
