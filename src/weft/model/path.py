@@ -28,6 +28,7 @@ from weft.model.loss import BlockedLoss, DistillationPass, head_of, run_distilla
 from weft.model.model_part import AbsentLayer, has_per_layer_inputs, plain_parameter
 from weft.model.objective_loss import HeadPass, LossPass, MicrobatchLoss, run_heads, run_loss
 from weft.model.packed import PackedBatch
+from weft.model.packing.experts import kept_width
 from weft.model.packing.mixers import workspace_bytes
 from weft.model.shards import LayerRing
 from weft.model.trained_rows import loss_of
@@ -357,8 +358,9 @@ class ReferencePath:
         return CPU_ROW_TILE if is_cpu(plain_parameter(self._model).device) else capacity
 
     def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
-        """Input and output of every linear, once, and what a mixer needs on the way back: an upper estimate."""
-        width = sum(sum(linear.share.shape) for linear in self._linears.values())
+        """Input and output of every linear, once, what experts keep, and what a mixer needs on the way back: an upper
+        estimate."""
+        width = sum(sum(linear.share.shape) for linear in self._linears.values()) + kept_width(self._model)
         row = plain_parameter(self._model).dtype.itemsize * width + workspace_bytes(self._model)
         return capacity * row
 

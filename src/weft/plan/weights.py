@@ -46,10 +46,14 @@ def num_experts(config: Config) -> int:
     return next((int(config[key]) for key in counts if config.get(key)), 0)
 
 
+def num_chosen(config: Config) -> int:
+    """Number of routed experts that each token uses."""
+    return min(num_experts(config), int(config.get("num_experts_per_tok") or config["top_k_experts"]))
+
+
 def _experts(config: Config, shared: int = 0) -> Weights:
     """Gated experts, with the router and a shared expert of that width."""
-    hidden, count = config["hidden_size"], num_experts(config)
-    chosen = min(count, config.get("num_experts_per_tok") or config["top_k_experts"])
+    hidden, count, chosen = config["hidden_size"], num_experts(config), num_chosen(config)
     each = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
     return Weights(chosen * each + 3 * hidden * shared + count * hidden, (count - chosen) * each)
 
