@@ -32,7 +32,7 @@ def backbone_of(name: str, kind: str = "none") -> tuple[Backbone, list[int]]:
     config = getattr(transformers, f"{family}Config")(**{**SIZES, "num_hidden_layers": 2, **sizes})
     torch.manual_seed(0)
     with GPU:
-        plain = getattr(transformers, f"{family}ForCausalLM")._from_config(config, dtype=torch.bfloat16).eval()
+        plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     plain.generation_config.eos_token_id = None
     return with_adapters(plain, 8, kind)
 

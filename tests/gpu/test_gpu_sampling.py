@@ -33,6 +33,10 @@ class Row:
     tokens: list[int] = field(default_factory=lambda: [7])
     constraint: None = None
 
+    @property
+    def num_chosen(self) -> int:
+        return len(self.tokens)
+
 
 def found(logits_RV: torch.Tensor, rows: list[Row], chosen: list[int]) -> dict[int, tuple[Any, ...]]:
     """By index of the row: token, and log-probabilities as far as the row wants them."""
