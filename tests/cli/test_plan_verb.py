@@ -13,13 +13,16 @@ import torch
 from test_train_verb import write_jobs
 from tiny_families import plain_model
 
+from weft.engine.execute.memory import weight_bytes
 from weft.errors import size
-from weft.model.load import build
+from weft.model.load import build, load_backbone
+from weft.model.resolve import resolve
 from weft.model.source import TINY
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.profile import load_profile
 from weft.plan.cost.shape import SHAPES
 from weft.plan.simulate.layout_forecast import forecast_layout
+from weft.spec import AdapterSpec, BackboneSpec
 from weft.store.peft_files import read_adapter
 
 
@@ -80,19 +83,29 @@ def test_plan_when_a_file_is_good_then_shows_the_plan_and_writes_nothing(weft, h
 def test_plan_when_jobs_train_experts_then_it_costs_them_as_the_dry_run_does(weft, mixture):
     experts = "jobs.0.adapter={r: 4, experts: full}", "jobs.1.adapter={r: 4, experts: shared, expert_r: 2}"
     words = "jobs.yaml", mixture, *experts
-    planned, dry = weft("plan", *words, "--device", "h200", "--steps", "2"), weft("train", *words, "--dry-run")
-    assert planned.code == dry.code == 0, dry
+    dry, *plans = weft("train", *words, "--dry-run"), *(weft("plan", *words, "--device", d) for d in ("h200", "cpu"))
+    assert all(result.code == 0 for result in (dry, *plans)), dry
     pattern = r"^experts   (\w+): (.*) parameters, (.*) KiB with gradients and optimizer(.*)$"
-    told, real = (re.findall(pattern, result.out, re.MULTILINE) for result in (planned, dry))
+    told, here, real = (re.findall(pattern, result.out, re.MULTILINE) for result in (*plans, dry))
     # Two layers of 4 experts of 32 in, 24 wide: 4 · r · (2 · 32 + 3 · 24), and r · (3 · 32 + 3 · 4 · 24).
     attention = 4 * 2 * (32 * 4 + (4 + 2 * 2 + 4) * 12)
     numbers = [2 * 4 * 4 * (64 + 72) + attention, 2 * 2 * (96 + 288) + attention]
     assert [text[:2] for text in told] == [text[:2] for text in real]
+    assert [text[:3] for text in here] == [text[:3] for text in real]
     assert [name for name, *_ in told] == ["shout", "reverse"]
     for (_, text, told_size, fit), (*_, real_size, nothing), num in zip(told, real, numbers, strict=True):
         assert text.rpartition(": ")[2] == f"{num / 1e3:.2f} k"
         assert told_size == f"{18 * num / 1024:,.1f}" and real_size == f"{16 * num / 1024:,.1f}"
         assert re.fullmatch(r", [\d,]+ such jobs fit", fit) and not nothing
+
+
+def test_memory_of_a_mixture_when_planned_then_is_what_admission_counts(mixture):
+    spec = BackboneSpec(mixture.partition("=")[2], device="cpu")
+    memory = resolve(spec).setup([4]).cost(find_hardware("cpu")).memory
+    backbone = load_backbone(spec)
+    assert memory.kept_bytes(512) == backbone.activation_bytes(512, [AdapterSpec(r=4)])
+    assert memory.adapter_bytes_each == weight_bytes(backbone) + 8
+    assert memory.weight_bytes() == pytest.approx(backbone.num_bytes, rel=0.02)
 
 
 def test_plan_when_an_adapter_trains_experts_then_its_steps_and_memory_are_those_of_its_parameters(weft, mixture):

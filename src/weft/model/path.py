@@ -358,11 +358,13 @@ class ReferencePath:
         return CPU_ROW_TILE if is_cpu(plain_parameter(self._model).device) else capacity
 
     def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
+        return capacity * self.row_bytes(plain_parameter(self._model).dtype)
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
         """Input and output of every linear, once, what experts keep, and what a mixer needs on the way back: an upper
         estimate."""
         width = sum(sum(linear.share.shape) for linear in self._linears.values()) + kept_width(self._model)
-        row = plain_parameter(self._model).dtype.itemsize * width + workspace_bytes(self._model)
-        return capacity * row
+        return dtype.itemsize * width + workspace_bytes(self._model)
 
     def loss(self, batch: PackedBatch) -> MicrobatchLoss:
         return loss_of(BlockedLoss(head_of(self._model)), batch, self._output_rows, plain_parameter(self._model).dtype)

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,8 +24,11 @@ from weft.model.source import Source, find_source, gguf, quiet, readable
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.cost.hardware import Hardware, find_hardware
 from weft.plan.cost.shape import ModelShape
-from weft.plan.families import why_unsupported
+from weft.plan.families import is_described, why_unsupported
 from weft.spec import BackboneSpec
+
+if TYPE_CHECKING:
+    from weft.model.backbone import Backbone
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,13 @@ class ResolvedModel:
             return find_hardware(device_name(self.device))
         return None
 
+    @functools.cached_property
+    def skeleton(self) -> Backbone:
+        """The backbone without weights: counts what formulas know of layers of one kind only."""
+        from weft.model.load import load_skeleton
+
+        return load_skeleton(self)
+
     @property
     def where(self) -> str:
         return f"base_model {self.source.name}"
@@ -95,9 +105,10 @@ class ResolvedModel:
     def setup(self, ranks: Sequence[int], num_parameters: Sequence[int | None] = ()) -> BackboneSetup:
         """The basis of cost models, with adapters of these ranks in a microbatch, and of as many parameters where they
         are known."""
+        plain = None if is_described(self.config) else self.skeleton.reference.row_bytes(self.dtype)
         known = [num for num in num_parameters if num is not None]
         mean = round(sum(known) / len(known)) if known else None
-        return BackboneSetup(self.shape, tuple(ranks), self.spec.quantize, self.spec.recompute, mean)
+        return BackboneSetup(self.shape, tuple(ranks), self.spec.quantize, self.spec.recompute, mean, plain)
 
 
 def resolve(spec: BackboneSpec | ResolvedModel, elsewhere: Hardware | None = None) -> ResolvedModel:

@@ -18,7 +18,6 @@ from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, PlanError, WeftError, counted
 from weft.kernels.device import device_name, gpus, is_cpu, total_bytes
 from weft.methods.registry import cost_ranks, has_kernels
-from weft.model.load import load_skeleton
 from weft.model.resolve import ResolvedModel, choose_device
 from weft.model.source import load_tokenizer
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
@@ -178,8 +177,7 @@ def _adapter_sizes(model: ResolvedModel, jobs: Sequence[JobSpec]) -> list[int | 
     they follow from its rank."""
     if is_described(model.config):
         return [None] * len(jobs)
-    backbone = load_skeleton(model)
-    return [backbone.num_parameters(job.adapter) for job in jobs]
+    return [model.skeleton.num_parameters(job.adapter) for job in jobs]
 
 
 def _train_data(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[Dataset | None]:

@@ -242,8 +242,9 @@ def estimate_note(config: Config) -> str | None:
     kind = str(config.get("model_type", ""))
     if is_described(config):
         return None
-    like = "with as many weights for a token" if kind in WEIGHTS else "of the same sizes"
-    what = "the time of" if kind in WEIGHTS else "time and memory of"
+    is_counted = kind in WEIGHTS
+    what = "the time of" if is_counted else "time and weights of"
+    like = "with as many weights for a token" if is_counted else "of the same sizes"
     return f"{what} {kind} is that of a Llama {like} on the fast path, which it does not take: expect less speed."
 
 

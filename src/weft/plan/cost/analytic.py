@@ -43,6 +43,8 @@ class BackboneSetup:
     recompute: str = "none"
     num_parameters: int | None = None
     """Parameters of an adapter on average; None: those of a LoRA of the largest rank on the targets."""
+    plain_row_bytes: int | None = None
+    """As in `MemoryModel`."""
 
     def cost(
         self,
@@ -72,6 +74,7 @@ class BackboneSetup:
             row_tile=row_tile,
             split=split,
             num_parameters=self.num_parameters,
+            plain_row_bytes=self.plain_row_bytes,
         )
 
 
@@ -110,6 +113,8 @@ class AnalyticCost:
     """Layers of every stage; None: as equal as possible."""
     num_parameters: int | None = None
     """Parameters of each adapter; None: those of a LoRA of `rank` on `targets`."""
+    plain_row_bytes: int | None = None
+    """As in `MemoryModel`."""
 
     def __post_init__(self) -> None:
         self.shape.chosen(self.targets)
@@ -125,6 +130,7 @@ class AnalyticCost:
             num_stages=self.num_stages,
             tensor_parallel=self.tensor_parallel,
             split=self.split,
+            plain_row_bytes=self.plain_row_bytes,
         )
 
     def rows(self, lengths: Sequence[int]) -> int:

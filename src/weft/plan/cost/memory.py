@@ -56,6 +56,8 @@ class MemoryModel:
     """Layers of every stage; None: as equal as possible."""
     shards: int = 1
     """Devices that share the weights of the layers' linears."""
+    plain_row_bytes: int | None = None
+    """Bytes that the reference path keeps of a row in all layers, at most; None: those of the fused step."""
 
     def __post_init__(self) -> None:
         for where, value, accepted in (
@@ -90,8 +92,9 @@ class MemoryModel:
 
     @property
     def adapter_bytes_each(self) -> int:
-        """Bytes per trainable parameter; where activations are fp32 the step still has a copy of its own."""
-        return MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES + self.activation_bytes
+        """Bytes per trainable parameter; where activations are fp32 the fused step still has a copy of its own."""
+        has_copy = self.plain_row_bytes is None or self.activation_bytes < MASTER_BYTES
+        return MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES + (self.activation_bytes if has_copy else 0)
 
     def adapter_bytes(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR, stage: int = 0) -> int:
         per_layer = self.shape.adapter_parameters(rank, targets) // self.shape.num_layers
@@ -120,6 +123,8 @@ class MemoryModel:
         return tensor.width * each / (self.tensor_parallel if tensor.is_split else 1)
 
     def kept_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS, stage: int = 0) -> int:
+        if self.plain_row_bytes is not None:
+            return round(num_rows * self.plain_row_bytes * self.layers(stage) / self.shape.num_layers)
         return round(num_rows * self.layers(stage) * self.row_bytes(widest_rank))
 
     def offloaded_bytes(self, num_rows: int) -> int:
@@ -131,6 +136,8 @@ class MemoryModel:
     def workspace_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS) -> int:
         """Peak bytes of a layer's backward, allocated once for any number of microbatches in flight."""
         shape = self.shape
+        if self.plain_row_bytes is not None:
+            return 0
         # The gradient (also before the norm of a block's result) and the MLP's two tensors beside gate and up, which
         # their gradients overwrite; the last two norms' inputs and the gradient of the hidden states. With FP8 products
         # in the backward, the gradients of gate and up also exist in 8 bits.
