@@ -300,10 +300,13 @@ class Backbone:
         path = self._path_for(spec)
         return "" if path is self.path else path.name
 
-    def kernel_bytes(self, spec: AdapterSpec) -> int:
+    def kernel_bytes(self, spec: AdapterSpec, paths: Iterable[str] | None = None) -> int:
+        """What kernels need for an adapter besides its weights and their copy; `paths`: those of a file."""
         if not self._path_for(spec).copy_bytes:
             return 0
-        return method_of(spec).kernel_bytes(spec, _shapes(self._targets(spec)), self.dtype.itemsize)
+        method = method_of(spec)
+        sites = self._targets(spec) if paths is None else {path: self._sites[method.attachment][path] for path in paths}
+        return method.kernel_bytes(spec, _shapes(sites), self.dtype.itemsize)
 
     def path_of(self, slot: int | None) -> Path:
         return self.path if slot is None else self._slot_paths.get(slot, self.path)

@@ -8,7 +8,7 @@ its weights are still in host memory.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -46,6 +46,9 @@ class SlotAdapter(Protocol):
 
     @property
     def spec(self) -> AdapterSpec: ...
+
+    @property
+    def paths(self) -> Sequence[str]: ...
 
     @property
     def num_bytes(self) -> int:
@@ -86,11 +89,15 @@ class LiveAdapter:
     """Its weights, as in files."""
 
     @property
+    def paths(self) -> list[str]:
+        return [path for path in self.tensors if path not in PARTS]
+
+    @property
     def num_bytes(self) -> int:
         return sum(4 * tensor.numel() for tensors in self.tensors.values() for tensor in tensors)
 
     def on(self, backbone: Backbone) -> Adapter:
-        made = backbone.stored_adapter(self.spec, [path for path in self.tensors if path not in PARTS])
+        made = backbone.stored_adapter(self.spec, self.paths)
         made.load(self.tensors, self.name)
         return made
 
@@ -152,7 +159,7 @@ class AdapterSlots:
     def _bytes_of(self, adapter: SlotAdapter) -> int:
         """Memory on the device: the weights, the kernels' copy of them, and what else kernels need."""
         copied = adapter.num_bytes // 4 * self._backbone.path.copy_bytes
-        return adapter.num_bytes + copied + self._backbone.kernel_bytes(adapter.spec)
+        return adapter.num_bytes + copied + self._backbone.kernel_bytes(adapter.spec, adapter.paths)
 
     def _has_room(self, num_bytes: int) -> bool:
         if len(self._held) < LEAST_SLOTS:

@@ -230,7 +230,7 @@ def resolve_prompted(tx: Tx, service: ApiService, tenant: str, name: str) -> Res
         return resolve_model(tx, service, tenant, job["fine_tuned_model"])
     if job["status"] != "running" or job["worker"] is None:
         found = f"The job '{job['id']}' is {job['status'].replace('_', ' ')}"
-        raise NotPossible(f"{found}; only one that is running or has succeeded can be prompted.", where="model")
+        raise NotPossible(f"{found}; jobs that run or have succeeded can be prompted, and checkpoints.", where="model")
     return ResolvedModel(job["model"], adapters.source_of_job(job), 0, tenant, job["id"], job["worker"])
 
 
