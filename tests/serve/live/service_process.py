@@ -19,6 +19,7 @@ from typing import Any
 import openai
 import pytest
 import yaml
+from small_model import small_model
 
 from weft.cli.main import main
 
@@ -116,7 +117,7 @@ class Trained:
 def train(wishes: list[Wish], place: Path) -> dict[str, Trained]:
     """Runs `weft train` on a file of these jobs."""
     place.mkdir()
-    jobs = {"base_model": "tiny", "device": "cpu", "jobs": [wish.written(place) for wish in wishes]}
+    jobs = {"base_model": str(small_model()), "device": "cpu", "jobs": [wish.written(place) for wish in wishes]}
     (place / "jobs.yaml").write_text(yaml.safe_dump(jobs))
     weft("train", place / "jobs.yaml", "--out", place / "run")
     found = {}
@@ -155,7 +156,7 @@ class Service:
     def start(self) -> None:
         """Starts it, once nobody of an earlier life listens any more, and waits until it answers."""
         wait(self._is_free)
-        home = ("--port", str(self.port), "--data-dir", str(self.data_dir))
+        home = ("--port", str(self.port), "--data-dir", str(self.data_dir), "--base-model", f"tiny={small_model()}")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "weft", "serve", *home, *self.options],

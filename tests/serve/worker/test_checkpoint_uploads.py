@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import sqlalchemy as sa
+from small_model import small_model
 from worker_bench import PATIENCE_S, Bench, wait_until
 
 from weft.errors import StorageError
@@ -19,7 +20,7 @@ from weft.serve.worker.directory import WorkDirectory
 
 @pytest.fixture
 def bench(tmp_path):
-    made = Bench.at(tmp_path)
+    made = Bench.at(tmp_path, backbone=str(small_model()))
     yield made
     made.database.close()
 

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from small_model import small_model
 from worker_bench import PATIENCE_S, Bench, wait_until
 
 from weft.plan.cost.shape import choose_capacity
@@ -19,10 +20,14 @@ BAD_ROWS = b'{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n'
 
 
 @pytest.fixture
-def bench(tmp_path):
-    made = Bench.at(tmp_path)
+def bench(request, tmp_path):
+    made = Bench.at(tmp_path, backbone=getattr(request, "param", str(small_model())))
     yield made
     made.database.close()
+
+
+on_the_embedded_backbone = pytest.mark.parametrize("bench", ["tiny"], indirect=True)
+"""Which learns in a few steps, and is large enough for ranks of 64."""
 
 
 def test_job_when_queued_then_succeeds_with_the_adapter_of_weft_train(bench):
@@ -56,6 +61,7 @@ def test_jobs_when_of_several_tenants_then_all_train_together_and_each_is_as_if_
     assert len({job["fine_tuned_model"] for job in jobs}) == 6
 
 
+@on_the_embedded_backbone
 def test_job_when_it_succeeds_then_its_whole_story_is_in_the_database(bench):
     id = bench.submit(validation=b'{"prompt": "warp\\n", "completion": "WARP"}\n', eval_steps=3, save_steps=1)
     with bench.worker():
@@ -212,6 +218,7 @@ def test_jobs_when_they_cannot_be_trained_then_fail_with_code_and_place_and_othe
     assert bench.adapter(good) == bench.twin(good)[0]
 
 
+@on_the_embedded_backbone
 def test_job_when_it_can_never_fit_then_fails_with_the_arithmetic(bench):
     large, small = bench.submit(adapter={"r": 64}), bench.submit("ash", adapter={"r": 1, "target_modules": ["q_proj"]})
     with bench.worker(job_memory=300_000):

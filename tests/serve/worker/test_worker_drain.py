@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
+from small_model import small_model
 from worker_bench import Bench, wait_until
 
 from weft.serve.db import leases
@@ -14,7 +15,7 @@ from weft.serve.db.workers import all_workers
 
 @pytest.fixture
 def bench(tmp_path):
-    made = Bench.at(tmp_path)
+    made = Bench.at(tmp_path, backbone=str(small_model()))
     yield made
     made.database.close()
 

@@ -11,6 +11,7 @@ import time
 import pytest
 import sqlalchemy as sa
 from postgres_server import find_binaries
+from small_model import small_model
 from worker_bench import PATIENCE_S, Bench
 
 import weft.serve.worker.claims
@@ -29,7 +30,7 @@ on_postgres = pytest.mark.parametrize("kind", ["postgresql"] if find_binaries() 
 
 @pytest.fixture
 def bench(tmp_path):
-    made = Bench.at(tmp_path)
+    made = Bench.at(tmp_path, backbone=str(small_model()))
     yield made
     made.database.close()
 

@@ -59,12 +59,13 @@ class Bench:
     place: Path
     database: Database
     blobs: Blobs
+    backbone: str = "tiny"
 
     @classmethod
-    def at(cls, place: Path) -> Bench:
+    def at(cls, place: Path, **options: Any) -> Bench:
         database = open_database(f"sqlite:///{place / 'weft.db'}")
         METADATA.create_all(database.engine)
-        return cls(place, database, Blobs(str(place / "blobs")))
+        return cls(place, database, Blobs(str(place / "blobs")), **options)
 
     def submit(self, tenant: str = "default", *, data: bytes | None = None, priority: int = 0, seed: int = 7,
                suffix: str | None = None, validation: bytes | None = None, **settings: Any) -> str:  # fmt: skip
@@ -150,7 +151,7 @@ class Bench:
             job["settings"], name="twin", train_data="train.jsonl", seed=job["seed"],
             eval_data="eval.jsonl" if job["validation_file"] else None,
         )  # fmt: skip
-        run = prepare_run(RunSpec("tiny", (spec,), capacity=CAPACITY, device="cpu"), base_dir=place)
+        run = prepare_run(RunSpec(self.backbone, (spec,), capacity=CAPACITY, device="cpu"), base_dir=place)
         with RunDirectory.open(place / "run", resume=False) as directory:
             execute_run(run, directory, on_event=lambda _: None)
             status = directory.read_status("twin")
@@ -177,7 +178,7 @@ class Bench:
 
     def options(self, **changes: Any) -> WorkerOptions:
         options = WorkerOptions(self.place / "data", capacity=CAPACITY, pulse_s=0.1, lease_s=5.0, max_jobs=8)
-        return replace(options, backbone=replace(options.backbone, device="cpu"), **changes)
+        return replace(options, backbone=replace(options.backbone, base_model=self.backbone, device="cpu"), **changes)
 
     @contextlib.contextmanager
     def worker(self, **changes: Any) -> Iterator[Worker]:
