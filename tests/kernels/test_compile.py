@@ -31,7 +31,7 @@ RANKS = {80: (64,), 89: (256,), 90: (64, 256)}
 """A rank of one block of rank space or more takes the most shared memory. The newest GPU gets every form of a kernel,
 the older ones those that serve adapters, and one form of the others, each on the oldest GPU that takes it."""
 NEWEST = max(RANKS)
-WHOLE_VECTORS = {"shrink_tile", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_gated",
+WHOLE_VECTORS = {"_shrink", "_shrink_grad", "_expand", "_expand_grad", "_grad_a", "_grad_b", "_gated",
                  "_gated_grad", "_rotate", "_rotate_grad", "_add_norm", "_norm_grad", "_product", "_product_grad",
                  "_rounded_gated", "_rounded_gated_grad", "_norms"}  # fmt: skip
 

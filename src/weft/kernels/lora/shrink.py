@@ -14,6 +14,8 @@ Without dropout the parts' A are read as one matrix (they lie one after another)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from weft.kernels.launch import jit, lanes, runs_triton, tl
@@ -55,7 +57,7 @@ def shrink_grad_reference(
 
 
 @jit
-def shrink_tile(  # type: ignore[no-untyped-def]
+def _shrink(  # type: ignore[no-untyped-def]
     x,
     s,
     table,
@@ -193,26 +195,31 @@ def _shrink_grad(  # type: ignore[no-untyped-def]
 
 
 def shrink_kernel(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    num_parts = len(site.sizes)
     for launch in lanes(table.launches, x_TD.device):
-        blocks = shrink_blocks(launch.upto, num_parts, x_TD)
-        shrink_tile[(len(rows.tiles_N4) * blocks["PIECES"], num_parts * blocks["RANK_BLOCKS"])](
-            x_TD,
-            s_TR,
-            table.device_SMF,
-            rows.tiles_N4,
-            rows.keys_T,
-            x_TD.stride(0),
-            s_TR.stride(0),
-            site.module,
-            table.num_modules,
-            site.num_in,
-            NUM_PARTS=num_parts,
-            DROPS=table.drops and rows.drops,
-            BK=REDUCTION,
-            **launch.bounds,
-            **blocks,
-        )
+        blocks = shrink_blocks(launch.upto, len(site.sizes), x_TD)
+        launch_shrink(x_TD, s_TR, site, rows, table, {"BK": REDUCTION, **launch.bounds, **blocks})
+
+
+def launch_shrink(
+    x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, launch: Mapping[str, int]
+) -> None:
+    """Launches it for the ranks and with the blocks of `launch`."""
+    num_parts = len(site.sizes)
+    _shrink[(len(rows.tiles_N4) * launch["PIECES"], num_parts * launch["RANK_BLOCKS"])](
+        x_TD,
+        s_TR,
+        table.device_SMF,
+        rows.tiles_N4,
+        rows.keys_T,
+        x_TD.stride(0),
+        s_TR.stride(0),
+        site.module,
+        table.num_modules,
+        site.num_in,
+        NUM_PARTS=num_parts,
+        DROPS=table.drops and rows.drops,
+        **launch,
+    )
 
 
 def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:

@@ -29,8 +29,8 @@ from weft.kernels.lora.product import (
     sum_block,
 )
 from weft.kernels.lora.runs import out_ranks
-from weft.kernels.lora.shrink import shrink_tile
-from weft.kernels.lora.tables import ROW_BLOCK, ROW_TILE, RowTables, Site, SlotTable
+from weft.kernels.lora.shrink import launch_shrink
+from weft.kernels.lora.tables import ROW_BLOCK, ROW_TILE, RankLaunch, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import line_of, part_bounds, part_column, part_of_block, part_width, weight_b
 
 SUMS: Mapping[int, Mapping[int, Mapping[str, int]]] = {
@@ -129,7 +129,7 @@ def step_product_kernel(
         if is_frozen:
             _launch_sums(factors, z_TO)
         else:
-            _launch_shrink(x_TD, s_TR, site, rows, table)
+            launch_shrink(x_TD, s_TR, site, rows, table, _shrink_launch(table.rank_class))
             _launch_parts(s_TR, p_TO, site, rows, table)
     return torch.add(z_TO, p_TO, out=torch.empty_like(z_TO, dtype=x_TD.dtype))
 
@@ -153,29 +153,6 @@ def _launch_parts(s_TR: torch.Tensor, p_TO: torch.Tensor, site: Site, rows: RowT
     )
 
 
-def _launch_shrink(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    rank_blocks, pieces = cdiv(table.rank_class, SHRINK["BR"]), ROW_TILE // SHRINK["BM"]
-    shrink_tile[(len(rows.tiles_N4) * pieces, len(site.sizes) * rank_blocks)](
-        x_TD,
-        s_TR,
-        table.device_SMF,
-        rows.tiles_N4,
-        rows.keys_T,
-        x_TD.stride(0),
-        s_TR.stride(0),
-        site.module,
-        table.num_modules,
-        site.num_in,
-        NUM_PARTS=len(site.sizes),
-        ABOVE=-1,
-        UPTO=table.rank_class,
-        RANK_BLOCKS=rank_blocks,
-        DROPS=False,
-        PIECES=pieces,
-        **SHRINK,
-    )
-
-
 def _launch_sums(factors: Factors, z_TO: torch.Tensor) -> None:
     num_rows, num_out = z_TO.shape
     launch = _blocks(num_rows, num_out, factors.x_TK)
@@ -192,6 +169,11 @@ def _launch_sums(factors: Factors, z_TO: torch.Tensor) -> None:
         SCALED=factors.scale_T is not None,
         **launch,
     )
+
+
+def _shrink_launch(rank_class: int) -> dict[str, int]:
+    rank_blocks, pieces = cdiv(rank_class, SHRINK["BR"]), ROW_TILE // SHRINK["BM"]
+    return {**SHRINK, **RankLaunch(-1, rank_class).bounds, "RANK_BLOCKS": rank_blocks, "PIECES": pieces}
 
 
 def _blocks(num_rows: int, num_columns: int, like: torch.Tensor) -> dict[str, Any]:
