@@ -194,6 +194,8 @@ def test_deploy_when_it_cannot_be_executed_then_refused_before_planning(refused,
     assert "machines.0.gpu: plans for h100, and the run would be on a CPU" in refused(
         *asked, "--jobs", "jobs.yaml", "--execute"
     )
+    (executable / "cluster.yaml").write_text(cpus + "mode: padded\n")
+    assert "mode: padded can only be planned" in refused(*asked, "--jobs", "jobs.yaml", "--execute")
     many = cpus.replace("gpus: 2", "gpus: 2, count: 3")
     (executable / "cluster.yaml").write_text(many)
     assert "has 3 machines" in refused(*asked, "--jobs", "jobs.yaml", "--execute")

@@ -172,6 +172,9 @@ class PlannedRun:
         if self.jobs_file is None:
             message = "jobs are known by their lengths only; name a jobs file by --jobs, or as jobs_file."
             raise ConfigError(message, where=f"--execute: {path}")
+        if spec.mode != "packed":
+            message = f"{spec.mode} can only be planned, since runs pack samples; leave it out, or --execute."
+            raise ConfigError(message, where=f"{path}: mode")
         run = load_run(self.jobs_file)
         for name in ("base_model", "quantize", "recompute"):
             planned, given = getattr(self, name), getattr(run, name)
