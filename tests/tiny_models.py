@@ -26,7 +26,7 @@ from weft.model.path import Memory
 from weft.spec import AdapterSpec, JobSpec
 
 Job = tuple[JobSpec, JobData]
-TWO_LINEARS = r".*\.(q_proj|down_proj|fc2)"
+TWO_LINEARS = r".*\.(q_proj|query_key_value|c_attn|down_proj|dense_4h_to_h|fc2|c_fc)"
 """Of a layer, one before attention and one after it: targets of runs in which something else is of interest."""
 
 
