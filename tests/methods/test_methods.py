@@ -32,15 +32,18 @@ from weft.adapters.method import Attachment, Method
 from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.adapters.targets import leaf_names
 from weft.engine.engine import Engine
-from weft.engine.events import Event, StepDone
+from weft.engine.events import Event, MicrobatchDone, StepDone
+from weft.engine.execute.local import LocalExecutor
 from weft.engine.execute.weights import JobWeights
 from weft.engine.inference.adapter_slots import LiveAdapter
 from weft.engine.inference.attach import attach_adapter, read_named
+from weft.engine.inference.generate import Request, generate
 from weft.methods.registry import METHODS
 from weft.model.backbone import Backbone
 from weft.model.packed import SlotSample, pack_samples
 from weft.plan.cost.shape import ModelShape
 from weft.spec import AdapterSpec
+from weft.spec.sampling import Decoding
 from weft.store.peft_files import read_adapter, write_adapter
 from weft.store.run_dir import RunDirectory, RunRecord
 
@@ -183,6 +186,25 @@ def test_job_when_others_train_beside_it_then_both_have_the_bits_they_have_alone
     assert alone.state == "succeeded" and len(alone.eval_losses) == 3
     assert_same_bits(together["me"], alone)
     assert_same_bits(together["lora"], lora_alone(kernels))
+
+
+@pytest.mark.parametrize("kernels", PATHS)
+@pytest.mark.parametrize("case", ["lora", "pissa", "dora"])
+def test_job_when_its_live_copy_answers_after_every_microbatch_then_has_the_bits_it_has_alone(case, kernels):
+    backbone = random_backbone("llama_bias", kernels=kernels)
+    alone = train(backbone, [me(case, ema_decay=0.5)])["me"]
+    answers: list[list[int]] = []
+
+    def answer(engine: Engine, event: Event) -> None:
+        if isinstance(event, MicrobatchDone):
+            executor = engine.executor
+            assert isinstance(executor, LocalExecutor)
+            slot = backbone.attach(LiveAdapter("live", *executor.jobs["me"].weights.shown()).on(backbone))
+            answers.extend(generate(backbone, [Request([5, 6], slot)], Decoding(4)))
+            backbone.detach(slot)
+
+    assert_same_bits(train(backbone, [me(case, ema_decay=0.5)], on_event=answer)["me"], alone)
+    assert len(answers) >= 5 and any(answers)
 
 
 @functools.cache

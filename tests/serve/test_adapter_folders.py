@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from written_adapters import write_tiny
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, StorageError
 from weft.serve.adapter_folders import common_base, find_folders, look_at
 from weft.serve.db import adapters
 from weft.serve.db.engine import Database
@@ -90,6 +90,17 @@ def test_scan_when_directories_come_change_and_go_then_the_table_follows(databas
         scan.scan()
     assert rows(database, root) == {"a": None}
     assert rows(database, tmp_path / "another") == {}, "another service has another directory"
+
+
+def test_scan_when_the_directory_cannot_be_read_then_what_was_found_stays(database: Database, tmp_path: Path):
+    root = tmp_path / "lora"
+    write_tiny(root / "a")
+    scan = FolderScan(Settings(tmp_path, adapters=str(root)), database)
+    scan.scan()
+    root.rename(tmp_path / "away")
+    with pytest.raises(StorageError):
+        scan.scan()
+    assert rows(database, root) == {"a": None}
 
 
 def test_scan_when_an_adapter_names_none_of_several_backbones_then_it_is_not_served(database: Database, tmp_path: Path):

@@ -17,11 +17,14 @@ from pathlib import Path
 from weft.errors import AdapterFileError, ConfigError
 from weft.serve.db.engine import DbRow
 from weft.store import json_text
+from weft.store.atomic import storage_errors
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG_FILE, TENSORS_FILE, "chat_template.jinja", "labels.json", "tokenizer.json")
 """The files that make a version."""
 MAX_DEPTH = 4
+CHECKPOINTS = "checkpoints"
+"""The directory of a job's training checkpoints, which are no adapters."""
 MOST_NAME_CHARS = 200
 MOST_CONFIG_BYTES = 2**20
 
@@ -40,7 +43,10 @@ class AdapterFolder:
 
 
 def find_folders(root: Path) -> dict[str, Path]:
-    """The folders of all adapters below a directory, by name: the path to them from there."""
+    """The folders of all adapters below a directory, by name: the path to them from there. StorageError if the
+    directory cannot be read."""
+    with storage_errors(root):
+        next(root.iterdir(), None)
     return dict(_below(root, root, MAX_DEPTH))
 
 
@@ -52,7 +58,7 @@ def _below(root: Path, folder: Path, depth: int) -> Iterator[tuple[str, Path]]:
     for entry in entries:
         if (own := adapter_folder(entry)) is not None:
             yield entry.relative_to(root).as_posix(), own
-        elif depth > 1 and entry.is_dir():
+        elif depth > 1 and entry.name != CHECKPOINTS and entry.is_dir():
             yield from _below(root, entry, depth - 1)
 
 

@@ -32,13 +32,17 @@ class FolderScan:
         threading.Thread(target=self._run, name="adapter-scan", daemon=True).start()
 
     def _run(self) -> None:
-        waiting = threading.Event()
+        waiting, problem = threading.Event(), ""
         while True:
             try:
                 self.scan()
                 self.check()
+                problem = ""
             except WeftError as error:
-                LOG.warning("adapters could not be looked for: %s", error)
+                # What was found before is served on. It is reported once.
+                if str(error) != problem:
+                    LOG.warning("adapters could not be looked for: %s", error)
+                problem = str(error)
             except Exception:
                 LOG.exception("adapters could not be looked for")
             waiting.wait(SCAN_S)

@@ -21,7 +21,7 @@ class SamplerServer:
         """Files of the adapters by name."""
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.keys: list[str | None] = []
-        self.was_left = threading.Event()
+        self.is_asked, self.was_left = threading.Event(), threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -83,6 +83,9 @@ class SamplerServer:
         status = {"refuses": 400, "busy": 503, "broken": 500, "key": 401}.get(self.mode, 200)
         if status != 200:
             return self.reply(handler, status, {"error": {"message": "temperature must be in [0, 2]."}})
+        if self.mode == "silent":
+            self.is_asked.set()
+            return None if handler.connection.recv(1) else self.was_left.set()
         if self.mode == "garbage":
             return self.reply(handler, 200, b"<html>")
         is_chat = "messages" in body

@@ -145,17 +145,23 @@ def test_stream_when_the_sampler_breaks_off_then_it_ends_with_an_error_and_no_do
     assert "[DONE]" not in "".join(lines)
 
 
-@pytest.mark.parametrize("asgi", ["2.3", "2.4"])
-def test_stream_when_its_reader_goes_away_then_the_sampler_is_hung_up_on(home: Home, server: SamplerServer, asgi: str):
-    server.mode = "endless"
+@pytest.mark.parametrize(("asgi", "stream"), [("2.3", True), ("2.4", True), ("2.4", False)])
+def test_answer_when_its_reader_goes_away_then_the_sampler_is_hung_up_on(
+    home: Home, server: SamplerServer, asgi: str, stream: bool
+):
+    server.mode = "endless" if stream else "silent"
     left = asyncio.Event()
     asked: list[bytes] = []
 
     async def receive() -> dict[str, Any]:
         if not asked:
-            asked.append(json.dumps({**BODY, "stream": True}).encode())
+            asked.append(json.dumps({**BODY, "stream": stream}).encode())
             return {"type": "http.request", "body": asked[0]}
-        await left.wait()
+        if stream:
+            await left.wait()
+        else:
+            while not server.is_asked.is_set():
+                await asyncio.sleep(0.01)
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
