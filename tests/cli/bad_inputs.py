@@ -224,6 +224,7 @@ JOB = [
         "eval_data.0.weight",
         "evaluation meets every sample once; leave it out.",
     ),
+    job("eval_data: 1.0", "eval_data", "got 1.0, which could be all samples or one; write 1 for one sample, "),
     job("eval_data: 1.5", "eval_data", "got 1.5; accepted are a fraction between 0 and 1, "),
     job("eval_data: []", "eval_data", "no files; name at least one, or leave it out."),
     job("early_stopping_patience: 2", "early_stopping_patience", "needs eval_data."),

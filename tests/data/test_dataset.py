@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from weft.data.dataset import Dataset
 from weft.data.load import load_dataset, load_job_data
 from weft.data.order import BatchSchedule
-from weft.data.samples import Sample
+from weft.data.samples import Sample, Samples
 from weft.errors import DataError
 from weft.spec import JobSpec
 
@@ -194,6 +194,18 @@ def test_eval_split_when_the_seed_differs_then_differs(
         if (data := load_job_data(job(write, rows, eval_data=5, seed=seed), tokenizer, tmp_path).eval)
     }
     assert len(prints) == 4
+
+
+def test_eval_split_when_jobs_split_alike_then_each_side_is_hashed_once(
+    write: Write, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+):
+    spec = job(write, pairs(*(f"answer {i:02}" for i in range(20))), eval_data=5)
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    hashed: list[int] = []
+    monkeypatch.setattr(Samples, "feed", lambda samples, digest: hashed.append(len(samples)))
+    kept = [load_job_data(spec, tokenizer, tmp_path) for _ in range(3)]
+    assert all(part is not None and part.fingerprint for data in kept for part in (data.train, data.eval))
+    assert sorted(hashed) == [5, 15, 20], "and all samples once, when they are prepared"
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_job_when_its_name_is_no_directory_name_then_refuses(name: str):
     [
         ({"train_data": []}, "train_data: no files; name at least one."),
         ({"eval_data": 0}, "eval_data: got 0; accepted are a fraction"),
+        ({"eval_data": 1.0}, "eval_data: got 1.0, which could be all samples or one; write 1 for one sample"),
         ({"eval_data": 1.5}, "eval_data: got 1.5; accepted are a fraction"),
         ({"early_stopping_patience": 3}, "early_stopping_patience: needs eval_data."),
         ({"global_batch_size": 8, "per_device_train_batch_size": 3}, "global_batch_size: global_batch_size is 8, but"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
@@ -230,9 +231,15 @@ class Samples(Sequence[Sample]):
         return (self[i] for i in range(len(self)))
 
     def take(self, indices: Integers) -> Samples:
-        teacher_starts = None if self.teacher_starts is None else self.teacher_starts[indices]
-        own = self.starts[indices], self.lengths[indices], self.num_supervised[indices]
-        return Samples(self.arrays, *own, teacher_starts=teacher_starts)
+        """A view; one that is equal to a view in use is that view, so its fingerprint is computed once."""
+        starts, lengths = self.starts[indices], self.lengths[indices]
+        key = id(self.arrays), hashlib.sha256(starts.tobytes() + lengths.tobytes()).digest()
+        view = _VIEWS.get(key)
+        if view is None:
+            teacher_starts = None if self.teacher_starts is None else self.teacher_starts[indices]
+            view = Samples(self.arrays, starts, lengths, self.num_supervised[indices], teacher_starts=teacher_starts)
+            _VIEWS[key] = view
+        return view
 
     def total_weight(self, index: int) -> float:
         """Sum of the weights of the supervised tokens of one sample."""
@@ -292,6 +299,10 @@ class Samples(Sequence[Sample]):
     def _token_slice(self, index: int) -> slice:
         start = int(self.starts[index])
         return slice(start, start + int(self.lengths[index]))
+
+
+_VIEWS: weakref.WeakValueDictionary[tuple[int, bytes], Samples] = weakref.WeakValueDictionary()
+"""Views in use, by their arrays, which live as long as a view of them, and by the SHA-256 of their rows."""
 
 
 def _teachers(samples: Sequence[Sample]) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:

@@ -80,7 +80,7 @@ class JobData:
     )
     """Files, folders, patterns (`data/*.jsonl`) or Hub data sets (`owner/name:config:split`), relative to the jobs
     file; or mappings: `[{path: a.jsonl, weight: 2}, {path: b.jsonl, rows: 1000}]`."""
-    eval_data: float | int | tuple[str | SourceSpec, ...] | None = setting(
+    eval_data: int | float | tuple[str | SourceSpec, ...] | None = setting(
         None, aliases=("val_size", "eval_dataset", "val_set_size", "val_split_fraction"), is_path=True
     )
     """A fraction below 1 or a count to split off the training data, or files. Default: no evaluation."""
@@ -351,6 +351,11 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
             is_wrong = re.fullmatch(r"[\d.]+ *%", amount) is not None
         else:
             is_wrong = amount is not None and (amount <= 0 or (amount >= 1 and not float(amount).is_integer()))
+        if isinstance(amount, float) and amount == 1:
+            raise ConfigError(
+                "got 1.0, which could be all samples or one; write 1 for one sample, or a fraction below 1.",
+                where="eval_data",
+            )
         if is_wrong:
             raise ConfigError(
                 f"got {amount}; accepted are a fraction between 0 and 1, a whole number of samples, or files.",
