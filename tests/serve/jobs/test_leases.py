@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from weft.serve.db.engine import now
 from weft.serve.db.jobs import create_job, move, request_change, update_job
-from weft.serve.db.leases import MAX_ATTEMPTS, claim_jobs, give_up, has_free, release, renew
+from weft.serve.db.leases import MAX_ATTEMPTS, claim_jobs, give_up, has_free, release, renew, shorten_leases
 from weft.serve.db.tables import EVENTS, JOBS, METADATA, USAGE, WORKERS
 from weft.serve.db.tenants import create_tenant, update_tenant
 from weft.serve.db.usage import EVALUATED, add_usage
@@ -202,6 +202,24 @@ def test_renew_when_the_lease_ran_out_and_nobody_came_then_the_job_stays(tx):
     expire(tx, id)
     assert [found["id"] for found in renew(tx, "w1", lease_s=30)] == [id]
     assert claimed(tx, "w2") == []
+
+
+def test_leases_when_the_clock_is_set_back_then_they_last_no_longer_than_they_may(tx):
+    """Those of a dead worker would last until the clock catches up; those that are as they should be stay so."""
+    dead, quick, live = (queue(tx) for _ in range(3))
+    alive(tx, "w2", lease_s=2.0)
+    assert claimed(tx, "w1", num_seats=1) == [dead]
+    assert claimed(tx, "w2", num_seats=1, lease_s=2) == [quick]
+    assert claimed(tx, "w3", num_seats=1) == [live]
+    shorten_leases(tx)
+    until = job(tx, live)["lease_until"]
+    tx.execute(sa.update(JOBS).where(JOBS.c.id != live).values(lease_until=now(tx) + 3600))
+    tx.execute(sa.update(WORKERS).values(seen_at=now(tx) + 3600))
+    shorten_leases(tx)
+    lasts = [job(tx, id)["lease_until"] - now(tx) for id in (dead, quick)]
+    assert 20 < lasts[0] <= 30 and 0 < lasts[1] <= 2
+    assert job(tx, live)["lease_until"] == until
+    assert tx.execute(sa.select(WORKERS.c.seen_at)).scalar_one() <= now(tx)
 
 
 def test_renew_when_a_job_was_taken_over_then_it_is_not_among_those_held(tx):

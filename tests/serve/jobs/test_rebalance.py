@@ -53,6 +53,16 @@ def test_jobs_when_another_worker_stays_empty_then_those_with_the_most_to_do_mov
     assert chosen(tx, rebalance, at + REST_S) == [], "what is unequal then must first last again"
 
 
+def test_jobs_when_the_clock_is_set_back_then_the_numbers_must_be_unequal_for_no_longer(tx):
+    rebalance, at = settled(tx)
+    back = at - 3600
+    assert chosen(tx, rebalance, back) == []
+    assert len(chosen(tx, rebalance, back + STABLE_S)) == 2
+    rebalance.rest(at)
+    assert chosen(tx, rebalance, back) == []
+    assert len(chosen(tx, rebalance, back + STABLE_S)) == 2
+
+
 def test_jobs_when_the_numbers_were_equal_in_between_then_the_waiting_begins_anew(tx):
     rebalance, at = settled(tx)
     others = [add(tx, worker="w2", status="running") for _ in range(4)]

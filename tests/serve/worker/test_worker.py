@@ -11,10 +11,13 @@ from small_model import small_model
 from worker_bench import PATIENCE_S, Bench, wait_until
 
 from weft.plan.cost.shape import choose_capacity
+from weft.serve.db import leases, workers
+from weft.serve.db.engine import now
 from weft.serve.db.files import delete_file, get_file, list_checkpoints
 from weft.serve.db.usage import usage_of
-from weft.serve.db.workers import live_workers
+from weft.serve.db.workers import live_workers, put_worker
 from weft.serve.errors import Busy
+from weft.serve.worker import database_sync
 
 BAD_ROWS = b'{"prompt": "a", "completion": "b"}\n{"prompt": 3}\n'
 
@@ -253,6 +256,7 @@ def test_job_when_it_is_taken_from_a_live_worker_then_that_one_drops_it_and_writ
     with bench.worker() as worker:
         bench.wait_for_step(id, 3)
         # As if another worker had taken it over and holds it now.
+        hold(bench, "another")
         bench.set(id, fence=9, worker="another", lease_until=2.0**40, trained_tokens=5)
         deadline = time.monotonic() + PATIENCE_S
         while worker.engine.jobs:
@@ -268,6 +272,39 @@ def test_job_when_it_is_taken_from_a_live_worker_then_that_one_drops_it_and_writ
         bench.ask(id, "cancel")
         bench.wait(id)
     assert bench.stored_blobs() == bench.named_blobs()
+
+
+def hold(bench, worker):
+    """Adds the row of a worker that takes no jobs and whose leases may last for ever."""
+    with bench.database.begin() as tx:
+        columns = {"base_model": "tiny", "address": None, "token": None, "info": {}}
+        put_worker(tx, worker, **columns, is_draining=True, lease_s=2.0**41)
+
+
+def test_worker_when_the_database_clock_is_set_forward_then_others_can_renew_before_it_claims(bench, monkeypatch):
+    ahead_s, jumps = 0.0, threading.Event()
+
+    def now_in_round(tx):
+        nonlocal ahead_s
+        ahead_s = 6000.0 if jumps.is_set() else 0.0
+        return now(tx) + ahead_s
+
+    monkeypatch.setattr(database_sync, "now", now_in_round)
+    for module in (leases, workers):
+        monkeypatch.setattr(module, "now", lambda tx: now(tx) + ahead_s)
+    monkeypatch.setattr(database_sync, "LEAVE_TO_OTHERS_S", PATIENCE_S)
+    id = bench.submit(max_steps=2)
+    hold(bench, "another")
+    bench.set(id, fence=9, worker="another", lease_until=time.time() + 3000)
+    with bench.worker() as worker:
+        wait_until(lambda: worker.sync._num_rounds > 1)
+        jumps.set()
+        rounds = worker.sync._num_rounds
+        wait_until(lambda: worker.sync._num_rounds > rounds + 3)
+        assert (bench.job(id)["worker"], bench.job(id)["fence"]) == ("another", 9)
+        worker.sync._claims.claim_after = 0.0
+        bench.wait(id)
+    assert bench.job(id)["fence"] == 10, "nobody renewed it"
 
 
 def test_worker_when_the_database_is_away_for_a_while_then_loses_nothing(bench, monkeypatch):

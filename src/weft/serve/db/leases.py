@@ -8,7 +8,8 @@ Problem: of the jobs that no worker holds, choose the next `num_seats` in this o
 A claim raises the job's fence and holds the job until `lease_until` by the database's clock; `renew` extends that. A
 job whose lease has run out may be claimed again: its worker crashed, hangs, or has lost its connection, and whatever
 that worker still writes carries an old fence and is refused. Every such loss counts in `attempts` until the job reaches
-a checkpoint again.
+a checkpoint again. Where that clock is set back, leases are shortened; where it is set forward, workers wait for each
+other's renewals before they claim.
 
 Where several workers are alive, each leaves to the others what is theirs (`sharing`). Where all seats are taken and a
 tenant with fewer of them per weight waits, jobs of the others make way at their next checkpoint (`GiveBack`).
@@ -109,6 +110,17 @@ def renew(tx: Tx, worker: str, *, lease_s: float = LEASE_S) -> list[DbRow]:
     ours = sa.and_(JOBS.c.worker == worker, JOBS.c.status.in_(("queued", "running")))
     tx.execute(sa.update(JOBS).where(ours).values(lease_until=now(tx) + lease_s))
     return every(tx, sa.select(JOBS).where(ours).order_by(JOBS.c.seq))
+
+
+def shorten_leases(tx: Tx) -> None:
+    """Ends no lease, but lets none last longer than its worker's leases do: after the database's clock was set back,
+    those of a worker that died before would last until it catches up, and the worker would look alive as long."""
+    at = now(tx)
+    own = sa.select(WORKERS.c.lease_s).where(WORKERS.c.id == JOBS.c.worker).scalar_subquery()
+    longest = at + sa.func.coalesce(own, LEASE_S)
+    held = sa.and_(JOBS.c.status.in_(("queued", "running")), JOBS.c.worker.is_not(None))
+    tx.execute(sa.update(JOBS).where(held, JOBS.c.lease_until > longest).values(lease_until=longest))
+    tx.execute(sa.update(WORKERS).where(WORKERS.c.seen_at > at).values(seen_at=at))
 
 
 def release(tx: Tx, tenant: str, id: str, *, fence: int, message: str | None = None, **columns: Any) -> None:
@@ -286,15 +298,15 @@ class GiveBack(ABC):
 
     def choose(self, tx: Tx, worker: str, base_model: str, jobs: Iterable[DbRow], at: float) -> list[str]:
         """Returns the ids of those of the worker's jobs that it should give back now."""
-        if at < self._look_at:
+        # A clock that was set back is not waited for.
+        if at < self._look_at <= at + REST_S:
             return []
         self._look_at = at + LOOK_S
         chosen = self._chosen(tx, worker, base_model, [job for job in jobs if _is_worth_moving(job, at)], at)
         if chosen is None:
             self._unequal_since = None
             return []
-        if self._unequal_since is None:
-            self._unequal_since = at
+        self._unequal_since = at if self._unequal_since is None else min(at, self._unequal_since)
         return [] if at - self._unequal_since < STABLE_S else [job["id"] for job in chosen]
 
     @abstractmethod

@@ -29,7 +29,16 @@ from weft.errors import StorageError, WeftError
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database, DbRow, Tx, now
 from weft.serve.db.jobs import move
-from weft.serve.db.leases import Rebalance, SeatShares, claim_jobs, give_up, has_free, release, renew
+from weft.serve.db.leases import (
+    Rebalance,
+    SeatShares,
+    claim_jobs,
+    give_up,
+    has_free,
+    release,
+    renew,
+    shorten_leases,
+)
 from weft.serve.db.tables import WORKERS
 from weft.serve.db.workers import SILENT_FIELD, loads_of, put_worker, remove_worker, wanted_of
 from weft.serve.errors import Busy, Unsure
@@ -46,6 +55,8 @@ STUCK = 70
 """The exit code of a worker whose training hung."""
 LEAVE_TO_OTHERS_S = 5.0
 """How long a worker that has given jobs to others claims none itself."""
+ROUNDS_PER_LOOK = 20
+"""After so many rounds a worker looks for leases that are too long by a clock that was set back."""
 MAKES_WAY = "It is another tenant's turn; the job goes back to the queue and will go on where it was"
 MOVES = "Another worker has more room; the job goes back to the queue and will go on there where it was"
 TRACKING_GRACE_S = 5.0
@@ -265,6 +276,8 @@ class RoundWriter:
     def __init__(self, options: WorkerOptions, claims: Claims, *, address: tuple[str, str]) -> None:
         """`address` is where the worker answers prompts, and the token."""
         self.rebalance, self.seat_shares = Rebalance(), SeatShares()
+        self._clock_offset: float | None = None
+        """The database's clock less this process's, at the last round."""
         self._options, self._claims = options, claims
         self._address, self._token = address
 
@@ -274,6 +287,9 @@ class RoundWriter:
         options = self._options
         rows = {row["id"]: row for row in renew(tx, options.id, lease_s=options.lease_s)}
         sync_round = SyncRound(number, is_last, now(tx), wanted_of(tx, options.id), rows)
+        self._follow_clock(sync_round.at)
+        if number % ROUNDS_PER_LOOK == 1:
+            shorten_leases(tx)
         self._write_claims(tx, sync_round)
         if is_last:
             remove_worker(tx, options.id)
@@ -297,6 +313,14 @@ class RoundWriter:
             sync_round.moving = self.rebalance.choose(tx, options.id, options.base_model, values, at)
             sync_round.making_way = self.seat_shares.choose(tx, options.id, options.base_model, values, at)
         return sync_round
+
+    def _follow_clock(self, at: float) -> None:
+        """Claims nothing for a moment once the database's clock was set forward: all leases seem to have run out."""
+        offset = at - time.monotonic()
+        before, self._clock_offset = self._clock_offset, offset
+        if before is not None and offset - before > self._options.lease_s / 2:
+            LOG.warning("the database's clock was set forward", extra={"fields": {"seconds": round(offset - before)}})
+            self._claims.claim_after = time.monotonic() + LEAVE_TO_OTHERS_S
 
     def _write_claims(self, tx: Tx, sync_round: SyncRound) -> None:
         for claim in self._claims.by_name.values():
