@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import uvicorn
 from service_home import Home
 
 from weft.serve.api.app import listen, run_app
+from weft.serve.api.observe import log_json
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -59,3 +61,14 @@ def test_log_when_a_library_warns_then_each_line_is_json():
         ("warning", True),
         ("warning", False),
     ]
+
+
+def test_log_when_standard_error_is_replaced_then_lines_go_to_the_new_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    with io.StringIO() as before, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", before)
+        log_json()
+    logging.getLogger("weft.serve").info("later")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "later"

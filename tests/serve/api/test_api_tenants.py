@@ -28,6 +28,8 @@ SCOPES = {
     "/v1/completions": "chat",
     "/v1/usage": "usage",
     "/v1/workers": "admin",
+    "/v1/load_lora_adapter": "admin",
+    "/v1/unload_lora_adapter": "admin",
     "/metrics": "admin",
     "/dashboard/overview": "usage admin",
 }

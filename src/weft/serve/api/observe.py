@@ -14,7 +14,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 import sqlalchemy as sa
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -58,9 +58,17 @@ def _clock(second: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what is standard error at the time, since a program that contains the service may replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def log_json() -> None:
     """Makes the service and its HTTP server log to stderr as JSON lines."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StandardError()
     handler.setFormatter(JsonLines())
     # Libraries warn as they train; what they write must not break the lines.
     logging.captureWarnings(True)
