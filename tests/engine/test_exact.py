@@ -23,8 +23,7 @@ from weft.plan.families import REFERENCE_FAMILIES
 from weft.spec import JobSpec
 
 BOUND = 1e-5
-STEPS = 12
-MANY_STEPS = 24
+STEPS = 20
 CAPACITY = 40
 """Below the tokens of most global batches, so that gradients add up over several microbatches."""
 
@@ -234,7 +233,7 @@ def assert_equal_peft(name: str, kernels: str, given: list[Job], loss_of: LossOf
 )
 def test_jobs_when_trained_together_then_each_equals_peft_alone(name, kernels):
     outcomes = assert_equal_peft(name, kernels, jobs())
-    assert max(max(outcome.accuracies) for outcome in outcomes.values()) > 0.1, "no accuracy to speak of was compared"
+    assert max(max(outcome.accuracies) for outcome in outcomes.values()) > 0.2, "no accuracy to speak of was compared"
 
 
 not_of_experts = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
@@ -281,7 +280,7 @@ def test_family_when_trained_then_equals_peft_alone(name, kernels):
 def test_family_when_trained_for_many_steps_then_still_equals_peft_alone(name, kernels):
     """Scaled logits, parallel blocks, transposed weights, local attention, other rotary positions, grouped heads and
     experts: one family of each, at an epsilon where Adam divides by the gradients' own size."""
-    settings: dict[str, Any] = {"max_steps": MANY_STEPS, "adam_epsilon": 1e-3}
+    settings: dict[str, Any] = {"max_steps": STEPS, "adam_epsilon": 1e-3}
     lora = job_spec("lora", adapter={"r": 4}, **settings), random_data(1, num_samples=9)
     ia3 = job_spec("ia3", adapter={"method": "ia3"}, seed=2, learning_rate=3e-2, **settings), random_data(2)
     assert_equal_peft(name, kernels, [lora, ia3])

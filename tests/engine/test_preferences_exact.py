@@ -31,7 +31,7 @@ LOSSES: dict[str, Any] = {
 
 def pair_job(name: str, seed: int) -> Job:
     """A job on random pairs; an epsilon above the rounding takes chance out of Adam, as in test_exact."""
-    spec = job_spec(name, max_steps=STEPS, seed=seed, adapter={"r": 4}, adam_epsilon=1e-2, global_batch_size=3)
+    spec = job_spec(name, max_steps=STEPS, seed=seed, adapter={"r": 4}, adam_epsilon=1e-3, global_batch_size=3)
     data = random_data(seed, num_samples=16)
     train = replace(data.train, objective=LOSSES[name])
     if name == "kto":

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_exact import BOUND, MANY_STEPS, largest_difference, peft_model, train_peft_model
+from test_exact import BOUND, STEPS, largest_difference, peft_model, train_peft_model
 from test_preferences_exact import LOSSES, pair_job
 from tiny_models import finish, random_backbone, random_model
 from tiny_tokenizer import make_tokenizer
@@ -92,7 +92,7 @@ def trl_batch(name: str, samples: list[Any]) -> dict[str, torch.Tensor]:
 def test_pairs_when_trl_makes_the_loss_then_the_job_equals_it_step_by_step(name, tmp_path):
     assert name in LOSSES
     spec, data = pair_job(name, 3)
-    spec = replace(spec, max_steps=MANY_STEPS)
+    spec = replace(spec, max_steps=STEPS)
     if name in ("cpo", "orpo"):
         spec = replace(spec, global_batch_size=1)
     if name == "orpo":
@@ -113,7 +113,7 @@ def test_pairs_when_trl_makes_the_loss_then_the_job_equals_it_step_by_step(name,
         return trainer.compute_loss(trainer.model, trl_batch(name, samples)), 0.0
 
     expected, losses, _ = train_peft_model(model, engine.jobs[name], list(start), loss_of)
-    assert len(losses) == MANY_STEPS
+    assert len(losses) == STEPS
     assert outcome.losses == pytest.approx(losses, rel=BOUND, abs=BOUND)
     assert largest_difference(outcome.adapter, expected) <= BOUND
     assert largest_difference(outcome.adapter, start) > 0.01, "the job learned nothing"
