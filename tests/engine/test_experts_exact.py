@@ -51,7 +51,7 @@ OTHER_FAMILIES = (
     "gemma4_moe",
 )
 CAPACITY = 40
-STEPS = 10
+STEPS = 20
 
 
 def expert_job(name: str, kind: str, seed: int, *, steps: int = 5, **adapter: Any) -> Job:
