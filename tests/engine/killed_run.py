@@ -23,9 +23,6 @@ from pathlib import Path
 import eight_jobs
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))
-from small_model import small_model
-
 from weft.engine.resume import plan_resume
 from weft.engine.train import execute_run, prepare_run
 from weft.spec import AdapterSpec, JobSpec, RunSpec
@@ -42,7 +39,7 @@ LATE_IMPORTS = (
 """What transformers imports only when a model is loaded. Loading one here would leave threads that a fork loses."""
 
 
-def run_spec(data: Path) -> RunSpec:
+def run_spec(data: Path, model: str) -> RunSpec:
     """Three short jobs: dropout and warm-up, early stopping, and one whose checkpoints are rare."""
     tasks = {"upper": str.upper, "lower": str.lower, "double": lambda word: word * 2}
     words = ["warp", "Weft", "loom", "Yarn", "shed", "Reed", "heddle", "Shuttle", "selvage", "Twill"]
@@ -52,7 +49,7 @@ def run_spec(data: Path) -> RunSpec:
     settings = {"max_length": 48, "global_batch_size": 4, "learning_rate": 2e-3}
     adapter = AdapterSpec(r=4, target_modules=("q_proj", "down_proj"), lora_dropout=0.2)
     return RunSpec(
-        str(small_model()),
+        model,
         (
             JobSpec("upper", ("upper.jsonl",), adapter=adapter, max_steps=8, warmup_steps=3, save_steps=2, **settings),
             JobSpec(
@@ -119,10 +116,12 @@ def kill_until_done(spec: RunSpec, data: Path, out: Path, rng: random.Random) ->
     return ends
 
 
-def main(place: Path, seed: int, *, is_eight: bool) -> None:
-    """Trains the run twice, once in peace and once under fire."""
+def main(place: Path, seed: int, model: str) -> None:
+    """Trains the run twice, once in peace and once under fire; `eight`: that of eight jobs. Nothing is computed here:
+    torch's threads would be missing in the children."""
     torch.set_num_threads(1)
-    spec = eight_jobs.run_spec(place) if is_eight else run_spec(place)
+    is_eight = model == "eight"
+    spec = eight_jobs.run_spec(place) if is_eight else run_spec(place, model)
     for module in LATE_IMPORTS:
         importlib.import_module(module)
     runs = {place / "undisturbed": spec}
@@ -134,4 +133,4 @@ def main(place: Path, seed: int, *, is_eight: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), is_eight=sys.argv[3:] == ["eight"])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

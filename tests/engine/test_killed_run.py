@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_model import small_model
 
 SCRIPT = Path(__file__).parent / "killed_run.py"
 JOBS = ("upper", "lower", "double")
@@ -19,7 +20,7 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.faults
 def test_run_when_killed_at_random_moments_then_ends_as_if_it_never_was(tmp_path):
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "4"]
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "4", str(small_model())]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False, env=one_thread)
     assert finished.returncode == 0, finished.stderr

@@ -169,7 +169,7 @@ def test_serve_when_it_only_answers_for_a_directory_of_adapters_then_all_of_them
 
 def test_migrate_only_when_asked_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):
     done = weft("serve", "--migrate-only", "--data-dir", tmp_path / "data")
-    assert done.out == "the database is at revision 0003\n"
+    assert done.out == "the database is at revision 0004\n"
     assert (tmp_path / "data" / "weft.db").exists()
 
 

@@ -77,7 +77,7 @@ def test_signals_when_an_exit_is_lost_in_a_destructor_then_the_worker_stops_once
         ({"base_model": "=x"}, "NAME=MODEL"),
         ({"base_model": "x="}, "NAME=MODEL"),
         ({"db": "mysql://x"}, "not supported"),
-        ({"max_jobs": 0}, "--max-jobs"),
+        ({"max_jobs": -1}, "--max-jobs"),
         ({"capacity": "1"}, "--capacity: must be at least 2, got 1."),
         ({"capacity": "most"}, "--capacity: expected auto or a whole number, got 'most'."),
         ({"lease": 0.1}, "--lease"),
