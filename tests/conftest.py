@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import dataclasses
 import functools
 import gc
 import os
@@ -12,7 +13,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Tests prepare what they read; those of the cache have one of their own.
 os.environ["WEFT_CACHE"] = "off"
+# What `weft tune` and `weft doctor --layouts` have measured here decides no test.
+os.environ.setdefault("WEFT_TUNING", os.devnull)
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +46,20 @@ def _prepare_once(function: Any, prepare: Any = interpreter._patch_lang) -> Any:
 
 
 interpreter._patch_lang = _prepare_once
+# It computes whether integers overflow, a quarter of the time, and asserts it only when debugging.
+interpreter.interpreter_builder.options = dataclasses.replace(
+    interpreter.interpreter_builder.options, sanitize_overflow=False
+)
 
-# How long an example takes says more about the machine's other work than about the code.
+# How long an example takes depends more on the machine's other work than on the code.
 settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("weft")
 
 
 @pytest.fixture(autouse=True)
 def _fresh_seed() -> None:
-    torch.manual_seed(0)
+    """The CPU's alone: `torch.manual_seed` records where it was called, for the GPU, which takes a millisecond."""
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,6 +68,16 @@ def _frozen_imports() -> None:
     runs out."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is collected stays, so there is no garbage to search for."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -72,12 +91,13 @@ SLOW = "benchmarks/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    first = {name: place for place, name in enumerate(LONGEST)}
+    first = {name: rank for rank, name in enumerate(LONGEST)}
 
-    def folder(item: pytest.Item) -> str:
-        return item.path.parent.relative_to(Path(__file__).parent).as_posix()
+    @functools.cache
+    def folder(path: Path) -> str:
+        return path.parent.relative_to(Path(__file__).parent).as_posix()
 
-    items.sort(key=lambda item: first.get(folder(item).partition("/")[0], len(LONGEST)))
+    items.sort(key=lambda item: first.get(folder(item.path).partition("/")[0], len(LONGEST)))
     for item in items:
-        if folder(item).startswith(SLOW):
+        if folder(item.path).startswith(SLOW):
             item.add_marker(pytest.mark.slow)

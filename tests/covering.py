@@ -25,10 +25,10 @@ def each_value(*axes: Sequence[Any]) -> list[Any]:
 
 def each_pair(*axes: Sequence[Any]) -> list[Any]:
     """The product of three axes or more, of which a few cases that hold every pair of values are run first."""
-    places = list(itertools.combinations(range(len(axes)), 2))
+    axis_pairs = list(itertools.combinations(range(len(axes)), 2))
 
     def pairs(case: Case) -> set[tuple[int, int, int, int]]:
-        return {(i, case[i], j, case[j]) for i, j in places}
+        return {(i, case[i], j, case[j]) for i, j in axis_pairs}
 
     cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
     missing = set().union(*map(pairs, cases))

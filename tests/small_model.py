@@ -20,14 +20,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-_PLACE = tempfile.TemporaryDirectory(prefix="weft-small-")
+_FOLDER = tempfile.TemporaryDirectory(prefix="weft-small-")
 """Removed when this process ends."""
 
 
 @functools.cache
 def small_model(num_layers: int = 1) -> Path:
     """Its directory."""
-    folder = Path(_PLACE.name, str(num_layers))
+    folder = Path(_FOLDER.name, str(num_layers))
     folder.mkdir()
     for file in TINY.iterdir():
         if file.name not in ("config.json", "model.safetensors"):

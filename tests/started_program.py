@@ -1,4 +1,4 @@
-"""A program that reports what it finds itself in, and does what it is asked to do."""
+"""A program that reports its environment, and does what its arguments request."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(connection: Connection | None = None) -> None:
-    what, place = sys.argv[1:3]
+    what, file = sys.argv[1:3]
     found = {
         "arguments": sys.argv[1:],
         "variables": dict(os.environ),
@@ -23,8 +23,8 @@ def main(connection: Connection | None = None) -> None:
         "name": Path("/proc/self/comm").read_text().strip(),
         "has_torch": "torch" in sys.modules,
     }
-    Path(f"{place}.new").write_text(json.dumps(found))
-    Path(f"{place}.new").rename(place)
+    Path(f"{file}.new").write_text(json.dumps(found))
+    Path(f"{file}.new").rename(file)
     print("said", flush=True)
     if what == "fail":
         sys.exit(3)

@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say, with fewer steps where the command can say so."""
+"""Every example runs as its first lines show, with fewer steps where the command can set them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_example_when_run_as_it_says_then_leaves_adapters_or_a_plan(name, tmp_path, monkeypatch, capsys):
+def test_example_when_run_as_it_shows_then_leaves_adapters_or_a_plan(name, tmp_path, monkeypatch, capsys):
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     program, *words = command_of(EXAMPLES / name)

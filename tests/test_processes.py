@@ -28,10 +28,10 @@ def until(is_so: Callable[[], bool], longest_s: float = 120.0) -> None:
         time.sleep(0.01)
 
 
-def told(place: Path) -> dict[str, Any]:
+def report_of(path: Path) -> dict[str, Any]:
     """What the program that writes there reports of itself."""
-    until(place.exists)
-    return json.loads(place.read_text())
+    until(path.exists)
+    return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +53,7 @@ def _kill_server() -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the program that does as it is asked, and reports on itself in a file of that name."""
+    """Starts the program that does what its argument requests, and reports on itself in a file of that name."""
     started: list[ChildProcess] = []
 
     def begin(what: str, *connections: Any) -> ChildProcess:
@@ -73,7 +73,7 @@ def test_process_when_started_then_finds_what_a_program_of_its_own_finds(start, 
     monkeypatch.chdir(tmp_path / "folder")
     process = start("done")
     assert process.wait(120) == 0
-    found = told(tmp_path / "done")
+    found = report_of(tmp_path / "done")
     assert found["pid"] == found["session"] == process.pid
     assert found["parent"] != os.getpid(), "a fork of the server"
     assert found["variables"] == {"PATH": os.environ["PATH"], "WEFT_RANK_KEY": "secret"}
@@ -86,7 +86,7 @@ def test_process_when_it_ends_then_its_code_or_signal_is_known_and_nothing_is_le
     failing, breaking, staying = (start(what) for what in ("fail", "break", "stay"))
     assert (failing.wait(120), breaking.wait(60)) == (3, 1)
     assert "ValueError: broken" in (tmp_path / "log").read_text()
-    told(tmp_path / "stay")
+    report_of(tmp_path / "stay")
     assert staying.poll() is staying.returncode is None
     with pytest.raises(subprocess.TimeoutExpired):
         staying.wait(0.01)
@@ -108,11 +108,11 @@ def test_process_when_given_a_connection_then_has_it_and_no_other_process_holds_
 
 def test_server_when_it_is_killed_then_its_processes_live_and_another_starts_the_next(start, tmp_path):
     before = start("stay")
-    server = told(tmp_path / "stay")["parent"]
+    server = report_of(tmp_path / "stay")["parent"]
     _kill_server()
     assert before.poll() is None
     assert start("fail").wait(120) == 3
-    assert told(tmp_path / "fail")["parent"] != server
+    assert report_of(tmp_path / "fail")["parent"] != server
     assert before.poll() is None
     os.killpg(before.pid, signal.SIGTERM)
     assert before.wait(60) == -signal.SIGKILL, "no process knows, so it counts as killed"
@@ -121,7 +121,7 @@ def test_server_when_it_is_killed_then_its_processes_live_and_another_starts_the
 def test_process_when_killed_before_it_runs_then_no_one_waits_for_its_start(start, tmp_path):
     first = start("done")
     first.wait(120)
-    server = told(tmp_path / "done")["parent"]
+    server = report_of(tmp_path / "done")["parent"]
     os.kill(server, signal.SIGSTOP)
     process = start("stay")
     process.kill()

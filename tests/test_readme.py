@@ -1,4 +1,4 @@
-"""What the README, the quick start and the page about many GPUs tell people to type works as written."""
+"""The commands of the README, the quick start and the page about many GPUs work as written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_page_when_its_commands_are_typed_in_order_then_each_works(page, tmp_pat
         if words[1] == "serve" or {"--devices", "--cluster", "--listen"} & set(words):
             # It serves until it is stopped, as in tests/serve; or it needs a GPU or machines.
             continue
-        # Fewer steps than the file says: the promise is that it works, not how well it learns.
+        # Fewer steps than in the file: the promise is that it works, not how well it learns.
         extra = fewer.get(words[1], [])
         if "--layout" in words and TRAINED_LAYOUT not in words:
             extra = [*extra, "--dry-run"]

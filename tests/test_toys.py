@@ -1,4 +1,4 @@
-"""A method and an objective are added where CONTRIBUTING's tables say, and are then as good as those that are there."""
+"""A method and an objective are added as CONTRIBUTING's tables state, and then pass the same tests as the others."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(source: Path, *command: str, cwd: Path = ROOT) -> subprocess.CompletedPr
     return subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-def test_toys_when_added_where_the_tables_say_then_the_conformance_tests_pass(source):
+def test_toys_when_added_as_the_tables_state_then_the_conformance_tests_pass(source):
     tests = ["tests/methods/test_methods.py", "tests/objectives/test_objectives.py"]
     options = ["-k", "[kron] or [kron- or -kron] or focal or registry", "-p", "no:cacheprovider"]
     found = run(source, "-c", "import weft; print(weft.__file__)").stdout.strip()

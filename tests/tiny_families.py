@@ -289,8 +289,8 @@ def plain_model(name: str = "llama", *, seed: int = 0, attention: str = "eager",
     kind, settings = FAMILIES[name]
     config = getattr(transformers, f"{kind}Config")(**{**settings, **changes})
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for path, parameter in model.named_parameters():

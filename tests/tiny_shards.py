@@ -16,16 +16,16 @@ from weft.model.shards import PendingGather
 
 
 class Late(HostPeers):
-    """Notes what is asked of it; a layer is all noise until somebody waits for it."""
+    """Logs its calls; a layer is all noise until its gather is waited for."""
 
     def __init__(self, index: int = 0, count: int = 2) -> None:
         super().__init__(index, count, CPU)
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def gather(self, layer: int, own: torch.Tensor, into: torch.Tensor) -> PendingGather:
-        self.told.append(f"start {layer}")
+        self.calls.append(f"start {layer}")
         into.fill_(255)
-        return Waited(lambda: (self.told.append(f"wait {layer}"), self._copy(layer, own, into)))
+        return Waited(lambda: (self.calls.append(f"wait {layer}"), self._copy(layer, own, into)))
 
 
 class Waited:

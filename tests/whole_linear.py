@@ -8,7 +8,7 @@ from weft.adapters.devices import SiteShare
 
 
 class WholeLinear(nn.Linear):
-    """What methods may ask of it, without slots."""
+    """What methods may need of it, without slots."""
 
     @property
     def shape(self) -> tuple[int, ...]:

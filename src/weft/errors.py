@@ -18,7 +18,8 @@ The text of an error states where it happened, what was found, and what is accep
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -104,6 +105,16 @@ def install_command(extra: str) -> str:
     return f"pip install {'-e ' if name != 'weft-lora' else ''}'{name}[{extra}]'"
 
 
+@contextmanager
+def needs_extra(extra: str, sentence: str, where: str | None = None) -> Iterator[None]:
+    """Turns a failed import in the block into this sentence, in which {} is the missing package."""
+    try:
+        yield
+    except ImportError as error:
+        hint = f"Install it: {install_command(extra)}."
+        raise MissingExtraError(sentence.format(error.name), where=where, hint=hint) from None
+
+
 def first_line(error: Exception) -> str:
     """Another library's error as part of a sentence."""
     lines = str(error).strip().splitlines()
@@ -119,15 +130,19 @@ def closest(word: str, accepted: list[str]) -> str | None:
     return known[matches[0]] if matches else None
 
 
+def did_you_mean(word: str, accepted: Iterable[str]) -> str | None:
+    """The hint of an error for a word outside a list."""
+    guess = closest(word, list(accepted))
+    return f"Did you mean {guess}?" if guess else None
+
+
 def not_accepted(
     word: str, accepted: Iterable[str], where: str, elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> ConfigError:
     """The error for a word outside a list, with a hint: that of `elsewhere`, which has names of other trainers, or the
     nearest accepted word."""
     words = list(accepted)
-    hint = elsewhere.get(word.lower().replace("-", "_"))
-    guess = None if hint else closest(word, words)
-    hint = f"Did you mean {guess}?" if guess else hint
+    hint = elsewhere.get(word.lower().replace("-", "_")) or did_you_mean(word, words)
     return ConfigError(f"got {word!r}; accepted are {', '.join(words)}.", where=where, hint=hint)
 
 

@@ -43,6 +43,10 @@ _TRL = {
         "samples are always packed, and never see each other; group_texts joins plain texts.", (None, True, False)
     ),
     "neftune_noise_alpha": ForeignSetting("NEFTune's noise is not supported yet."),
+    **dict.fromkeys(
+        ("output_router_logits", "router_aux_loss_coef"),
+        ForeignSetting("routers are frozen, and a loss over all rows of a microbatch would couple jobs."),
+    ),
     "bf16": ForeignSetting("write `dtype: bfloat16` of the run."),
     "fp16": ForeignSetting("write `dtype: bfloat16` of the run; float16 is not supported."),
     "group_by_length": ForeignSetting("a job's order depends on its seed alone.", _OFF),

@@ -41,7 +41,7 @@ EXIT_CODE_S = 5.0
 """Seconds that the fork server has to report how a process ended."""
 _SERVER_LOST = 255
 """Exit code that multiprocessing reports for processes whose server is gone."""
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_SET_PDEATHSIG = 15, 1
 _PROGRAM = f"import sys; from {__name__} import run_program; run_program(*sys.argv[1:])"
 _LOCK = threading.Lock()
 """multiprocessing reads the end of any child when it starts another."""
@@ -242,6 +242,14 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 AUTO = "auto"
 
 
+def end_with_parent(parent: int) -> None:
+    """Ends this process when the one that forked it ends; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
 def last_line(log: Path) -> str:
     """The last line that a process wrote to its log; empty if there is none."""
     with suppress(OSError):
@@ -257,6 +265,33 @@ def visible_gpus() -> list[str]:
         return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
     files = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     return [str(index) for index in range(len(files))]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+IDLE_SHARE = 0.05
+"""Largest share of its memory that the driver itself takes of an idle GPU."""
+
+
+def are_idle(gpus: Sequence[str]) -> bool:
+    """True if no process uses memory of these GPUs; torch would have to take some of each to find out."""
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    found = [driver.nvmlInit_v2() == 0]
+    for name in gpus:
+        gpu, memory = ctypes.c_void_p(), _Memory()
+        if name.isdecimal():
+            driver.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(gpu))
+        else:
+            driver.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu))
+        is_known = gpu.value is not None and driver.nvmlDeviceGetMemoryInfo(gpu, ctypes.byref(memory)) == 0
+        found.append(is_known and memory.used < IDLE_SHARE * memory.total)
+    driver.nvmlShutdown()
+    return all(found)
 
 
 def choose_gpus(devices: str | None, visible: list[str]) -> list[str]:
@@ -299,12 +334,3 @@ def check_cpu_processes(number: int, where: str) -> None:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def memory_bytes() -> int:
-    """Memory of this machine, or of the container that the process is in."""
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return size

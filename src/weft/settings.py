@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from weft.errors import ConfigError, WrongTypeError, closest
+from weft.errors import ConfigError, WrongTypeError, did_you_mean
 from weft.other_trainers import is_harmless, why_refused
 
 T = TypeVar("T")
@@ -70,6 +70,9 @@ class KnownKeywords(metaclass=FormerNames):
             if name not in settings:
                 raise ConfigError(f"{name} is missing.")
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        validate(self)
 
 
 def setting(
@@ -370,8 +373,7 @@ def _check(field: dataclasses.Field[Any], value: Any, where: str) -> None:
         hint = None
         if isinstance(value, str):
             hint = field.metadata["elsewhere"].get(value.lower().replace("-", "_"))
-            guess = None if hint else closest(value, [*map(str, choices), *field.metadata["synonyms"]])
-            hint = f"Did you mean {guess}?" if guess else hint
+            hint = hint or did_you_mean(value, [*map(str, choices), *field.metadata["synonyms"]])
         raise ConfigError(f"got {describe(value)}; accepted are {accepted}.", where=where, hint=hint)
 
 
@@ -384,9 +386,7 @@ def _unknown_key(key: str, names: list[str], where: str) -> ConfigError:
     reason = why_refused(key)
     if reason is not None:
         return ConfigError(reason, where=where)
-    guess = closest(key, names)
-    hint = f"Did you mean {guess}?" if guess else "`weft config` lists all settings."
-    return _unknown(where or repr(key), hint)
+    return _unknown(where or repr(key), did_you_mean(key, names) or "`weft config` lists all settings.")
 
 
 def _unknown(where: str, hint: str) -> ConfigError:

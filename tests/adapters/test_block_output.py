@@ -1,4 +1,4 @@
-"""Adapters on the outputs of blocks: plain autograd agrees, and nobody without one notices them."""
+"""Adapters on the outputs of blocks: plain autograd agrees, and jobs without one notice nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiny_models import assert_same_bits, finish, job_spec, random_backbone, ran
 from torch import nn
 
 from weft.adapters.adapter import Adapter
-from weft.adapters.method import ModuleTensors
+from weft.adapters.method import Attachment, ModuleTensors
 from weft.adapters.routing import Routing, Rows, slot_rows
 from weft.adapters.sites import BlockOutput
 from weft.engine.engine import Engine
@@ -103,16 +103,16 @@ def test_output_when_neighbours_are_nan_then_own_rows_and_gradients_are_those_al
     torch.manual_seed(0)
     block, routing = nn.Linear(4, D), Routing(slots=(slot_rows(-1, [Rows(2, 5), Rows(5, 8)], None, 10),))
     block.requires_grad_(False)
-    place, path = BlockOutput(block, D, routing), "layers.0.mlp"
-    adapter = adapter_on({path: place}, AdapterSpec(**SPEC))
+    site, path = BlockOutput(block, D, routing), "layers.0.mlp"
+    adapter = adapter_on({path: site}, AdapterSpec(**SPEC))
     adapter.groups["up"].params.normal_()
-    place.put(-1, adapter.modules[path])
+    site.put(-1, adapter.modules[path])
     x, dy_TD = torch.randn(10, 4), torch.randn(10, D)
     x[0], dy_TD[9] = torch.nan, torch.nan
     y_TD = block(x)
     y_TD.backward(dy_TD)
     down_WD, bias_W, up_DW, bias_D = theirs = [tensor.requires_grad_() for tensor in adapter.tensors()[path]]
-    place.free(-1)
+    site.free(-1)
     plain_TD = block(x)
     assert not block._forward_hooks and y_TD[8:].equal(plain_TD[8:])
     own_LD = plain_TD[2:8]
@@ -123,18 +123,18 @@ def test_output_when_neighbours_are_nan_then_own_rows_and_gradients_are_those_al
         torch.testing.assert_close(group.grad, tensor.grad.flatten(), rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_when_no_such_adapter_is_attached_then_nobody_listens_to_them():
+def test_blocks_when_no_such_adapter_is_attached_then_they_have_no_hooks():
     backbone = random_backbone()
     hooks = lambda: sum(len(module._forward_hooks) for module in backbone.model.modules())  # noqa: E731
     lora = backbone.attach(backbone.new_adapter(AdapterSpec(r=2), 0))
     assert hooks() == 0
     slots = [backbone.attach(backbone.new_adapter(AdapterSpec(**SPEC), seed)) for seed in (0, 1)]
-    assert hooks() == len(backbone.blocks) == 4
+    assert hooks() == len(backbone.sites.of(Attachment.BLOCK_OUTPUT)) == 4
     for slot in (slots[0], lora):
         backbone.detach(slot)
     assert hooks() == 4
     backbone.detach(slots[1])
-    assert hooks() == 0 and not any(place.slots for place in backbone.blocks.values())
+    assert hooks() == 0 and not any(site.slots for site in backbone.sites.of(Attachment.BLOCK_OUTPUT).values())
 
 
 @pytest.mark.parametrize("memory", [Memory("full"), Memory("mlp", offload=True)])
@@ -207,7 +207,7 @@ def test_files_when_peft_has_no_such_method_then_nothing_sends_people_there(tmp_
     assert not (tmp_path / "merged").exists()
 
 
-def test_attach_when_the_model_has_other_blocks_then_one_sentence_says_so(tmp_path):
+def test_attach_when_the_model_has_other_blocks_then_refused_in_one_sentence(tmp_path):
     stored = read_named(str(written(random_backbone(), tmp_path / "a")))
     with pytest.raises(AdapterFileError, match=r"model.layers.1.\w+ is not a block of base_model llama"):
         attach_adapter(random_backbone(num_hidden_layers=1), stored)
@@ -224,7 +224,7 @@ def test_attach_when_the_model_has_other_blocks_then_one_sentence_says_so(tmp_pa
         ("gpt_neox", "auto", "the backbone has no block to adapt; llama, mistral"),
     ],
 )
-def test_targets_when_they_name_no_block_then_one_sentence_says_what_there_is(name, targets, sentence):
+def test_targets_when_they_name_no_block_then_one_sentence_lists_the_blocks(name, targets, sentence):
     backbone = random_backbone(name)
     with pytest.raises(ConfigError, match=sentence):
         backbone.check_adapter(AdapterSpec(**SPEC, target_modules=targets))

@@ -160,12 +160,12 @@ def test_quantise_when_the_shape_is_odd_then_other_kinds_take_it(kind):
     assert distance(quantise(weight_OD, kind).dense(), weight_OD) < ERRORS[kind]
 
 
-def test_quantise_when_the_kind_is_unknown_then_says_what_is_accepted():
+def test_quantise_when_the_kind_is_unknown_then_reports_what_is_accepted():
     with pytest.raises(ConfigError, match="got 'int4'; accepted are none, fp8, nf4, int8"):
         quantise(weights(), "int4")
 
 
-def test_describe_when_some_stay_dense_then_says_how_many():
+def test_describe_when_some_stay_dense_then_reports_how_many():
     made: list[FrozenWeight] = [quantise(torch.randn(48, 96), "fp8"), quantise(torch.randn(40, 96), "fp8")]
     assert describe(made) == "fp8 (0.0 MB in 1 linears), 1 linears dense (0.0 MB)"
     assert describe(made[:1]) == "fp8 (0.0 MB in 1 linears)"
@@ -174,7 +174,7 @@ def test_describe_when_some_stay_dense_then_says_how_many():
 
 
 def test_fp8_when_rows_come_rounded_then_they_are_multiplied_and_not_rounded_again():
-    """Whoever makes x or dy may round them; the product is the one it would have made itself."""
+    """The caller may round x or dy in advance; the product is the one of unrounded rows."""
     torch.manual_seed(9)
     weight = quantise(torch.randn(32, 48), "fp8")
     x_TD, dy_TO = torch.randn(5, 48), torch.randn(5, 32)
@@ -185,7 +185,7 @@ def test_fp8_when_rows_come_rounded_then_they_are_multiplied_and_not_rounded_aga
     assert weight.input_gradient(nothing_TO, dy8=dy8).equal(weight.input_gradient(dy_TO))
 
 
-def test_weights_when_they_do_not_round_then_they_ask_for_no_rows():
+def test_weights_when_they_do_not_round_then_they_need_no_rounded_rows():
     """Also FP8 with one copy on the way back: its gradient is a product with the dense weight."""
     one_copy = quantise(torch.randn(32, 48), "fp8", copies=1)
     assert one_copy.rounds_inputs and one_copy.gradient_columns is None

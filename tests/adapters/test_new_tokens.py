@@ -146,14 +146,14 @@ def rows_alone(stored: Any) -> Any:
     return replace(stored, tensors=zeroed)
 
 
-def test_generate_when_only_one_adapter_has_new_tokens_then_nobody_else_writes_them():
+def test_generate_when_only_one_adapter_has_new_tokens_then_no_other_writes_them():
     backbone = backbone_of("llama_bias")
     adapter = backbone.new_adapter(AdapterSpec(r=4, new_tokens=NEW), 0)
     adapter.token_rows[OUTPUT_ROWS].rows_KD.mul_(1e4)
     slot = backbone.attach(adapter)
-    asked = [Request([5, 61, 7], slot), Request([5, 6, 7], None)]
-    mine, bare = generate(backbone, asked, Decoding(max_new_tokens=6))
-    assert bare == generate(backbone, asked[1:], Decoding(max_new_tokens=6))[0]
+    requests = [Request([5, 61, 7], slot), Request([5, 6, 7], None)]
+    mine, bare = generate(backbone, requests, Decoding(max_new_tokens=6))
+    assert bare == generate(backbone, requests[1:], Decoding(max_new_tokens=6))[0]
     assert max(mine) >= VOCABULARY > max(bare)
     assert "<" in backbone.tokenizer_of(slot).decode(mine)
     assert backbone.tokenizer_of(None) is backbone.tokenizer
@@ -171,7 +171,7 @@ def test_generate_when_only_one_adapter_has_new_tokens_then_nobody_else_writes_t
         ({"new_tokens": ["<a>"], "method": "ia3"}, "new_tokens: is a setting of lora and dora"),
     ],
 )
-def test_settings_when_they_cannot_be_then_a_sentence_says_so(settings, sentence):
+def test_settings_when_they_are_impossible_then_refused_in_one_sentence(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         AdapterSpec(**settings)
 
@@ -183,7 +183,7 @@ def test_adapter_when_the_tokenizer_has_more_tokens_than_the_backbone_rows_then_
 
 
 class SlowTokenizer(PreTrainedTokenizerFast):
-    """Says of itself that it cannot be written as one file."""
+    """A tokenizer that cannot be written as one file."""
 
     is_fast = False
 
@@ -226,7 +226,7 @@ def test_job_when_it_goes_on_from_new_tokens_then_has_to_name_them(tmp_path):
         engine.submit(replace(spec, name="b", adapter=AdapterSpec(), init_adapter=str(path)), data)
 
 
-def test_adapter_when_its_tokenizer_is_gone_or_broken_then_a_sentence_says_so(tmp_path):
+def test_adapter_when_its_tokenizer_is_gone_or_broken_then_refused_in_one_sentence(tmp_path):
     backbone = backbone_of("llama_tied")
     path = exported(backbone, tmp_path / "a")
     (path / "tokenizer.json").write_text('{"added_tokens": 3}')

@@ -18,15 +18,15 @@ def beside(devices: ThreadDevices, *passes: Callable[[], None], routing: Routing
     SideBySide(devices, routing or Routing(), CPU).run(passes)
 
 
-def sums(devices: ThreadDevices, said: list[str], name: str, count: int) -> Callable[[], None]:
-    """A pass that adds up so often, and says what it does between."""
+def sums(devices: ThreadDevices, log: list[str], name: str, count: int) -> Callable[[], None]:
+    """A pass that adds up so often, and logs what it does between."""
 
     def run() -> None:
         for number in range(count):
-            said.append(f"{name}{number}")
+            log.append(f"{name}{number}")
             total = devices.add_up(torch.tensor([float(ord(name) * (number + 1))]))
             assert total.item() == devices.count * ord(name) * (number + 1)
-        said.append(f"{name} over")
+        log.append(f"{name} over")
 
     return run
 
@@ -35,13 +35,13 @@ def test_passes_when_they_add_up_then_take_turns_at_every_sum_the_same_on_all_de
     """One hands over as soon as its sum is under way, and waits for it when its turn comes again."""
 
     def run(devices: ThreadDevices) -> tuple[list[str], list[tuple[str, int]]]:
-        said: list[str] = []
-        beside(devices, sums(devices, said, "a", 2), sums(devices, said, "b", 2))
-        return said, devices.events
+        log: list[str] = []
+        beside(devices, sums(devices, log, "a", 2), sums(devices, log, "b", 2))
+        return log, devices.events
 
-    (said, events), other = on_devices(2, run)
-    assert (said, events) == other
-    assert said == ["a0", "b0", "a1", "b1", "a over", "b over"]
+    (log, events), other = on_devices(2, run)
+    assert (log, events) == other
+    assert log == ["a0", "b0", "a1", "b1", "a over", "b over"]
     assert [what for what, _ in events] == ["start", "start", "wait", "start", "wait", "start", "wait", "wait"]
     assert [one for _, one in events] == [0, 1, 0, 0, 1, 1, 0, 1]
 
@@ -49,9 +49,9 @@ def test_passes_when_they_add_up_then_take_turns_at_every_sum_the_same_on_all_de
 @pytest.mark.parametrize("counts", [(1, 4), (4, 1), (0, 2), (2, 0)])
 def test_pass_when_the_other_is_over_then_goes_on_alone(counts):
     def run(devices: ThreadDevices) -> list[str]:
-        said: list[str] = []
-        beside(devices, sums(devices, said, "a", counts[0]), sums(devices, said, "b", counts[1]))
-        return said
+        log: list[str] = []
+        beside(devices, sums(devices, log, "a", counts[0]), sums(devices, log, "b", counts[1]))
+        return log
 
     first, second = on_devices(2, run)
     assert first == second
@@ -85,25 +85,25 @@ class PassFailedError(Exception):
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_pass_when_it_fails_then_the_other_is_woken_and_its_error_is_told(failing, num_before):
+def test_pass_when_it_fails_then_the_other_is_woken_and_its_error_is_raised(failing, num_before):
     """Neither runs any more, and the next two passes run as ever."""
 
     def run(devices: ThreadDevices) -> tuple[list[str], list[str]]:
-        said: list[str] = []
+        log: list[str] = []
 
         def fail() -> None:
-            sums(devices, said, "x", num_before)()
+            sums(devices, log, "x", num_before)()
             raise PassFailedError
 
-        passes = [sums(devices, said, "a", 5), sums(devices, said, "a", 5)]
+        passes = [sums(devices, log, "a", 5), sums(devices, log, "a", 5)]
         passes[failing] = fail
         both = SideBySide(devices, Routing(), CPU)
         with pytest.raises(PassFailedError):
             both.run(passes)
-        assert "a over" not in said and devices.turns is None
+        assert "a over" not in log and devices.turns is None
         after: list[str] = []
         both.run([sums(devices, after, "c", 1), sums(devices, after, "d", 1)])
-        return said, after
+        return log, after
 
     for _, after in on_devices(1, run):
         assert after == ["c0", "d0", "c over", "d over"]

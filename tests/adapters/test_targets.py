@@ -60,7 +60,7 @@ def test_choose_when_names_or_expressions_then_the_modules_peft_chooses(targets,
 @pytest.mark.parametrize(
     ("name", "guess"), [("q_porj", "q_proj"), ("down_projj", "down_proj"), ("qproj", "q_proj"), ("zzz", None)]
 )
-def test_choose_when_a_name_is_wrong_then_says_which_and_what_was_meant(name, guess):
+def test_choose_when_a_name_is_wrong_then_names_it_and_what_was_meant(name, guess):
     with pytest.raises(ConfigError, match=f"no linear module '{name}'") as caught:
         chosen(target_modules=["v_proj", name])
     assert caught.value.where == "adapter.target_modules"
@@ -74,17 +74,17 @@ def test_choose_when_a_name_is_only_the_end_of_a_word_then_it_is_wrong():
 
 
 @pytest.mark.parametrize("layers", [[12], [0, 99]])
-def test_choose_when_a_layer_does_not_exist_then_says_which_do(layers):
+def test_choose_when_a_layer_does_not_exist_then_names_those_that_do(layers):
     with pytest.raises(ConfigError, match=rf"layer {layers[-1]} does not exist; the backbone has layers 0 to 11"):
         chosen(layers_to_transform=layers)
 
 
-def test_choose_when_everything_is_excluded_then_says_so():
+def test_choose_when_everything_is_excluded_then_reports_it():
     with pytest.raises(ConfigError, match="no linear module of the backbone matches"):
         chosen(target_modules=["q_proj"], exclude_modules=["q_proj"])
 
 
-def test_choose_when_an_expression_matches_nothing_then_says_so():
+def test_choose_when_an_expression_matches_nothing_then_reports_it():
     with pytest.raises(ConfigError, match="no linear module of the backbone matches"):
         chosen(target_modules="q_proj")
 
@@ -95,7 +95,7 @@ def test_choose_when_layers_are_called_otherwise_then_they_are_found(pattern):
     assert choose_modules(AdapterSpec(layers_to_transform=[1]), Attachment.LINEAR, paths) == [paths[1]]
 
 
-def test_leaf_names_when_they_say_it_all_then_given():
+def test_leaf_names_when_they_are_unambiguous_then_given():
     assert leaf_names(ending("q_proj", "up_proj"), PATHS) == ["q_proj", "up_proj"]
     assert leaf_names(ending("q_proj")[1:], PATHS) is None
 

@@ -60,7 +60,7 @@ def changed_adapter(backbone: Backbone, rows: dict[str, Any]) -> Adapter:
 
 
 def written(backbone: Backbone, adapter: Adapter, path: Path) -> Path:
-    names = leaf_names(adapter.modules, backbone.shapes_for(adapter.method))
+    names = leaf_names(adapter.modules, backbone.sites.shapes_for(adapter.method))
     assert names is not None
     rows = backbone.embeddings
     write_adapter(
@@ -82,7 +82,7 @@ def plain_logits(model: Any) -> torch.Tensor:
 
 
 def pair_job(name: str, seed: int, **rows: Any) -> Job:
-    """A job that learns from pairs, and whose head has rows of its own where it judges and where it learns."""
+    """A job that learns from pairs, and whose head has rows of its own where it is compared and where it learns."""
     data = random_data(seed, num_samples=16)
     spec = job_spec(name, seed=seed, adapter={"r": 4, **rows}, global_batch_size=3, learning_rate=3e-2)
     return spec, replace(data, train=replace(data.train, objective=Dpo(0.4)))
@@ -203,7 +203,7 @@ def test_adapter_when_the_backbone_has_no_such_rows_then_is_refused(family, rows
         (None, "rows of the input embedding hold a NaN"),
     ],
 )
-def test_files_when_rows_are_not_those_of_the_config_then_a_sentence_says_so(change, sentence, tmp_path):
+def test_files_when_rows_are_not_those_of_the_config_then_refused_in_one_sentence(change, sentence, tmp_path):
     backbone = random_backbone("llama_bias")
     path = written(backbone, changed_adapter(backbone, SOME), tmp_path / "a")
     if change is None:

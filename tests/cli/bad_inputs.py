@@ -1,4 +1,4 @@
-"""Wrong inputs of the command line, each with what must be said about it."""
+"""Wrong inputs of the command line, each with the messages that it must get."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from weft.store.peft_files import write_adapter
 
 
 class Terminal(io.StringIO):
-    """A standard input with a person behind it."""
+    """A standard input with a person at it."""
 
     def isatty(self) -> bool:
         return True
@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def weft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Weft:
     """Runs `weft ARGS...` in this process, with `typed` as its standard input, piped or from a person."""
-    # How long loading takes here is the machine's business, so it says nothing.
+    # How long loading takes here depends on the machine, so it prints nothing.
     monkeypatch.setattr("weft.cli.watch.QUIET_S", 3600.0)
 
     def run(*arguments: object, typed: str = "", interactive: bool = False) -> Result:
@@ -85,7 +85,7 @@ def templated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter that says it was trained on another model."""
+    """An adapter whose files name another model as its base."""
     path = tmp_path_factory.mktemp("other") / "foreign"
     spec = AdapterSpec(r=4, target_modules=tuple(LEAVES))
     write_adapter(path, spec, tiny_tensors(0.1), base_model="owner/other", target_names=LEAVES)

@@ -1,4 +1,4 @@
-"""A jobs file that trains, and how to write down what breaks it: the change, and what must be said about it."""
+"""A jobs file that trains, and how to write down what breaks it: the change, and the messages that it must get."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ JOB_NAME_RULE = "use a to z, A to Z, digits, '.', '_' and '-', starting with a l
 
 @dataclass(frozen=True)
 class Case:
-    """One mistake, and what must be said of it."""
+    """One mistake, and the messages that it must get."""
 
     name: str
-    says: tuple[str, ...]
+    messages: tuple[str, ...]
     """How the sentence begins, and what else is in it."""
     edit: tuple[str, str] = ("", "")
     """A part of the jobs file, and what stands there instead."""
@@ -54,43 +54,43 @@ def at(line: int, setting: str) -> str:
     return f"jobs.yaml line {line}: {setting}: "
 
 
-def top(setting: str, *says: str) -> Case:
+def top(setting: str, *messages: str) -> Case:
     """A setting of the run that cannot be, on the third line."""
-    return Case(setting, (at(3, setting.partition(":")[0]), *says), (OUT, f"{OUT}\n{setting}"))
+    return Case(setting, (at(3, setting.partition(":")[0]), *messages), (OUT, f"{OUT}\n{setting}"))
 
 
-def job(setting: str, own_name: str, *says: str) -> Case:
+def job(setting: str, own_name: str, *messages: str) -> Case:
     """A setting of the second job that cannot be; errors call it by its own name."""
-    return Case(setting, (at(13, f"jobs.1.{own_name}"), *says), (LR, f"{LR}\n    {setting}"))
+    return Case(setting, (at(13, f"jobs.1.{own_name}"), *messages), (LR, f"{LR}\n    {setting}"))
 
 
-def lora(settings: str, own_name: str, *says: str, owner: str = "defaults") -> Case:
+def lora(settings: str, own_name: str, *messages: str, owner: str = "defaults") -> Case:
     """A setting of the adapter that cannot be, in itself or on this backbone (then the first job is its owner)."""
-    return Case(settings, (at(6, f"{owner}.adapter.{own_name}"), *says), (LORA, f"lora: {{{settings}}}"))
+    return Case(settings, (at(6, f"{owner}.adapter.{own_name}"), *messages), (LORA, f"lora: {{{settings}}}"))
 
 
-def rate(value: str, *says: str) -> Case:
-    return Case(f"lr {value}", (at(12, "jobs.1.learning_rate"), *says), (LR, f"lr: {value}"))
+def rate(value: str, *messages: str) -> Case:
+    return Case(f"lr {value}", (at(12, "jobs.1.learning_rate"), *messages), (LR, f"lr: {value}"))
 
 
-def named(name: str, *says: str) -> Case:
-    return Case(f"name {name[:12]}", (at(10, "jobs.1.name"), *says), (NAME, f"name: {name}"))
+def named(name: str, *messages: str) -> Case:
+    return Case(f"name {name[:12]}", (at(10, "jobs.1.name"), *messages), (NAME, f"name: {name}"))
 
 
-def data(name: str, content: str | bytes, *says: str, file: str = "bad.jsonl", more: str = "") -> Case:
+def data(name: str, content: str | bytes, *messages: str, file: str = "bad.jsonl", more: str = "") -> Case:
     """A data file that cannot be trained on."""
-    return Case(name, says, (DATA, f"data: {file}\n    {LR}{more}"), files={file: content})
+    return Case(name, messages, (DATA, f"data: {file}\n    {LR}{more}"), files={file: content})
 
 
-def source(name: str, *says: str) -> Case:
+def source(name: str, *messages: str) -> Case:
     """A data source that cannot be read at all."""
-    return Case(f"data {name}", says, (DATA, f"data: {name}\n    {LR}"))
+    return Case(f"data {name}", messages, (DATA, f"data: {name}\n    {LR}"))
 
 
-def model(name: str, *says: str) -> Case:
+def model(name: str, *messages: str) -> Case:
     """A base model that cannot be loaded; see `models`."""
-    return Case(f"model {name}", (f"base_model MODELS/{name}: ", *says), (BASE, f"base_model: MODELS/{name}"))
+    return Case(f"model {name}", (f"base_model MODELS/{name}: ", *messages), (BASE, f"base_model: MODELS/{name}"))
 
 
-def override(text: str, *says: str) -> Case:
-    return Case(f"override {text}", says, args=("jobs.yaml", text))
+def override(text: str, *messages: str) -> Case:
+    return Case(f"override {text}", messages, args=("jobs.yaml", text))

@@ -77,7 +77,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a jobs file that trains and its data; no network, and no wandb."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -97,31 +97,31 @@ Mistake = Callable[..., str]
 
 
 @pytest.fixture
-def mistake(weft, place: Path) -> Mistake:
+def mistake(weft, workdir: Path) -> Mistake:
     """Runs a command that must be refused with one sentence and change nothing; returns the sentence."""
 
     def run(*arguments: object) -> str:
-        before = look(place)
+        before = look(workdir)
         result = weft(*arguments)
         assert result.code == 2, result
         assert result.err.startswith("error: ")
         assert result.err.endswith("\n")
         assert result.err.count("\n") == 1
-        assert look(place) == before
+        assert look(workdir) == before
         return result.err.removeprefix("error: ").rstrip("\n")
 
     return run
 
 
-def test_train_when_nothing_is_wrong_then_takes_the_file(weft, place: Path):
+def test_train_when_nothing_is_wrong_then_takes_the_file(weft, workdir: Path):
     """Without this, every case below might be refused for another reason than its own."""
     assert weft("train", "jobs.yaml", "--dry-run").code == 0
-    assert sorted(look(place)) == ["jobs.yaml", "rows.jsonl"]
+    assert sorted(look(workdir)) == ["jobs.yaml", "rows.jsonl"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_train_when_the_input_is_wrong_then_says_so_in_a_sentence_and_writes_nothing(
-    case: Case, mistake: Mistake, place: Path, models: Path, stored: Path
+def test_train_when_the_input_is_wrong_then_reports_it_in_a_sentence_and_writes_nothing(
+    case: Case, mistake: Mistake, workdir: Path, models: Path, stored: Path
 ):
     folders = {"MODELS": str(models), "ADAPTERS": str(stored)}
 
@@ -131,12 +131,12 @@ def test_train_when_the_input_is_wrong_then_says_so_in_a_sentence_and_writes_not
         return text
 
     old, new = case.edit
-    assert not old or JOBS.count(old) == 1, "a case changes one place"
-    (place / "jobs.yaml").write_text(case.text if case.text is not None else JOBS.replace(old, filled(new)))
+    assert not old or JOBS.count(old) == 1, "a case changes one line"
+    (workdir / "jobs.yaml").write_text(case.text if case.text is not None else JOBS.replace(old, filled(new)))
     for name, content in case.files.items():
-        (place / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (workdir / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     sentence = mistake("train", *case.args)
-    first, *others = map(filled, case.says)
+    first, *others = map(filled, case.messages)
     assert sentence.startswith(first)
     assert all(part in sentence for part in others), sentence
 
@@ -146,37 +146,37 @@ def test_cases_when_counted_then_are_many_and_different():
     assert len({(case.edit, case.text, case.args, tuple(case.files.items())) for case in CASES}) == len(CASES)
 
 
-def test_train_when_there_is_no_gpu_to_train_on_then_says_so(mistake: Mistake, monkeypatch: pytest.MonkeyPatch):
+def test_train_when_there_is_no_gpu_to_train_on_then_reports_it(mistake: Mistake, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert mistake("train", "jobs.yaml", "device=cuda") == (
         "device: cuda needs a GPU, and torch sees none; use cpu or auto."
     )
 
 
-def test_train_when_the_directory_is_not_writable_then_says_so(
-    mistake: Mistake, place: Path, monkeypatch: pytest.MonkeyPatch
+def test_train_when_the_directory_is_not_writable_then_reports_it(
+    mistake: Mistake, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Root may write anywhere, so the answer is made up.
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    assert mistake("train", "jobs.yaml") == f"out: {place} is not writable."
+    assert mistake("train", "jobs.yaml") == f"out: {workdir} is not writable."
 
 
-def test_train_when_an_option_is_unknown_then_shows_the_usage(weft, place: Path):
-    before = look(place)
-    for arguments, said in (
+def test_train_when_an_option_is_unknown_then_shows_the_usage(weft, workdir: Path):
+    before = look(workdir)
+    for arguments, sentence in (
         (("train", "jobs.yaml", "--ouput", "x"), "No such option: --ouput"),
         (("train",), "Missing argument"),
         (("tarin", "jobs.yaml"), "No such command 'tarin'"),
     ):
         result = weft(*arguments)
         assert result.code == 2
-        assert said in result.err
+        assert sentence in result.err
         assert "Traceback" not in result.err
-    assert look(place) == before
+    assert look(workdir) == before
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         ("plan jobs.yaml --layout auto --gpus 0", "--gpus: must be at least 1, got 0."),
         ("plan jobs.yaml --layout auto --gpus -1", "--gpus: must be at least 1, got -1."),
@@ -194,8 +194,8 @@ def test_train_when_an_option_is_unknown_then_shows_the_usage(weft, place: Path)
         ("rank --wait long", "--wait: must be a number, got long."),
     ],
 )
-def test_verb_when_an_option_cannot_have_its_value_then_one_sentence(mistake: Mistake, words: str, said: str):
-    assert mistake(*words.split()) == said
+def test_verb_when_an_option_cannot_have_its_value_then_one_sentence(mistake: Mistake, words: str, sentence: str):
+    assert mistake(*words.split()) == sentence
 
 
 @pytest.fixture(scope="module")
@@ -205,52 +205,52 @@ def trained() -> list[Path]:
 
 
 @pytest.fixture
-def finished(weft, place: Path, trained: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(weft, workdir: Path, trained: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output directory of the jobs file, trained."""
     if not trained:
         assert weft("train", "jobs.yaml").code == 0
-        trained.append(shutil.copytree(place / "out", tmp_path_factory.mktemp("trained") / "out"))
+        trained.append(shutil.copytree(workdir / "out", tmp_path_factory.mktemp("trained") / "out"))
     else:
-        shutil.copytree(trained[0], place / "out")
-    return place / "out"
+        shutil.copytree(trained[0], workdir / "out")
+    return workdir / "out"
 
 
 def test_train_when_the_directory_holds_a_run_then_offers_resume(mistake: Mistake, finished: Path):
     assert mistake("train", "jobs.yaml") == "out: already holds a run. Use --resume to go on with it, or another --out."
 
 
-def test_train_when_resumed_with_other_settings_then_names_the_first(mistake: Mistake, finished: Path, place: Path):
+def test_train_when_resumed_with_other_settings_then_names_the_first(mistake: Mistake, finished: Path, workdir: Path):
     kept = "a resumed job keeps its settings."
     assert mistake("train", "jobs.yaml", "--resume", "jobs.two.lr=2e-3") == (
         f"jobs.two.lr=2e-3: jobs.1.learning_rate: was 0.001 and is 0.002; {kept}"
     )
-    (place / "jobs.yaml").write_text(JOBS.replace("rank: 4", "rank: 8"))
+    (workdir / "jobs.yaml").write_text(JOBS.replace("rank: 4", "rank: 8"))
     assert mistake("train", "jobs.yaml", "--resume") == (f"jobs.yaml line 6: jobs.0.adapter.r: was 4 and is 8; {kept}")
-    (place / "jobs.yaml").write_text(JOBS.replace("name: two", "name: three"))
+    (workdir / "jobs.yaml").write_text(JOBS.replace("name: two", "name: three"))
     assert mistake("train", "jobs.yaml", "--resume") == (
         "jobs.yaml line 7: jobs: the run in out has two, this file has one, three; "
         "a resumed run keeps its jobs and may have more."
     )
-    (place / "jobs.yaml").write_text(JOBS.replace("tiny", "other/model"))
+    (workdir / "jobs.yaml").write_text(JOBS.replace("tiny", "other/model"))
     assert mistake("train", "jobs.yaml", "--resume").startswith(
         "jobs.yaml line 1: base_model: the run in out has tiny,"
     )
 
 
 def test_train_when_resumed_on_other_data_then_refuses_before_it_changes_anything(
-    mistake: Mistake, finished: Path, place: Path
+    mistake: Mistake, finished: Path, workdir: Path
 ):
     status = finished / "two" / "status.json"
     status.write_text(status.read_text().replace("succeeded", "running"))
-    (place / "rows.jsonl").write_text(CHAT * 8)
+    (workdir / "rows.jsonl").write_text(CHAT * 8)
     assert mistake("train", "jobs.yaml", "--resume") == (
         "two: train_data is not what the checkpoint was trained on; start a new run."
     )
 
 
-def test_train_when_another_run_is_in_the_directory_then_names_its_process(mistake: Mistake, place: Path):
+def test_train_when_another_run_is_in_the_directory_then_names_its_process(mistake: Mistake, workdir: Path):
     in_use = f"out: is in use by process {os.getpid()}. Wait for its end, or name another directory."
-    with RunDirectory.open(place / "out", resume=False) as other:
+    with RunDirectory.open(workdir / "out", resume=False) as other:
         assert mistake("train", "jobs.yaml") == in_use
         other.write_run(RunRecord(base_model="tiny"))
         assert mistake("train", "jobs.yaml") == in_use
@@ -260,7 +260,7 @@ def test_train_when_another_run_is_in_the_directory_then_names_its_process(mista
 
 @pytest.mark.faults
 @pytest.mark.parametrize("hit", chosen([1, 6, 12, 30, 43], 1, 4))
-def test_train_when_the_disk_is_full_at_the_start_then_leaves_nothing(mistake: Mistake, place: Path, hit: int):
+def test_train_when_the_disk_is_full_at_the_start_then_leaves_nothing(mistake: Mistake, workdir: Path, hit: int):
     faults.arm(FaultPlan("enospc", hit))
     try:
         sentence = mistake("train", "jobs.yaml")
@@ -272,7 +272,7 @@ def test_train_when_the_disk_is_full_at_the_start_then_leaves_nothing(mistake: M
 
 @pytest.mark.faults
 @pytest.mark.parametrize("point", ["checkpoint.write", slow("metrics.append")])
-def test_train_when_the_disk_fills_up_later_then_the_run_can_be_resumed(weft, place: Path, point: str):
+def test_train_when_the_disk_fills_up_later_then_the_run_can_be_resumed(weft, workdir: Path, point: str):
     faults.arm(FaultPlan("enospc", 1, point))
     try:
         result = weft("train", "jobs.yaml")
@@ -282,12 +282,12 @@ def test_train_when_the_disk_fills_up_later_then_the_run_can_be_resumed(weft, pl
     assert result.err.count("\n") == 1
     assert "the disk is full." in result.err
     assert weft("train", "jobs.yaml", "--resume").code == 0
-    assert (place / "out" / "two" / "adapter" / "adapter_config.json").is_file()
+    assert (workdir / "out" / "two" / "adapter" / "adapter_config.json").is_file()
 
 
 @pytest.mark.faults
-def test_train_when_the_disk_stays_full_then_says_how_to_go_on_though_there_is_no_report(
-    weft, place: Path, monkeypatch: pytest.MonkeyPatch
+def test_train_when_the_disk_stays_full_then_explains_how_to_go_on_though_there_is_no_report(
+    weft, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: object, **__: object) -> None:
         raise StorageError("the disk is full.", where="out/report.html")
@@ -303,7 +303,7 @@ def test_train_when_the_disk_stays_full_then_says_how_to_go_on_though_there_is_n
 
 
 @pytest.mark.parametrize("arguments", VERBS, ids=" ".join)
-def test_verb_when_the_input_is_wrong_then_says_so_in_a_sentence_and_writes_nothing(
+def test_verb_when_the_input_is_wrong_then_reports_it_in_a_sentence_and_writes_nothing(
     mistake: Mistake, stored: Path, arguments: tuple[str, ...]
 ):
     given = [argument.replace("ADAPTERS", str(stored)) for argument in arguments]
@@ -338,6 +338,6 @@ def test_error_when_a_name_has_several_lines_then_is_still_one(mistake: Mistake)
     assert mistake("train", "no\nsuch\nfile.yaml").startswith("no such file.yaml: there is no such file.")
 
 
-def test_fault_plan_when_it_is_nonsense_then_says_so(mistake: Mistake, monkeypatch: pytest.MonkeyPatch):
+def test_fault_plan_when_it_is_nonsense_then_reports_it(mistake: Mistake, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WEFT_FAULTS", "burn")
     assert mistake("train", "jobs.yaml").startswith("'burn' is not a fault plan; ")

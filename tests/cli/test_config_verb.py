@@ -29,7 +29,7 @@ def test_config_when_alone_then_lists_every_setting_with_its_other_names(weft):
     assert all(line == line.rstrip() for line in out.splitlines())
 
 
-def test_config_when_asked_for_json_then_lists_the_same_as_data(weft):
+def test_config_when_json_is_requested_then_lists_the_same_as_data(weft):
     listed = json.loads(weft("config", "--json").out)
     assert list(listed) == ["run", "job", "data source", "adapter", "eva"]
     rank = next(setting for setting in listed["adapter"] if setting["name"] == "r")
@@ -38,11 +38,11 @@ def test_config_when_asked_for_json_then_lists_the_same_as_data(weft):
     assert rank["aliases"] == ["lora_r", "lora_rank", "rank"]
 
 
-def test_config_when_asked_for_the_schema_then_prints_it(weft):
+def test_config_when_the_schema_is_requested_then_prints_it(weft):
     assert json.loads(weft("config", "--schema").out) == json_schema()
 
 
-def test_config_when_asked_about_sweeps_then_tells_of_them_too(weft, tmp_path: Path):
+def test_config_when_sweeps_are_requested_then_lists_their_settings_too(weft, tmp_path: Path):
     assert json.loads(weft("config", "--sweep", "--schema").out) == sweep_schema()
     assert "EARLY STOPPING  in early_stop of a sweep file" in weft("config", "--sweep").out
     path = tmp_path / "sweep.yaml"
@@ -91,7 +91,7 @@ def test_config_when_a_job_is_of_another_method_then_only_its_own_settings_are_p
     assert "init_ia3_weights" not in tuned and tuned["r"] == 16
 
 
-def test_config_when_a_setting_is_misspelt_and_misplaced_then_both_are_said(weft, tmp_path: Path):
+def test_config_when_a_setting_is_misspelt_and_misplaced_then_both_are_reported(weft, tmp_path: Path):
     path = tmp_path / "jobs.yaml"
     path.write_text(JOBS)
     done = weft("config", path, "learning_rat=1")

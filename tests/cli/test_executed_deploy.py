@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+
+from weft.cli.train import PlannedPace
 
 STEPS = 20
 SUMS = {"long": "in_order", "short": "in_order", "free": "any_order", "dropped": "any_order"}
@@ -43,9 +46,18 @@ def test_deploy_when_unlike_replicas_are_executed_then_every_job_has_the_bytes_o
     ran = weft("plan", "deploy", "cluster.yaml", "--jobs", "jobs.json", "--execute", "--out", "unlike")
     assert ran.code == 0 and "layout  stages:1+stages:2" in ran.out, ran
     assert "2 of 4 with gradient_sum in_order, each at home on one replica" in ran.out
+    assert re.search(r"plan      predicted [\d.]+ s a step, measured [\d.]+ s a step \([+-][\d,]+%\)", ran.out)
+    assert "The plan and the run" in (folder / "unlike" / "report.html").read_text()
     assert weft("train", "jobs.json", "--out", "one").code == 0
     for job in SUMS:
         files = [folder / run / job / "adapter" / "adapter_model.safetensors" for run in ("unlike", "one")]
         assert files[0].read_bytes() == files[1].read_bytes(), job
         steps = [json.loads(line) for line in (folder / "unlike" / job / "metrics.jsonl").read_text().splitlines()]
         assert max(entry.get("step", 0) for entry in steps) == STEPS
+
+
+def test_pace_when_jobs_have_taken_unlike_numbers_of_steps_then_is_measured_by_their_tokens():
+    """Ten steps of 200 tokens in 3 s: 0.3 s a step where 0.25 s was predicted."""
+    found = PlannedPace(0.25, 200.0).compared(3.0, 2000)
+    assert found == (("predicted", "0.25 s a step"), ("measured", "0.3 s a step (+20%)"))
+    assert PlannedPace(0.25, 200.0).compared(3.0, 0) == ()

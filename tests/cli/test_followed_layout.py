@@ -82,14 +82,14 @@ def test_deploy_when_a_job_ends_then_the_run_moves_and_a_kill_in_the_middle_of_t
     weft, folder, monkeypatch
 ):
     """It is killed while its jobs move; resumed without the job that has ended, it moves again, and to the end."""
-    asked = ("plan", "deploy", "cluster.yaml", "--execute", "--out")
-    run = [sys.executable, "-c", MOVES_FOR_NOTHING, str(Path(__file__).parent), *asked, "moved"]
+    command = ("plan", "deploy", "cluster.yaml", "--execute", "--out")
+    run = [sys.executable, "-c", MOVES_FOR_NOTHING, str(Path(__file__).parent), *command, "moved"]
     killed = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=1200)
     assert killed.returncode == -signal.SIGKILL and "layout  stages:2" in killed.stdout, killed.stdout + killed.stderr
     assert not (folder / "moved/short/adapter").exists()
     forecast_at_once(monkeypatch.setattr)
     move_for_nothing(monkeypatch.setattr)
-    again = weft(*asked, "moved", "--resume")
+    again = weft(*command, "moved", "--resume")
     assert again.code == 0 and "layout: spread:2 instead of stages:2: it saves about" in again.out, again
     spans = json.loads((folder / "moved/timeline.json").read_text())["traceEvents"]
     assert [span["args"]["layout"] for span in spans if span["name"] == "move"] == ["spread:2"]

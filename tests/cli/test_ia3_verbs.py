@@ -67,6 +67,6 @@ def test_sweep_when_the_method_is_searched_then_ranks_are_tried_of_lora_only(wef
     assert tried == [{"method": "ia3"}, {"method": "lora", "r": 2}, {"method": "lora", "r": 4}]
 
 
-def test_sweep_when_a_parameter_is_of_no_method_in_the_space_then_one_sentence_says_so(refused, folder):
+def test_sweep_when_a_parameter_is_of_no_method_in_the_space_then_refused_in_one_sentence(refused, folder):
     (folder / "sweep.yaml").write_text(SWEEP.replace("[ia3, lora]", "[ia3]"))
     assert "space.r: is a setting of lora and dora; the method is ia3." in refused("sweep", "sweep.yaml")

@@ -51,19 +51,19 @@ def test_init_when_a_file_is_in_the_way_then_touches_nothing_until_forced(weft, 
     assert (folder / "data" / "shout.jsonl").read_text() != "mine"
 
 
-def test_init_when_given_a_place_then_the_data_goes_beside_the_file(weft, folder: Path):
+def test_init_when_given_a_path_then_the_data_goes_beside_the_file(weft, folder: Path):
     result = weft("init", "new place/my.yaml")
     assert result.out.splitlines()[-1] == "next: weft train 'new place/my.yaml'"
     assert (folder / "new place" / "data" / "reverse.jsonl").is_file()
     load_run(folder / "new place" / "my.yaml")
 
 
-def test_init_when_it_cannot_write_then_says_where(refused, folder: Path):
+def test_init_when_it_cannot_write_then_reports_where(refused, folder: Path):
     (folder / "taken").write_text("a file")
     assert refused("init", "taken/jobs.yaml").startswith("taken/data: a file is in the way")
 
 
-def test_init_when_given_a_directory_then_asks_for_a_file_also_when_forced(refused, folder: Path):
+def test_init_when_given_a_directory_then_refused_also_when_forced(refused, folder: Path):
     (folder / "here").mkdir()
     for name in (".", "here"):
         for force in ((), ("--force",)):

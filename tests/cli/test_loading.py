@@ -35,7 +35,7 @@ def test_loading_when_data_is_prepared_then_the_bar_is_below_its_line_and_goes_w
 
 
 class Log(io.StringIO):
-    """Tells when something has been written to it."""
+    """Signals when something has been written to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Log(io.StringIO):
             self.has_line.set()
 
 
-def test_loading_when_a_log_hears_nothing_for_a_while_then_it_is_told_why(monkeypatch):
+def test_loading_when_a_log_gets_no_line_for_a_while_then_the_reason_is_written(monkeypatch):
     monkeypatch.setattr("weft.cli.watch.QUIET_S", 0.0)
     log = Log()
     with loading(Console(file=log, width=80)):

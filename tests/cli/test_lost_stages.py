@@ -20,11 +20,16 @@ from benchmarks.pipeline.killed_layouts import STAGE
 from benchmarks.processes import child_processes
 from weft.cli import sweep
 from weft.cli import train as verb
+from weft.cli.layout_options import LayoutOptions
+from weft.cli.options import ReplicaOptions
 from weft.cli.watch import RESTARTS
 from weft.parallel.stages.stage_pool import StageLostError
+from weft.parallel.stages.stage_process import StageMemoryError
 from weft.store.run_dir import RunDirectory
 
 LOST = StageLostError("was ended by signal 9, so all stages were ended.", where="stage 1", hint="Go on.")
+SPEC: Any = SimpleNamespace(backbone=None, jobs=())
+ORDER = verb.Order(SPEC, Path(), (), False, ReplicaOptions(), LayoutOptions("stages:2"), verb.Invocation(()), None)
 ADAPTER = "adapter/adapter_model.safetensors"
 TRAIN = [sys.executable, "-m", "weft", "train", "jobs.json", "--out"]
 STANDS = """
@@ -36,18 +41,36 @@ left = {int(step) for step in sys.argv.pop(1).split(",")}
 execute_run = train.execute_run
 
 def standing(run, directory, *, on_event, **options):
-    def hear(event):
+    def on_step(event):
         on_event(event)
         if type(event).__name__ == "StepDone" and event.job == "a" and event.step in left:
             left.remove(event.step)
             os.kill(os.getpid(), signal.SIGSTOP)
-    return execute_run(run, directory, on_event=hear, **options)
+    return execute_run(run, directory, on_event=on_step, **options)
 
 if __name__ == "__main__":
     train.execute_run = standing
     main()
 """
 """`weft`, whose first process stops itself after these steps of a: so no machine is too fast for the test."""
+
+
+def test_run_when_stages_run_out_of_memory_then_starts_again_with_less_each_time(monkeypatch, capsys):
+    """Not counted as a loss: it ends once there is nothing less to take."""
+    tries: list[tuple[bool, int]] = []
+
+    def one_try(order: Any, *_: Any, resume: bool, **__: Any) -> int:
+        tries.append((resume, order.layout.num_lessened))
+        if len(tries) <= RESTARTS + 2:
+            raise StageMemoryError("its GPU ran out of memory.", where="stage 1")
+        return 0
+
+    monkeypatch.setattr(verb, "_train", one_try)
+    monkeypatch.setattr(RunDirectory, "holds_run", lambda _: True)
+    with pytest.raises(typer.Exit):
+        verb.train_order(ORDER, Path("run"), resume=False)
+    assert tries == [(number > 0, number) for number in range(RESTARTS + 3)]
+    assert "stage 1 ran out of memory. All stages start again, with less in flight." in capsys.readouterr().out
 
 
 def train_through(monkeypatch: pytest.MonkeyPatch, capsys: Any, num_lost: int) -> tuple[list[bool], str]:
@@ -62,20 +85,19 @@ def train_through(monkeypatch: pytest.MonkeyPatch, capsys: Any, num_lost: int) -
 
     monkeypatch.setattr(verb, "_train", one_try)
     monkeypatch.setattr(RunDirectory, "holds_run", lambda _: len(tries) > 1)
-    order: Any = SimpleNamespace(hosts=None, layout=SimpleNamespace(stages=object()))
     with pytest.raises(typer.Exit):
-        verb.train_order(order, Path("run"), resume=False)
+        verb.train_order(ORDER, Path("run"), resume=False)
     return tries, capsys.readouterr().out
 
 
 def test_run_when_stages_are_lost_then_it_resumes_as_soon_as_there_is_a_run(monkeypatch, capsys):
-    tries, told = train_through(monkeypatch, capsys, num_lost=2)
+    tries, printed = train_through(monkeypatch, capsys, num_lost=2)
     assert tries == [False, False, True]
-    assert "stage 1: was ended by signal 9, so all stages were ended. They start again, at most 3 times." in told
-    assert "at most 2 times" in told
+    assert "stage 1: was ended by signal 9, so all stages were ended. They start again, at most 3 times." in printed
+    assert "at most 2 times" in printed
 
 
-def test_run_when_stages_are_lost_too_often_then_the_last_loss_is_told(monkeypatch, capsys):
+def test_run_when_stages_are_lost_too_often_then_the_last_loss_is_reported(monkeypatch, capsys):
     with pytest.raises(StageLostError, match="stage 1: was ended by signal 9"):
         train_through(monkeypatch, capsys, num_lost=RESTARTS + 1)
 
@@ -140,14 +162,14 @@ def until(is_so: Callable[[], bool]) -> None:
     ],
 )
 def test_run_when_stages_are_killed_then_its_adapters_are_those_of_one_device(folder, layout, kills):
-    """`kill -9` of a stage once a job has told a step: nobody hangs, nothing is lost, no bit differs."""
+    """`kill -9` of a stage once a job has reported a step: nothing hangs, nothing is lost, no bit differs."""
     steps = ",".join(map(str, kills))
     staged = [sys.executable, "-c", STANDS, steps, *TRAIN[3:], layout, "--layout", layout]
     with subprocess.Popen(staged, cwd=folder, stdout=subprocess.DEVNULL) as run:
         try:
-            for place in kills.values():
+            for stage in kills.values():
                 until(lambda: state(run.pid) == "T" or run.poll() is not None)
-                os.kill(child_processes(run.pid, STAGE)[place], signal.SIGKILL)
+                os.kill(child_processes(run.pid, STAGE)[stage], signal.SIGKILL)
                 os.kill(run.pid, signal.SIGCONT)
                 until(lambda: state(run.pid) != "T")
             assert run.wait() == 0

@@ -20,7 +20,7 @@ from weft.model.resolve import resolve
 from weft.model.source import TINY
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.profile import load_profile
-from weft.plan.cost.shape import SHAPES
+from weft.plan.cost.shape import GPU_ROW_TILE, SHAPES
 from weft.plan.simulate.layout_forecast import forecast_layout
 from weft.spec import AdapterSpec, BackboneSpec
 from weft.store.peft_files import read_adapter
@@ -65,7 +65,7 @@ def profile(weft, profiled, here) -> tuple[Path, Path]:
     return model, file
 
 
-def test_plan_when_jobs_train_rows_of_their_own_then_says_whose_and_how_many(weft, here):
+def test_plan_when_jobs_train_rows_of_their_own_then_reports_whose_and_how_many(weft, here):
     rows = "jobs.0.adapter.modules_to_save=[lm_head]", "jobs.1.adapter.new_tokens=[<a>]"
     result = weft("plan", "jobs.yaml", "--steps", "2", "--device", "cpu", *rows)
     assert "rows of embedding and head: shout 264, reverse 2" in result.out
@@ -86,22 +86,29 @@ def test_plan_when_jobs_train_experts_then_it_costs_them_as_the_dry_run_does(wef
     dry, *plans = weft("train", *words, "--dry-run"), *(weft("plan", *words, "--device", d) for d in ("h200", "cpu"))
     assert all(result.code == 0 for result in (dry, *plans)), dry
     pattern = r"^experts   (\w+): (.*) parameters, (.*) KiB with gradients and optimizer(.*)$"
-    told, here, real = (re.findall(pattern, result.out, re.MULTILINE) for result in (*plans, dry))
+    planned, here, real = (re.findall(pattern, result.out, re.MULTILINE) for result in (*plans, dry))
     # Two layers of 4 experts of 32 in, 24 wide: 4 · r · (2 · 32 + 3 · 24), and r · (3 · 32 + 3 · 4 · 24).
     attention = 4 * 2 * (32 * 4 + (4 + 2 * 2 + 4) * 12)
     numbers = [2 * 4 * 4 * (64 + 72) + attention, 2 * 2 * (96 + 288) + attention]
-    assert [text[:2] for text in told] == [text[:2] for text in real]
+    assert [text[:2] for text in planned] == [text[:2] for text in real]
     assert [text[:3] for text in here] == [text[:3] for text in real]
-    assert [name for name, *_ in told] == ["shout", "reverse"]
-    for (_, text, told_size, fit), (*_, real_size, nothing), num in zip(told, real, numbers, strict=True):
+    assert [name for name, *_ in planned] == ["shout", "reverse"]
+    for (_, text, planned_size, fit), (*_, real_size, real_fit), num in zip(planned, real, numbers, strict=True):
         assert text.rpartition(": ")[2] == f"{num / 1e3:.2f} k"
-        assert told_size == f"{18 * num / 1024:,.1f}" and real_size == f"{16 * num / 1024:,.1f}"
-        assert re.fullmatch(r", [\d,]+ such jobs fit", fit) and not nothing
+        assert planned_size == f"{18 * num / 1024:,.1f}" and real_size == f"{16 * num / 1024:,.1f}"
+        assert all(re.fullmatch(r", [\d,]+ such jobs fit", text) for text in (fit, real_fit))
+
+
+def test_plan_when_targets_choose_experts_then_refused_with_the_setting_and_the_remedy(refused, mixture):
+    setting = "jobs.1.adapter={target_modules: [gate_up_proj]}"
+    message = refused("plan", "jobs.yaml", mixture, "--device", "h200", setting)
+    assert message.startswith(f"{setting}: jobs.1.adapter.target_modules: model.layers.")
+    assert message.endswith("set experts: shared, separate or full to train them too.")
 
 
 def test_memory_of_a_mixture_when_planned_then_is_what_admission_counts(mixture):
     spec = BackboneSpec(mixture.partition("=")[2], device="cpu")
-    memory = resolve(spec).setup([4]).cost(find_hardware("cpu")).memory
+    memory = resolve(spec).setup([4], [None], []).cost(find_hardware("cpu")).memory
     backbone = load_backbone(spec)
     assert memory.kept_bytes(512) == backbone.activation_bytes(512, [AdapterSpec(r=4)])
     assert memory.adapter_bytes_each == weight_bytes(backbone) + 8
@@ -116,7 +123,9 @@ def test_plan_when_an_adapter_trains_experts_then_its_steps_and_memory_are_those
     )
     more = trained["jobs"][0]["num_parameters"] - frozen["jobs"][0]["num_parameters"]
     assert more == 2 * 4 * 4 * (64 + 72)
-    assert trained["stage_bytes"][0] - frozen["stage_bytes"][0] == 2 * 18 * more
+    # One tile of rows, of which two layers keep what enters both products of each row's two choices.
+    kept = GPU_ROW_TILE * 2 * 2 * (32 + 24) * 2
+    assert trained["stage_bytes"][0] - frozen["stage_bytes"][0] == 2 * 18 * more + kept
     # Both jobs step at once.
     before_s, after_s = (
         next(span["duration_s"] for span in found["timeline"] if span["name"] == "step") for found in (frozen, trained)
@@ -124,7 +133,7 @@ def test_plan_when_an_adapter_trains_experts_then_its_steps_and_memory_are_those
     assert after_s - before_s == pytest.approx(2 * 42 * more / find_hardware("h200").memory_rate)
 
 
-def test_plan_when_a_layout_is_named_then_says_of_it_what_a_dry_run_does(weft, here):
+def test_plan_when_a_layout_is_named_then_reports_what_a_dry_run_does(weft, here):
     planned = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "spread:2")
     line = planned.out.splitlines()[0]
     assert line.startswith("layout    spread:2: up to ") and line.endswith("x as fast as one (predicted)")
@@ -137,7 +146,7 @@ def test_plan_when_a_layout_is_named_then_says_of_it_what_a_dry_run_does(weft, h
     assert "16 processes would share the" in many.out
 
 
-def test_plan_when_the_layout_is_auto_then_all_are_said_and_lengths_are_those_of_the_data(weft, here):
+def test_plan_when_the_layout_is_auto_then_all_are_listed_and_lengths_are_those_of_the_data(weft, here):
     found = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "auto", "--json")
     options = json.loads(found.out)["layout"]
     assert options[0].endswith("(chosen, predicted)")
@@ -147,56 +156,56 @@ def test_plan_when_the_layout_is_auto_then_all_are_said_and_lengths_are_those_of
     assert json.loads(longer.out)["layout"] == options
 
 
-def test_plan_when_stages_are_asked_for_then_they_are_the_layout_of_as_many(weft, here):
-    """Another spelling, which a note says."""
-    asked = ("plan", "jobs.yaml", "--steps", "2", "--device", "h200", "--json")
+def test_plan_when_stages_are_requested_then_they_are_the_layout_of_as_many(weft, here):
+    """Another spelling, which a note reports."""
+    arguments = ("plan", "jobs.yaml", "--steps", "2", "--device", "h200", "--json")
     stages, layout = (
-        json.loads(weft(*asked, *words).out) for words in (("--stages", 2), ("--layout", "stages:2", "--gpus", 2))
+        json.loads(weft(*arguments, *words).out) for words in (("--stages", 2), ("--layout", "stages:2", "--gpus", 2))
     )
     assert stages.pop("notes") == ["--stages 2 is another spelling of --layout stages:2.", *layout.pop("notes")]
     assert stages == layout
 
 
 def test_plan_when_a_layout_has_stages_then_jobs_keep_the_order_that_the_run_keeps(weft, here):
-    """Unlike a pipeline that nobody trains, which may reorder samples."""
+    """Unlike a pipeline that is only planned, which may reorder samples."""
     planned = json.loads(weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "stages:2", "--json").out)
     assert planned["keeps_order"] and planned["schedule"] == "eager"
     order = [tuple(s[:3]) for m in planned["program"]["microbatches"] for s in m]
     for job in planned["jobs"]:
-        own = [place for place in order if place[0] == job["name"]]
+        own = [index for index in order if index[0] == job["name"]]
         assert own == sorted(own) and own
 
 
-def test_plan_when_devices_share_layers_then_says_whether_microbatches_run_side_by_side_and_why(weft, here):
-    asked = ("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout")
-    (line,) = [line for line in weft(*asked, "tensor:2").out.splitlines() if line.startswith("pairs ")]
+def test_plan_when_devices_share_layers_then_reports_whether_microbatches_run_side_by_side_and_why(weft, here):
+    arguments = ("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout")
+    (line,) = [line for line in weft(*arguments, "tensor:2").out.splitlines() if line.startswith("pairs ")]
     assert "every microbatch runs alone" in line
-    found = json.loads(weft(*asked, "tensor:2", "--json").out)
+    found = json.loads(weft(*arguments, "tensor:2", "--json").out)
     assert found["pairs"]["num_pairs"] == len(found["program"]["pairs"]) == 0
-    staged = weft(*asked, "tensor:2,stages:2").out
+    staged = weft(*arguments, "tensor:2,stages:2").out
     assert staged.count("runs alone") == 1 and "2 to a stage" in staged
     assert "\npairs     every microbatch runs alone" in staged
 
 
-def test_plan_when_devices_share_layers_of_stages_then_the_memory_of_every_stage_is_told(weft, here):
+def test_plan_when_devices_share_layers_of_stages_then_the_memory_of_every_stage_is_reported(weft, here):
     found = weft("plan", "jobs.yaml", "--steps", "2", "device=cpu", "--layout", "tensor:2,stages:2", "--json")
     planned = json.loads(found.out)
     assert planned["schedule"] == "eager" and len(planned["stage_bytes"]) == planned["num_stages"] == 2
 
 
 def test_plan_when_a_layout_has_notes_then_they_are_labelled_as_the_run_labels_them(weft, here):
-    """What is predicted is under `layout`, and says of which microbatches its memory is."""
-    asked = ("jobs.yaml", "device=cpu", "--layout", "tensor:2")
+    """What is predicted is under `layout`, and names the microbatches that its memory is for."""
+    arguments = ("jobs.yaml", "device=cpu", "--layout", "tensor:2")
     for words in (("plan", "--steps", "2"), ("train", "--dry-run")):
         verb, *more = words
-        lines = weft(verb, *asked, *more).out.splitlines()
+        lines = weft(verb, *arguments, *more).out.splitlines()
         (predicted,) = [line for line in lines if line.startswith("layout ")]
         assert "a device with full microbatches, " in predicted
         assert sum(line.startswith("note      tensor:2 splits sums") for line in lines) == 1
-    found = weft("plan", *asked, "--steps", "2").out
+    found = weft("plan", *arguments, "--steps", "2").out
     assert re.search(r"\nmemory    [\d.]+ MiB of .* a device with the planned microbatches; those of up to", found)
-    told = json.loads(weft("plan", *asked, "--steps", "2", "--json").out)
-    assert [len(told["layout"]), len(told["notes"])] == [1, 1]
+    shown = json.loads(weft("plan", *arguments, "--steps", "2", "--json").out)
+    assert [len(shown["layout"]), len(shown["notes"])] == [1, 1]
 
 
 def test_plan_when_a_layout_cannot_be_then_one_sentence(refused, here):
@@ -232,7 +241,7 @@ def test_plan_when_a_method_costs_more_than_its_rank_or_has_none_then_shows_the_
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_plan_when_json_is_asked_for_then_it_holds_what_the_text_shows(weft, here, stages):
+def test_plan_when_json_is_requested_then_it_holds_what_the_text_shows(weft, here, stages):
     """Every number of the text is one of the JSON's, and standard output is JSON and nothing else."""
     words = ("plan", "jobs.yaml", "--steps", "2", "--stages", str(stages), "--device", "h200")
     found, text = json.loads(weft(*words, "--json").out), weft(*words).out
@@ -290,18 +299,18 @@ def test_plan_when_a_planner_is_named_then_it_is_the_one_that_plans(weft, here):
     longest = f"defaults.max_length={long}"
     counts = {
         name: json.loads(weft("plan", "jobs.yaml", capacity, longest, f"planner={name}", "--json").out)
-        for name in ("greedy", "auto", "exact")
+        for name in ("greedy", "auto", "exact", "lorafusion")
     }
     assert counts["greedy"]["num_microbatches"] == 3
-    assert counts["auto"]["num_microbatches"] == counts["exact"]["num_microbatches"] == 2
+    assert {counts[name]["num_microbatches"] for name in ("auto", "exact", "lorafusion")} == {2}
 
 
-def test_plan_when_asked_for_what_cannot_be_then_one_sentence(refused, here):
+def test_plan_when_the_request_is_impossible_then_refused_in_one_sentence(refused, here):
     for options, part in (
         (("--stages", "99"), "got 99 stages; the model has 6 layers"),
         (("--device", "h300"), "Did you mean h200"),
         (("capacity=1",), "capacity"),
-        (("planner=best",), "accepted are auto, greedy, exact"),
+        (("planner=best",), "accepted are auto, greedy, exact, lorafusion"),
     ):
         assert part in refused("plan", "jobs.yaml", *options)
 
@@ -322,7 +331,7 @@ def test_plan_when_a_profile_was_measured_then_plans_with_it(weft, profile):
     assert sum(staged["stage_layers"]) == known.setup.num_layers
 
 
-def test_plan_when_a_profile_is_wrong_then_one_sentence_says_how(refused, profile):
+def test_plan_when_a_profile_is_wrong_then_refused_in_one_sentence(refused, profile):
     model, file = profile
     tree = json.loads(file.read_text())
     Path("text.json").write_text("no profile\n")
@@ -349,11 +358,11 @@ def test_plan_when_a_profile_is_wrong_then_one_sentence_says_how(refused, profil
 
 def test_train_when_planners_differ_then_every_adapter_is_the_same_to_the_bit(weft, here):
     found = {}
-    for name in ("greedy", "auto", "exact"):
+    for name in ("greedy", "auto", "exact", "lorafusion"):
         result = weft("train", "jobs.yaml", "capacity=80", "--planner", name, "--out", name)
         assert result.code == 0, result
         found[name] = [read_adapter(Path(name, job, "adapter"))[1] for job in ("shout", "reverse")]
-    for name in ("auto", "exact"):
+    for name in ("auto", "exact", "lorafusion"):
         for mine, greedy in zip(found[name], found["greedy"], strict=True):
             assert mine.keys() == greedy.keys()
             assert all(torch.equal(a, b) for key in mine for a, b in zip(mine[key], greedy[key], strict=True))
@@ -361,7 +370,7 @@ def test_train_when_planners_differ_then_every_adapter_is_the_same_to_the_bit(we
 
 def test_train_when_the_planner_is_unknown_then_one_sentence_and_nothing_written(refused, here):
     sentence = refused("train", "jobs.yaml", "--planner", "best", "--out", "out")
-    assert sentence == "planner=best: got 'best'; accepted are auto, greedy, exact."
+    assert sentence == "planner=best: got 'best'; accepted are auto, greedy, exact, lorafusion."
     assert not Path("out").exists()
 
 
@@ -382,18 +391,18 @@ def test_plan_when_capacity_is_auto_then_it_is_that_of_the_device_that_is_planne
 
 def test_plan_when_a_device_has_too_little_memory_for_auto_then_takes_less_and_keeps_a_number(weft, here, monkeypatch):
     """As training would there."""
-    asked: list[int] = []
+    capacities: list[int] = []
 
     def planned(jobs, capacity, *others, **options):
-        asked.append(capacity)
+        capacities.append(capacity)
         found = forecast_layout(jobs, capacity, *others, **options)
         return replace(found, device_bytes=max(found.stage_bytes) - (capacity > 5000))
 
     monkeypatch.setattr("weft.plan.simulate.layout_forecast.forecast_layout", planned)
     words = ("plan", "jobs.yaml", "--steps", "1", "--json", "--device", "h200")
     found = json.loads(weft(*words).out)
-    assert found["capacity"] == 4096 and found["fits"] and asked == [8192, 4096]
-    assert json.loads(weft(*words, "capacity=8192").out)["capacity"] == 8192 and asked[2:] == [8192]
+    assert found["capacity"] == 4096 and found["fits"] and capacities == [8192, 4096]
+    assert json.loads(weft(*words, "capacity=8192").out)["capacity"] == 8192 and capacities[2:] == [8192]
 
 
 def test_plan_when_a_method_has_no_kernels_then_its_jobs_are_in_a_group_apart_where_the_fast_path_runs(weft, here):

@@ -1,4 +1,4 @@
-"""What is said about replicas on the command line becomes places for them, or one sentence."""
+"""Options about replicas on the command line become hosts for them, or one error sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"replicas": "0"}, "--replicas: got '0'; accepted are auto and numbers from 1 to 1024."),
         ({"replicas": "-1"}, "--replicas: got '-1'; accepted are auto and numbers from 1 to 1024."),
@@ -38,15 +38,15 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"gpu_type": "H100"}, "--gpu-type: is for a cluster; give --cluster, or use --devices."),
     ],
 )
-def test_options_when_they_cannot_be_then_one_sentence_says_so(given, said):
+def test_options_when_they_cannot_be_then_refused_in_one_sentence(given, message):
     with pytest.raises(ConfigError) as error:
         ReplicaOptions(**given).hosts(CPU)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.usefixtures("_two_gpus")
 @pytest.mark.parametrize(
-    ("replicas", "devices", "said"),
+    ("replicas", "devices", "message"),
     [
         ("3", None, "--replicas: got 3; there are 2 GPUs."),
         ("2", "1", "--replicas: got 2; there is 1 GPU."),
@@ -54,10 +54,10 @@ def test_options_when_they_cannot_be_then_one_sentence_says_so(given, said):
         (None, "0,", "--devices: got ''; accepted are numbers from 0 to 1."),
     ],
 )
-def test_options_when_there_are_fewer_gpus_then_says_how_many(replicas, devices, said):
+def test_options_when_there_are_fewer_gpus_then_reports_how_many(replicas, devices, message):
     with pytest.raises(ConfigError) as error:
         ReplicaOptions(replicas, devices).hosts(ANY)
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 @pytest.mark.usefixtures("_two_gpus")
@@ -76,18 +76,18 @@ def test_options_when_one_replica_is_enough_then_no_process_is_started():
     assert ReplicaOptions("auto").hosts(CPU) is None
 
 
-def test_options_when_ranks_are_to_join_then_the_way_to_start_them_is_told(monkeypatch):
+def test_options_when_ranks_are_to_join_then_the_way_to_start_them_is_reported(monkeypatch):
     monkeypatch.setenv("WEFT_RANK_KEY", "known")
-    places = ReplicaOptions("2", listen="10.0.0.1:7070").hosts(CPU)
-    assert places is not None
-    assert places.invitation == "start 2 of them with: weft rank --connect 10.0.0.1:7070"
+    hosts = ReplicaOptions("2", listen="10.0.0.1:7070").hosts(CPU)
+    assert hosts is not None
+    assert hosts.invitation == "start 2 of them with: weft rank --connect 10.0.0.1:7070"
     monkeypatch.delenv("WEFT_RANK_KEY")
-    places = ReplicaOptions("2", listen="10.0.0.1:7070").hosts(CPU)
-    assert places is not None and "with: WEFT_RANK_KEY=" in places.invitation
+    hosts = ReplicaOptions("2", listen="10.0.0.1:7070").hosts(CPU)
+    assert hosts is not None and "with: WEFT_RANK_KEY=" in hosts.invitation
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "said"),
+    ("words", "key", "message"),
     [
         (["--connect", "localhost:7070"], "", "WEFT_RANK_KEY: is not set; it holds the key of the run's controller."),
         (["--connect", "localhost:x"], "key", "--connect: got 'localhost:x'; accepted is HOST:PORT."),
@@ -95,6 +95,6 @@ def test_options_when_ranks_are_to_join_then_the_way_to_start_them_is_told(monke
         (["--connect", "no/such/socket"], "key", "--connect no/such/socket: no controller answers there"),
     ],
 )
-def test_rank_when_there_is_no_controller_then_says_so(words, key, said):
+def test_rank_when_there_is_no_controller_then_reports_it(words, key, message):
     done = CliRunner().invoke(app, ["rank", *words], env={"WEFT_RANK_KEY": key})
-    assert isinstance(done.exception, ConfigError) and str(done.exception).startswith(said)
+    assert isinstance(done.exception, ConfigError) and str(done.exception).startswith(message)

@@ -26,7 +26,7 @@ def test_report_when_a_run_was_killed_then_its_page_is_made_from_what_is_there(w
     assert "time " not in done.out
 
 
-def test_report_when_the_time_of_the_run_was_recorded_then_says_where_it_went(weft, tmp_path: Path):
+def test_report_when_the_time_of_the_run_was_recorded_then_reports_where_it_went(weft, tmp_path: Path):
     write_run(tmp_path / "run")
     spent = TimeSplit({Activity.COMPUTING: 11_240_000_000, Activity.IDLE: 2_500_000_000})
     (tmp_path / "run" / "time.json").write_text(json.dumps(spent.to_json()))
@@ -35,11 +35,11 @@ def test_report_when_the_time_of_the_run_was_recorded_then_says_where_it_went(we
 
 def test_report_when_the_run_was_divided_then_it_and_its_page_name_the_layouts(weft, tmp_path: Path):
     write_run(tmp_path / "run")
-    for layouts, told in ((["stages:1"], None), (["stages:2", "stages:1"], "stages:2, then one device"), ("odd", None)):
+    for layouts, name in ((["stages:1"], None), (["stages:2", "stages:1"], "stages:2, then one device"), ("odd", None)):
         (tmp_path / "run" / "run.json").write_text(json.dumps({"jobs": ["tuned"], "layouts": layouts}))
         out, page = weft("report", tmp_path / "run").out, (tmp_path / "run" / "report.html").read_text("utf-8")
-        assert ("layout    " in out) == ("<dt>layout</dt>" in page) == (told is not None)
-        assert told is None or (f"layout    {told}\n" in out and f"<dd>{told}</dd>" in page)
+        assert ("layout    " in out) == ("<dt>layout</dt>" in page) == (name is not None)
+        assert name is None or (f"layout    {name}\n" in out and f"<dd>{name}</dd>" in page)
 
 
 def test_report_when_the_directory_is_a_sweeps_then_its_leaderboard_is_drawn(weft, tmp_path: Path):
@@ -50,7 +50,7 @@ def test_report_when_the_directory_is_a_sweeps_then_its_leaderboard_is_drawn(wef
     assert "leaderboard.json: is not JSON" in weft("report", tmp_path).err
 
 
-def test_report_when_a_sweep_was_divided_then_it_and_its_page_say_with_what_it_was_made(weft, tmp_path: Path):
+def test_report_when_a_sweep_was_divided_then_it_and_its_page_name_the_layout(weft, tmp_path: Path):
     """As those of a run do; a sweep that never had such a file has a page too."""
     (tmp_path / "leaderboard.json").write_text(json.dumps({"metric": "eval_loss", "trials": []}))
     (tmp_path / "trials").mkdir()
@@ -65,6 +65,6 @@ def test_report_when_a_sweep_was_divided_then_it_and_its_page_say_with_what_it_w
     assert "<dt>quantize</dt>" not in page
 
 
-def test_report_when_there_is_no_run_then_one_sentence_says_so(weft, tmp_path: Path):
+def test_report_when_there_is_no_run_then_refused_in_one_sentence(weft, tmp_path: Path):
     done = weft("report", tmp_path)
     assert done.code == 2 and "is not a run directory" in done.err

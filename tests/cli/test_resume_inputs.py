@@ -26,7 +26,7 @@ def rows(path: Path, answer: str) -> None:
 
 
 def pairs(path: Path) -> None:
-    lines = [{"prompt": f"say {i}", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(6)]
+    lines = [{"prompt": f"name {i}", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(6)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -78,7 +78,7 @@ def stopped(weft, trained: list[Path], tmp_path: Path, tmp_path_factory, monkeyp
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All files of a run but those that say which process works there."""
+    """All files of a run but those that name the process that works there."""
     found = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     return {name: data for name, data in found.items() if not name.startswith((".lock", ".owner-"))}
 

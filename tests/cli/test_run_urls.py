@@ -34,7 +34,7 @@ space: {lr: [1e-3, 8e-3], r: [2]}
 
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A place in a store that nobody has used."""
+    """A location in a store that is still unused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rows = "".join(json.dumps(row) + "\n" for row in SKILLS["shout"].rows(0, 12))
@@ -67,8 +67,8 @@ def test_train_when_out_is_a_url_then_stop_and_resume_leave_the_bytes_of_a_direc
     assert weft("train", "jobs.yaml", "--out", "out").code == 0
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert stored(url, f"shout/adapter/{name}") == Path("out/shout/adapter", name).read_bytes()
-    told = weft("report", url)
-    assert told.code == 0 and told.out.startswith(f"report    {url}/report.html\n")
+    report = weft("report", url)
+    assert report.code == 0 and report.out.startswith(f"report    {url}/report.html\n")
     assert json.loads(stored(url, "run.json"))["run_name"] == "run"
 
 
@@ -101,7 +101,7 @@ def test_mistake_when_about_a_url_then_is_one_sentence_and_nothing_is_written(re
     assert [path.name for path in Path("cache").rglob("*") if path.is_file()] == [".lock"]
 
 
-def test_place_when_it_is_a_url_then_only_that_of_a_file_is_a_path(monkeypatch):
+def test_location_when_it_is_a_url_then_only_that_of_a_file_is_a_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     assert run_location("~/runs/x") == Path("/home/ada/runs/x")
     assert run_location("file:///data/x") == Path("/data/x")

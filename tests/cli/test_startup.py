@@ -1,4 +1,4 @@
-"""The command starts quickly: whoever only asks for help does not wait for torch."""
+"""The command starts quickly: help does not wait for torch."""
 
 import os
 import subprocess
@@ -29,9 +29,9 @@ def test_help_when_shown_then_nothing_heavy_is_imported():
 
 @pytest.mark.parametrize("name", VERBS)
 def test_verb_when_listed_then_by_the_first_sentence_of_its_own_help(name: str):
-    """Help is shown without importing any verb, so it says again what they say of themselves."""
-    said = VERBS[name].command(name, "weft.cli").help
-    assert said.splitlines()[0] == VERBS[name].sentence
+    """Help is shown without importing any verb, so it repeats their own docstrings."""
+    docstring = VERBS[name].command(name, "weft.cli").help
+    assert docstring.splitlines()[0] == VERBS[name].sentence
 
 
 def test_verb_when_mistyped_then_the_nearest_is_named():
@@ -54,7 +54,7 @@ def test_weft_when_imported_then_the_environment_of_the_process_is_left_alone():
     assert python(code) == "True\n"
 
 
-def test_command_when_it_imports_torch_then_waiting_threads_do_not_spin_unless_the_user_said_so():
+def test_command_when_it_imports_torch_then_waiting_threads_do_not_spin_unless_the_user_set_it():
     """Spinning threads starve each other as soon as anything else runs on the machine."""
     code = (
         "import os, sys\n"

@@ -1,4 +1,4 @@
-"""`weft sweep` tries what a file describes, says what it does, and refuses what cannot be meant before it starts."""
+"""`weft sweep` tries what a file describes, reports what it does, and refuses impossible settings before it starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_sweep_when_it_ends_then_tells_the_best_and_where_everything_is(weft, folder):
+def test_sweep_when_it_ends_then_reports_the_best_and_where_everything_is(weft, folder):
     result = weft("sweep", "sweep.yaml")
     assert result.code == 0, result.err
     assert "space     lr, r: 2 points" in result.out and "sampler   grid" in result.out
@@ -49,7 +49,9 @@ def test_sweep_when_it_ends_then_tells_the_best_and_where_everything_is(weft, fo
     assert (folder / "out/best/adapter_config.json").exists()
     again = weft("train", "out/best/jobs.yaml", "--out", "again")
     assert again.code == 0, again.err
-    mine, best = (Path(place, "adapter_model.safetensors").read_bytes() for place in ("again/best/adapter", "out/best"))
+    mine, best = (
+        Path(folder, "adapter_model.safetensors").read_bytes() for folder in ("again/best/adapter", "out/best")
+    )
     assert mine == best
     more = weft("sweep", "sweep.yaml", "--resume")
     assert more.code == 0 and "started" not in more.out and "best      t001" in more.out
@@ -59,7 +61,7 @@ def test_sweep_when_it_ends_then_tells_the_best_and_where_everything_is(weft, fo
         assert refused.code == 2 and "_data is not what" in refused.err, refused
 
 
-def test_sweep_when_plotly_is_missing_then_ends_well_and_says_so(weft, folder, monkeypatch):
+def test_sweep_when_plotly_is_missing_then_ends_well_and_reports_it(weft, folder, monkeypatch):
     """The best and the leaderboard are there; only their picture is not."""
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
@@ -69,28 +71,28 @@ def test_sweep_when_plotly_is_missing_then_ends_well_and_says_so(weft, folder, m
     assert any(folder.glob("**/best/adapter_model.safetensors")) and not any(folder.glob("**/report.html"))
 
 
-def test_sweep_when_its_data_is_not_there_then_nobody_waits_for_the_model(weft, folder, monkeypatch):
+def test_sweep_when_its_data_is_not_there_then_nothing_waits_for_the_model(weft, folder, monkeypatch):
     monkeypatch.setattr("weft.engine.execute.memory.load_backbone", lambda *_: pytest.fail("is loaded"))
     result = weft("sweep", "sweep.yaml", "job.eval_data=rows2.jsonl")
     assert (result.code, result.err) == (2, "error: rows2.jsonl: there is no such file. Did you mean rows.jsonl?\n")
     assert not (folder / "out").exists()
 
 
-def test_dry_run_when_asked_for_then_checks_everything_and_writes_nothing(weft, folder):
+def test_dry_run_when_requested_then_checks_everything_and_writes_nothing(weft, folder):
     result = weft("sweep", "sweep.yaml", "--dry-run", "--trials", "1", "--no-early-stop")
     assert result.code == 0
     assert "sampler   random, at most 1 trial\n" in result.out and "early stopping: none" in result.out
     assert sorted(os.listdir(folder)) == ["rows.jsonl", "sweep.yaml"]
 
 
-def test_dry_run_when_its_directory_can_never_be_made_then_says_so(weft, folder):
+def test_dry_run_when_its_directory_can_never_be_made_then_reports_it(weft, folder):
     for flags in (("--dry-run",), ()):
         result = weft("sweep", "sweep.yaml", "--out", "/proc/never/out", *flags)
         assert result.code == 2 and result.err.startswith("error: /proc/never")
         assert "backbone" not in result.out, "before anything is loaded"
 
 
-def test_dry_run_when_asked_for_then_shows_the_plan_for_this_device_or_for_others(weft, folder):
+def test_dry_run_when_requested_then_shows_the_plan_for_this_device_or_for_others(weft, folder):
     here = weft("sweep", "sweep.yaml", "--dry-run")
     assert "2 configurations, 120 tokens, in 1 pack on 1 x cpu: about" in here.out, here.out
     assert "for any plan: this one is within" in here.out and "2: t000, t001" in here.out
@@ -137,8 +139,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_mistake_when_made_then_is_one_sentence_and_nothing_is_written(refused, folder, name):
-    arguments, says = CASES[name]
-    assert says in " ".join(refused("sweep", "sweep.yaml", *arguments).split())
+    arguments, message = CASES[name]
+    assert message in " ".join(refused("sweep", "sweep.yaml", *arguments).split())
     assert sorted(os.listdir(folder)) == ["rows.jsonl", "sweep.yaml"]
 
 
@@ -157,7 +159,7 @@ def test_huge_grid_when_answered_by_a_flag_then_is_accepted(weft, folder):
     assert weft("sweep", "sweep.yaml", HUGE, "--all", "--dry-run").code == 0
 
 
-def test_sweep_when_interrupted_then_saves_everything_and_says_how_to_go_on(weft, folder, monkeypatch):
+def test_sweep_when_interrupted_then_saves_everything_and_explains_how_to_go_on(weft, folder, monkeypatch):
     show_news = LiveBoard.show_news
 
     def interrupting(board, kind, trial, text):
@@ -180,7 +182,7 @@ def test_sweep_when_over_two_replicas_then_the_best_is_that_of_one_process(weft,
     one, two = (weft("sweep", "sweep.yaml", *more) for more in ([], ["--replicas", "2", "--out", "two"]))
     assert (one.code, two.code) == (0, 0), two.err
     assert "replicas  2, each in a process of its own" in two.out
-    mine, best = (Path(place, "best/adapter_model.safetensors").read_bytes() for place in ("two", "out"))
+    mine, best = (Path(folder, "best/adapter_model.safetensors").read_bytes() for folder in ("two", "out"))
     assert mine == best
 
 
@@ -195,10 +197,10 @@ def test_sweep_when_its_backbone_is_in_stages_then_answers_and_bytes_are_those_o
     about = Path("two/report.html").read_text(encoding="utf-8")
     for label, value in (("backbone", "tiny"), ("kernels", "reference"), ("layout", "stages:2")):
         assert f"<dt>{label}</dt><dd>{value}</dd>" in about
-    boards = [json.loads(Path(place, "leaderboard.json").read_text())["trials"] for place in ("out", "two")]
+    boards = [json.loads(Path(folder, "leaderboard.json").read_text())["trials"] for folder in ("out", "two")]
     values = [[(trial["name"], trial["value"]) for trial in board] for board in boards]
     assert values[0] == values[1] and len({value for _, value in values[0]}) == 2
-    mine, best = (Path(place, "best/adapter_model.safetensors").read_bytes() for place in ("two", "out"))
+    mine, best = (Path(folder, "best/adapter_model.safetensors").read_bytes() for folder in ("two", "out"))
     assert mine == best
     more = weft("sweep", "sweep.yaml", *rest, "--out", "two", "--resume")
     assert more.code == 0 and "started" not in more.out
@@ -215,7 +217,7 @@ def test_sweep_when_its_layout_is_chosen_then_the_bytes_are_those_of_one_device(
         and "(chosen, predicted)" in two.out
         and "replicas  2, each in a process" in two.out
     )
-    boards = [json.loads(Path(place, "leaderboard.json").read_text())["trials"] for place in ("out", "two")]
+    boards = [json.loads(Path(folder, "leaderboard.json").read_text())["trials"] for folder in ("out", "two")]
     assert [(t["name"], t["value"]) for t in boards[0]] == [(t["name"], t["value"]) for t in boards[1]]
     for trial in boards[0]:
         mine, alone = (Path(p, "trials", trial["name"], "adapter/adapter_model.safetensors") for p in ("two", "out"))
@@ -224,7 +226,7 @@ def test_sweep_when_its_layout_is_chosen_then_the_bytes_are_those_of_one_device(
     assert more.code == 0 and "started" not in more.out
 
 
-def test_dry_run_when_the_layout_is_auto_then_says_what_the_first_trials_get_and_why(weft, folder, monkeypatch):
+def test_dry_run_when_the_layout_is_auto_then_reports_what_the_first_trials_get_and_why(weft, folder, monkeypatch):
     """One that a trial of the space could not have is passed over, whether that one is among the first or not."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     chosen = weft("sweep", "sweep.yaml", "--layout", "auto", "--dry-run")
@@ -240,7 +242,7 @@ def test_dry_run_when_the_layout_is_auto_then_says_what_the_first_trials_get_and
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (("--replicas", "0"), "error: --replicas: got '0'; accepted are auto and numbers from 1 to 1024."),
         (("--devices", "0"), "error: --devices: are for GPUs, and this run is on a CPU"),
@@ -251,13 +253,13 @@ def test_dry_run_when_the_layout_is_auto_then_says_what_the_first_trials_get_and
         (("--layout", "stages:2", "--replicas", "2"), "leave --replicas out, or --layout."),
         (("--layout", "stages:2", "space.optim=[adamw,adamw_8bit]"), "8bit]: adamw_8bit keeps blocks of numbers"),
         (
-            ("--layout", "tensor:2", "job.gradient_sum=any_order"),
-            "error: job.gradient_sum=any_order: any_order is not supported with tensor:N",
+            ("--layout", "tensor:2", "job.adapter={init_lora_weights: eva}"),
+            "eva looks at whole inputs, of which devices that share layers have parts",
         ),
         (("--layout", "stages:2", "--dry-run", "--gpus", "2"), "error: --layout: is for the devices that are here"),
     ],
 )
-def test_sweep_when_replicas_cannot_be_as_asked_then_says_so_before_anything_is_loaded(weft, folder, given, said):
+def test_sweep_when_replicas_are_impossible_then_refused_before_anything_is_loaded(weft, folder, given, message):
     result = weft("sweep", "sweep.yaml", "device=cpu", *given)
-    assert result.code == 2 and said in result.err
+    assert result.code == 2 and message in result.err
     assert not (folder / "out").exists()

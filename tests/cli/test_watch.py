@@ -1,4 +1,4 @@
-"""Whoever ends a run from outside gets it saved: Ctrl-C, a plain kill, and a terminal that is closed."""
+"""A run that is ended from outside is saved: Ctrl-C, a plain kill, and a terminal that is closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.cli.watch import StopRequest, stop_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_stop_when_a_signal_comes_then_it_is_asked_for_once_and_the_handler_goes_again(number):
+def test_stop_when_a_signal_comes_then_it_is_requested_once_and_the_handler_goes_again(number):
     before = signal.signal(number, signal.SIG_DFL)
     try:
         request = StopRequest(Console(file=io.StringIO()))
@@ -38,8 +38,8 @@ def test_stop_when_the_run_was_started_to_outlive_its_terminal_then_goes_on():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_stop_when_the_signal_comes_while_a_line_is_written_then_it_is_asked_for_all_the_same():
-    """Python lets nobody write to a stream from within a write to it."""
+def test_stop_when_the_signal_comes_while_a_line_is_written_then_it_is_requested_all_the_same():
+    """Python does not allow a write to a stream within a write to it."""
 
     class Busy(io.StringIO):
         def flush(self) -> None:

@@ -10,12 +10,12 @@ from weft.data.formats import convert_rows
 from weft.data.row import Row
 from weft.errors import DataError
 
-PLACE = "train.jsonl line 17"
+WHERE = "train.jsonl line 17"
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
 
 def read(values: dict[str, Any], *, need_answer: bool = True) -> Conversation:
-    _, forms = convert_rows([Row(values, PLACE)], "auto", need_answer=need_answer)
+    _, forms = convert_rows([Row(values, WHERE)], "auto", need_answer=need_answer)
     assert isinstance(forms[0], Conversation)
     return forms[0]
 
@@ -24,8 +24,8 @@ def error_of(values: dict[str, Any]) -> str:
     with pytest.raises(DataError) as caught:
         read(values)
     text = str(caught.value)
-    assert text.startswith(f"{PLACE}: ")
-    return text.removeprefix(f"{PLACE}: ")
+    assert text.startswith(f"{WHERE}: ")
+    return text.removeprefix(f"{WHERE}: ")
 
 
 def messages(*turns: Any) -> dict[str, Any]:
@@ -231,8 +231,8 @@ QUIET_MARKS = [
 @pytest.mark.parametrize("mask", QUIET_MARKS)
 def test_turn_when_masked_as_other_trainers_have_it_then_is_not_trained(mask: dict[str, Any]):
     """Masks of OpenAI, ShareGPT, Axolotl and ms-swift are honoured in both kinds of chats."""
-    quiet, ask = {"role": "assistant", "content": "no"}, {"role": "user", "content": "hi", **mask, "weight": None}
-    assert [t.trained for t in read(messages(ask, {**quiet, **mask}, *HELLO)).turns] == [False, False, False, True]
+    quiet, user = {"role": "assistant", "content": "no"}, {"role": "user", "content": "hi", **mask, "weight": None}
+    assert [t.trained for t in read(messages(user, {**quiet, **mask}, *HELLO)).turns] == [False, False, False, True]
     human, gpt = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}
     chat = read({"conversations": [human, {**gpt, **mask}, human, gpt]})
     assert [t.trained for t in chat.turns] == [False, False, False, True]
@@ -245,7 +245,7 @@ def test_turn_when_a_sharegpt_turn_has_a_weight_then_it_counts_so_much():
     assert read({"conversations": turns}).turns[1].weight == 0.5
 
 
-def test_turn_when_its_mask_cannot_be_honoured_then_says_so():
+def test_turn_when_its_mask_cannot_be_honoured_then_reports_it():
     """A mask that means something else here is not passed over."""
     assert error_of(messages(HELLO[0], {**HELLO[1], "train": "no"})) == "messages[1].train is 'no'; use true or false."
     assert error_of(messages({**HELLO[0], "train": True}, HELLO[1])) == (

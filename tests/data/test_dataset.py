@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,7 +90,7 @@ def test_sample_when_blank_or_untrained_then_is_dropped_and_counted(load: Callab
     assert load([{"messages": quiet}, {"messages": loud}]).summary.num_dropped_unsupervised == 1
 
 
-def test_dataset_when_nothing_is_left_then_the_error_says_why(load: Callable[..., Dataset]):
+def test_dataset_when_nothing_is_left_then_the_error_explains_why(load: Callable[..., Dataset]):
     with pytest.raises(DataError) as caught:
         load([{"prompt": "q" * 100, "completion": "a"}] * 2)
     assert str(caught.value) == (
@@ -121,27 +123,27 @@ def test_dataset_when_sources_have_several_formats_then_each_is_read_its_own_way
     assert data.summary.num_samples == 3
 
 
-def test_dataset_when_the_template_has_no_place_for_tools_then_a_note_says_so(load: Callable[..., Dataset]):
+def test_dataset_when_the_template_ignores_tools_then_a_note_reports_it(load: Callable[..., Dataset]):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data = load([{"messages": messages, "tools": [{"name": "f"}]}, {"messages": messages}])
     assert data.summary.notes == ("the chat template has no place for the tools of 1 row",)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
-def test_dataset_when_the_template_has_no_place_for_thoughts_then_a_note_says_so(load: Callable[..., Dataset], name):
+def test_dataset_when_the_template_ignores_thoughts_then_a_note_reports_it(load: Callable[..., Dataset], name):
     question = {"role": "user", "content": "a"}
     rows = [{"messages": [question, {"role": "assistant", "content": "b", name: text}]} for text in ("hm", "", None)]
     (note,) = load(rows).summary.notes
     assert note.startswith("the thoughts of 1 row (reasoning_content, ") and "a template that reads them" in note
-    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", name: "hm"}]
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", name: "hm"}]
     beside = {"prompt": "a", "completion": "b", name: "hm"}
-    assert [load([row]).summary.notes for row in ({"conversations": said}, beside)] == [(note,), (note,)]
+    assert [load([row]).summary.notes for row in ({"conversations": turns}, beside)] == [(note,), (note,)]
     rows.append({"messages": [question, {"role": "assistant", "content": "b"}]})
     shown = "{% for m in messages %}{{ m." + name + " }}{{ m.content }}{% endfor %}"
     assert load(rows, chat_template=shown).summary.notes == ()
 
 
-def test_dataset_when_the_prompt_of_an_answer_ends_in_more_than_its_turn_shows_then_a_note_says_so(
+def test_dataset_when_the_prompt_of_an_answer_ends_in_more_than_its_turn_shows_then_a_note_reports_it(
     load: Callable[..., Dataset],
 ):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>\n' if add_generation_prompt }}"
@@ -216,7 +218,7 @@ def test_eval_split_when_jobs_split_alike_then_each_side_is_hashed_once(
         (3, "job: eval_data: 3 of 3 samples leaves no sample to train on."),
     ],
 )
-def test_eval_split_when_a_side_is_empty_then_says_which(
+def test_eval_split_when_a_side_is_empty_then_names_it(
     amount: float, found: str, write: Write, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ):
     with pytest.raises(DataError) as caught:
@@ -236,10 +238,10 @@ def test_eval_data_when_files_are_named_then_they_are_read(
 
 
 @pytest.mark.parametrize("setting", ["train_data", "eval_data"])
-def test_data_when_a_file_is_bad_then_the_error_says_which_setting_named_it(
+def test_data_when_a_file_is_bad_then_the_error_has_the_setting_that_named_it(
     setting: str, write: Write, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ):
-    """A service tells by it which of two files its user has to mend."""
+    """A service derives from it which of two files its user has to correct."""
     write("test.jsonl", pairs("c"))
     spec = job(write, pairs("a"), eval_data=("test.jsonl",))
     write("test.jsonl" if setting == "eval_data" else "train.jsonl", [{"prompt": "ask"}])
@@ -248,20 +250,20 @@ def test_data_when_a_file_is_bad_then_the_error_says_which_setting_named_it(
     assert caught.value.setting == setting
 
 
-def test_forward_tokens_when_a_reference_is_asked_then_once_about_each_sample_or_each_time_if_nothing_is_kept(
+def test_forward_tokens_when_a_reference_is_read_then_once_for_each_sample_or_each_time_if_nothing_is_kept(
     write: Write, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ):
-    """Evaluations run every time; what a reference said of a sample is known from then on, if there is room for it."""
+    """Evaluations run every time; a reference's results for a sample are known after that, if there is room."""
 
     def forward(rows: list[Any], **settings: Any) -> tuple[int, int, int]:
         """Tokens that run forward alone in ten steps of two of four groups, and those of both parts of the data."""
-        asked = job(write, rows, max_steps=10, global_batch_size=2, eval_data=1, eval_steps=5, **settings)
-        data = load_job_data(asked, tokenizer, tmp_path)
+        spec = job(write, rows, max_steps=10, global_batch_size=2, eval_data=1, eval_steps=5, **settings)
+        data = load_job_data(spec, tokenizer, tmp_path)
         assert data.eval is not None
-        order = BatchSchedule.of(asked, *data.train.sizes)
+        order = BatchSchedule.of(spec, *data.train.sizes)
         assert (order.num_steps, data.train.num_groups) == (10, 4)
         sizes = (int(part.group_tokens.sum()) for part in (data.train, data.eval))
-        return data.forward_tokens(order, asked.eval_steps), *sizes
+        return data.forward_tokens(order, spec.eval_steps), *sizes
 
     found, _, evaluated = forward(pairs("a", "bb", "ccc", "dddd", "eeeee"))
     assert found == 2 * evaluated
@@ -270,3 +272,12 @@ def test_forward_tokens_when_a_reference_is_asked_then_once_about_each_sample_or
     assert found == trained + evaluated + 2 * evaluated
     found, trained, evaluated = forward(pairs("a", "a", "a", "a", "a"), objective="distillation", teacher="base")
     assert found == 5 * trained + 2 * evaluated + 2 * evaluated
+
+
+def test_data_when_imported_then_neither_torch_nor_an_extra_is():
+    code = (
+        "import sys, weft.data.load; "
+        "print([m for m in ('torch', 'transformers', 'pyarrow', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -78,7 +78,7 @@ def test_auto_when_a_later_row_lacks_a_column_then_names_the_column():
         {"prompt": "a", "completion": "b", "label": True},
     ],
 )
-def test_auto_when_rows_are_judged_answers_then_names_the_objective_for_them(values: dict[str, Any]):
+def test_auto_when_rows_are_labelled_answers_then_names_the_objective_for_them(values: dict[str, Any]):
     found = error_of(values)
     assert found.startswith("train.jsonl line 1: ")
     assert "a true/false label is preference data, for objective kto." in found
@@ -255,7 +255,7 @@ def test_media_when_a_row_has_any_then_is_refused(name: str):
 
 @pytest.mark.parametrize("mark", ["<image>", "<|image|>", "<image_1>", "<|image_pad|>", "<audio>", "<video>"])
 @pytest.mark.parametrize("data_format", ["auto", "chat"])
-def test_media_when_the_text_has_a_place_for_it_then_is_refused_whatever_is_stated(mark: str, data_format: str):
+def test_media_when_the_text_has_a_mark_for_it_then_is_refused_in_every_format(mark: str, data_format: str):
     """A placeholder beside its column would be trained as text."""
     turns = [{"role": "user", "content": f"{mark} What?"}, {"role": "assistant", "content": "A cat."}]
     with pytest.raises(DataError, match=r"^line 1: images belongs to the <.*> in the text, but only text"):

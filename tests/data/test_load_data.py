@@ -33,8 +33,8 @@ def load_job(write: Write, tmp_path: Path, rows: list[Any], **settings: Any) -> 
     return load_job_data(spec, TOKENIZER, tmp_path)
 
 
-def test_chat_when_history_is_rewritten_then_each_answer_is_a_sample_and_that_is_said(write: Write, tmp_path: Path):
-    """A row gives several samples, in the order of its answers, and the account says so once."""
+def test_chat_when_history_is_rewritten_then_each_answer_is_a_sample_and_that_is_reported(write: Write, tmp_path: Path):
+    """A row gives several samples, in the order of its answers, and the summary reports it once."""
     data = load_job(write, tmp_path, [chat("one", "two"), chat("three")]).train
     assert [supervised_text(sample, TOKENIZER) for sample in data.samples] == [["one;"], ["two;"], ["three;"]]
     assert (data.num_groups, data.summary.num_samples, data.summary.num_rows) == (3, 3, 2)
@@ -74,7 +74,7 @@ def test_pairs_when_a_format_is_stated_then_answers_are_read_and_text_is_refused
         load_dataset([name], TOKENIZER, data_format="text", max_length=64, base_dir=tmp_path)
 
 
-def test_group_when_a_part_would_be_several_samples_then_says_so(write: Write, tmp_path: Path):
+def test_group_when_a_part_would_be_several_samples_then_reports_it(write: Write, tmp_path: Path):
     """What an objective compares stays one sample a side."""
     answers = chat("one", "two")["messages"][1:]
     name = write(
@@ -84,7 +84,7 @@ def test_group_when_a_part_would_be_several_samples_then_says_so(write: Write, t
         load_dataset([name], TOKENIZER, objective="dpo", max_length=64, base_dir=tmp_path)
 
 
-def test_data_when_virtual_tokens_leave_no_room_for_answers_then_the_error_says_what_they_take(
+def test_data_when_virtual_tokens_leave_no_room_for_answers_then_the_error_explains_what_they_take(
     write: Write, tmp_path: Path
 ):
     adapter = AdapterSpec(method="prompt_tuning", num_virtual_tokens=60)

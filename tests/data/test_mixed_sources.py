@@ -28,8 +28,8 @@ def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
 
 
-def test_mixture_when_loaded_then_each_source_keeps_its_samples_and_shares_are_told(write: Write, tmp_path: Path):
-    """Also behind a split, which takes rows of all sources."""
+def test_mixture_when_loaded_then_each_source_keeps_its_samples_and_shares_are_reported(write: Write, tmp_path: Path):
+    """Also after a split, which takes rows of all sources."""
     for name, number in (("a.jsonl", 8), ("b.jsonl", 4)):
         write(name, [{"prompt": "ask", "completion": f"{name} {i}"} for i in range(number)])
     sources = [{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl", "weight": 3, "rows": 3}]
@@ -46,7 +46,7 @@ def test_mixture_when_loaded_then_each_source_keeps_its_samples_and_shares_are_t
 
 
 def test_rows_when_only_the_first_are_wanted_then_what_follows_them_is_not_looked_at(write: Write, tmp_path: Path):
-    """A later line may be wrong; other rows behind are the same data, another number is not."""
+    """A later line may be wrong; other rows after it are the same data, another number is not."""
     rows = [{"prompt": "ask", "completion": str(i)} for i in range(4)]
     name = write("a.jsonl", "\n\n".join(json.dumps(row) for row in rows) + "\nnot json\n")
 

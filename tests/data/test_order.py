@@ -65,7 +65,7 @@ def test_schedule_when_the_product_is_a_hair_above_a_whole_number_then_is_that_n
     assert plan.num_steps == 3
 
 
-def test_schedule_when_asked_for_the_epoch_then_counts_epochs_done():
+def test_schedule_when_steps_are_done_then_counts_finished_epochs():
     assert schedule().epoch_of(0) == 0.0
     assert schedule().epoch_of(3) == 1.0
     assert schedule().epoch_of(4) == pytest.approx(4 / 3)
@@ -128,7 +128,7 @@ def test_mixture_when_not_shuffled_then_sources_alternate_in_their_shares():
 
 
 def test_schedule_when_sources_have_weights_then_batches_are_a_function_of_the_seed_alone():
-    """What a resumed job asks for first is what it would have met: no batch depends on those before it."""
+    """A resumed job begins with the batch that would have come next: no batch depends on those before it."""
     job = JobSpec("a", ({"path": "x", "weight": 2}, "y"), num_train_epochs=2.5, global_batch_size=4)  # type: ignore[arg-type]
     lengths = np.arange(1, 11)
     plan = BatchSchedule.of(job, 8, 2)

@@ -73,7 +73,7 @@ TOOL_CHAT = [
 ]
 
 
-def test_chat_prompt_when_the_template_knows_tools_then_shows_what_was_asked_and_answered(
+def test_chat_prompt_when_the_template_knows_tools_then_shows_calls_and_results(
     tokenizer: PreTrainedTokenizerFast,
 ):
     """Arguments are objects to the template, as in training."""

@@ -21,22 +21,22 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_spec(place: Path, *names: str) -> RunSpec:
+def run_spec(folder: Path, *names: str) -> RunSpec:
     """The jobs of these names, or all of them; writes their data into a folder."""
-    _write(place / "words.jsonl", [{"prompt": f"{word}\n", "completion": word.upper()} for word in WORDS])
+    _write(folder / "words.jsonl", [{"prompt": f"{word}\n", "completion": word.upper()} for word in WORDS])
     _write(
-        place / "pairs.jsonl",
+        folder / "pairs.jsonl",
         [{"prompt": f"{word}\n", "chosen": word.upper(), "rejected": word[::-1]} for word in WORDS],
     )
     _write(
-        place / "marks.jsonl",
+        folder / "marks.jsonl",
         [
             {"prompt": f"{word}\n", "completion": word.upper() if good else word, "label": good}
             for word in WORDS
             for good in (True, False)
         ],
     )
-    _write(place / "classes.jsonl", [{"text": word, "label": "long" if len(word) > 5 else "short"} for word in WORDS])
+    _write(folder / "classes.jsonl", [{"text": word, "label": "long" if len(word) > 5 else "short"} for word in WORDS])
     shared = {"train_data": "words.jsonl", "max_length": 48, "global_batch_size": 4, "learning_rate": 5e-3}
     shared |= {"max_steps": 6, "save_steps": 2}
     jobs = [{"name": name, **settings} for name, settings in JOBS.items() if not names or name in names]

@@ -116,20 +116,20 @@ def kill_until_done(spec: RunSpec, data: Path, out: Path, rng: random.Random) ->
     return ends
 
 
-def main(place: Path, seed: int, model: str) -> None:
+def main(folder: Path, seed: int, model: str) -> None:
     """Trains the run twice, once in peace and once under fire; `eight`: that of eight jobs. Nothing is computed here:
     torch's threads would be missing in the children."""
     torch.set_num_threads(1)
     is_eight = model == "eight"
-    spec = eight_jobs.run_spec(place) if is_eight else run_spec(place, model)
+    spec = eight_jobs.run_spec(folder) if is_eight else run_spec(folder, model)
     for module in LATE_IMPORTS:
         importlib.import_module(module)
-    runs = {place / "undisturbed": spec}
+    runs = {folder / "undisturbed": spec}
     if is_eight:
-        runs |= {place / f"alone-{job.name}": eight_jobs.run_spec(place, job.name) for job in spec.jobs}
+        runs |= {folder / f"alone-{job.name}": eight_jobs.run_spec(folder, job.name) for job in spec.jobs}
     for out, own in runs.items():
-        assert ended(child(lambda own=own, out=out: train(own, place, out))) == "done"
-    print(json.dumps(kill_until_done(spec, place, place / "killed", random.Random(seed))))
+        assert ended(child(lambda own=own, out=out: train(own, folder, out))) == "done"
+    print(json.dumps(kill_until_done(spec, folder, folder / "killed", random.Random(seed))))
 
 
 if __name__ == "__main__":

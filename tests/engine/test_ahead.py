@@ -1,4 +1,4 @@
-"""A device that works on gets its next microbatch before the last one is looked at; nobody's bits notice."""
+"""A device that works on gets its next microbatch before the last one is looked at; no bits change."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tiny_models import (
     dataset,
     finish,
     job_spec,
-    random_backbone,
     random_data,
     random_model,
+    shallow_backbone,
     small_job,
     submit,
     taken_slots,
@@ -45,7 +45,7 @@ class Ahead(Backbone):
     works_on = True
 
     def __init__(self, model: str = "llama_odd", kernels: str = "reference") -> None:
-        super().__init__(random_model(model), SimpleNamespace(eos_token_id=None), "ahead")
+        super().__init__(random_model(model, num_hidden_layers=1), SimpleNamespace(eos_token_id=None), "ahead")
         self.use_kernels(kernels)
         self.log: list[str] = []
         self.room = 10**6
@@ -76,7 +76,7 @@ def jobs() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Outcome]:
-    return train(random_backbone("llama_odd"), jobs(), capacity=48)
+    return train(shallow_backbone("llama_odd"), jobs(), capacity=48)
 
 
 def test_microbatch_when_the_device_works_on_then_is_started_before_the_last_is_looked_at(expected):
@@ -96,8 +96,8 @@ def test_microbatch_when_the_device_works_on_then_is_started_before_the_last_is_
 
 
 def test_steps_when_the_next_microbatch_follows_on_fused_kernels_then_it_reads_the_stepped_weights():
-    """Kernels read a copy of the weights, which must follow a step that nobody has waited for."""
-    expected = train(random_backbone("llama", kernels="fused"), jobs(), capacity=48)
+    """Kernels read a copy of the weights, which must follow a step that was not waited for."""
+    expected = train(shallow_backbone("llama", kernels="fused"), jobs(), capacity=48)
     outcomes = train(Ahead("llama", "fused"), jobs(), capacity=48)
     for name, outcome in outcomes.items():
         assert_same_bits(outcome, expected[name])
@@ -124,13 +124,13 @@ def test_reader_when_it_leaves_after_any_event_then_nothing_is_lost_or_counted_t
 def test_commands_when_a_microbatch_is_under_way_then_no_bit_changes(expected, number):
     engine = Engine(Ahead(), capacity=48)
     submit(engine, *jobs(), small_job("e", 4, max_steps=500))
-    for place, _ in enumerate(engine.events()):
-        if place == number:
+    for index, _ in enumerate(engine.events()):
+        if index == number:
             engine.pause("a")
             engine.resume("a")
             engine.pause("b")
             engine.cancel("e")
-        if place == number + 5:
+        if index == number + 5:
             engine.stop()
     for name in "abcd":
         engine.resume(name)
@@ -143,7 +143,7 @@ def test_commands_when_a_microbatch_is_under_way_then_no_bit_changes(expected, n
 
 @pytest.mark.parametrize("size", [1, 7], ids=["the last microbatch", "an earlier one"])
 def test_step_when_a_loss_is_not_finite_then_is_left_out_and_neighbours_unharmed(expected, size):
-    """In the last one only the device knows when the step is asked for, in an earlier one the host; gradients are
+    """In the last one only the device knows when the step is due, in an earlier one the host; gradients are
     finite in both."""
     backbone = Ahead()
     engine = Engine(backbone, capacity=48)
@@ -187,7 +187,7 @@ def test_run_when_memory_ends_as_steps_are_begun_then_their_global_batches_run_a
         assert_same_bits(outcome, expected[name])
 
 
-def test_engine_when_interrupted_within_a_step_then_says_that_it_is_no_longer_exact():
+def test_engine_when_interrupted_within_a_step_then_reports_that_it_is_no_longer_exact():
     backbone = Ahead()
     engine = Engine(backbone, capacity=48)
     submit(engine, *jobs())
@@ -206,8 +206,8 @@ def test_engine_when_interrupted_within_a_step_then_says_that_it_is_no_longer_ex
         engine.run()
 
 
-def test_reader_when_it_forgets_a_job_whose_step_is_not_told_yet_then_the_others_go_on():
-    """An evaluation that has no memory fails the job whose long sample is in the way; its step is told after that."""
+def test_reader_when_it_forgets_a_job_whose_step_is_not_reported_yet_then_the_others_go_on():
+    """An evaluation that has no memory fails the job with the long sample; its step is reported after that."""
     backbone = Ahead()
     engine = Engine(backbone, capacity=48)
     short, long = random_data(6, lengths=(3, 10)), random_data(5, num_samples=1, lengths=(48, 49))
@@ -229,7 +229,7 @@ def test_reader_when_it_forgets_a_job_whose_step_is_not_told_yet_then_the_others
 
 
 def test_evaluation_when_a_microbatch_is_under_way_then_it_is_started_behind_it(monkeypatch):
-    """The device goes on with it at once; nobody waits for the microbatch before."""
+    """The device goes on with it at once; the engine does not wait for the microbatch before."""
     log: list[str] = []
     look = Ahead.look
     monkeypatch.setattr(Ahead, "look", lambda self, *given: log.append("eval") or look(self, *given))
@@ -237,11 +237,11 @@ def test_evaluation_when_a_microbatch_is_under_way_then_it_is_started_behind_it(
     backbone.log = log
     train(backbone, jobs(), capacity=48)
     assert log.count("eval") >= 4
-    before = [log[:place] for place, what in enumerate(log) if what == "eval"]
+    before = [log[:index] for index, what in enumerate(log) if what == "eval"]
     assert any(sofar.count("start") > sofar.count("look") for sofar in before)
 
 
-def test_sound_when_losses_are_not_finite_then_only_their_owners_hear_of_it():
+def test_sound_when_losses_are_not_finite_then_only_their_owners_are_notified():
     losses = torch.tensor([1.0, math.nan, 2.0, math.inf, 3.0, 4.0])
     samples = [Sample(np.arange(count + 1), np.ones(count + 1, dtype=bool)) for count in (1, 1, 1, 1, 2)]
     batch = pack_samples([SlotSample(sample) for sample in samples], None, torch.device("cpu"))

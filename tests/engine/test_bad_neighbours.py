@@ -13,7 +13,7 @@ from test_distillation_exact import student
 from test_heads_exact import OBJECTIVES as HEADS
 from test_heads_exact import head_job
 from test_preferences_exact import LOSSES, pair_job
-from tiny_models import Job, assert_same_bits, job_spec, random_backbone, random_data, train
+from tiny_models import Job, assert_same_bits, job_spec, random_data, shallow_backbone, train
 
 from weft.engine.engine import Engine
 from weft.engine.events import Event, StepDone
@@ -67,7 +67,7 @@ def bad_jobs(fates: Sequence[Sequence[str]]) -> list[Job]:
 
 
 def befall(engine: Engine, event: Event) -> None:
-    """After its first step a job gets what its name says."""
+    """After its first step a job gets the fault that its name states."""
     if not isinstance(event, StepDone) or event.step != 1:
         return
     if event.job.startswith("cancelled"):
@@ -84,7 +84,7 @@ EACH_IN_TURN, ALL = [[fate] for fate in FATES], [list(FATES)]
 
 @pytest.mark.parametrize(("kernels", "fates"), [("reference", ALL), ("fused", EACH_IN_TURN), slow("fused", ALL)])
 def test_neighbours_when_jobs_of_any_kind_end_badly_then_have_the_bits_they_have_without_them(kernels, fates):
-    backbone = random_backbone("llama_odd", kernels=kernels)
+    backbone = shallow_backbone("llama_odd", kernels=kernels)
     undisturbed = train(backbone, neighbours(), capacity=120)
     found = train(backbone, [*bad_jobs(fates), *neighbours()], capacity=120, on_event=befall)
     for name, outcome in undisturbed.items():

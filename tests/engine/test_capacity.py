@@ -26,7 +26,7 @@ from tiny_models import (
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, JobWarning, MicrobatchDone, StepDone
-from weft.engine.execute.memory import USUAL_JOBS, load_within, start_capacity
+from weft.engine.execute.memory import USUAL_JOBS, load_within, replica_memory, start_capacity
 from weft.engine.execute.protocol import ReplicaFaultError
 from weft.engine.preview import preview
 from weft.errors import ConfigError
@@ -95,8 +95,8 @@ def test_engine_when_a_limit_holds_nothing_then_refuses_before_the_backbone_is_l
         Engine("no-such-model", **wrong)
 
 
-def test_run_when_memory_runs_out_then_goes_on_with_half_the_capacity_and_says_so():
-    """Every job ends where it would have ended, and the user hears what to set."""
+def test_run_when_memory_runs_out_then_goes_on_with_half_the_capacity_and_reports_it():
+    """Every job ends where it would have ended, and the user learns what to set."""
     expected, _, _ = run(SmallGpu(10**6), jobs(), 100)
     backbone = SmallGpu(60)
     outcomes, events, engine = run(backbone, jobs(), 100)
@@ -208,7 +208,7 @@ def test_run_when_something_else_fails_then_the_run_ends_with_it():
 
 
 def test_evaluation_when_memory_runs_out_for_the_best_weights_then_they_are_kept_all_the_same(monkeypatch):
-    """The adapter is that of the best evaluation, which is told once and not run again."""
+    """The adapter is that of the best evaluation, which is reported once and not run again."""
     data = random_data(0, num_samples=7).train
     spec = job_spec("a", eval_data=8, eval_steps=1, max_steps=3, early_stopping_patience=2, learning_rate=1e-2)
     expected, _, _ = run(SmallGpu(10**6), [(spec, JobData(data, data))], 100)
@@ -262,7 +262,7 @@ def test_resume_when_memory_had_run_out_then_goes_on_with_the_capacity_it_was_le
         assert_same_weights(Outcome(engine.executor.adapter_of(name), "", None), expected[name])
 
 
-def test_submit_when_a_job_is_new_then_nothing_of_it_is_on_the_gpu_before_it_has_a_place(monkeypatch):
+def test_submit_when_a_job_is_new_then_nothing_of_it_is_on_the_gpu_before_it_has_a_seat(monkeypatch):
     """So no memory can run out while a job is made ready; `Executor.seat` is where it may."""
     engine, made = Engine(SmallGpu(10**6), capacity=48), []
     new_adapter = engine.executor.backbone.new_adapter
@@ -291,7 +291,7 @@ def test_preview_when_memory_runs_out_then_plans_with_smaller_microbatches_as_tr
     assert not taken_slots(backbone)
 
 
-def test_preview_when_not_even_the_longest_sample_fits_then_says_what_to_lower():
+def test_preview_when_not_even_the_longest_sample_fits_then_reports_what_to_lower():
     backbone = SmallGpu(20)
     engine = Engine(backbone, capacity=48)
     submit(engine, (job_spec("long", max_length=24, global_batch_size=1), with_sample_of(24)))
@@ -302,20 +302,26 @@ def test_preview_when_not_even_the_longest_sample_fits_then_says_what_to_lower()
     assert not taken_slots(backbone)
 
 
-def test_load_within_when_there_is_no_gpu_then_the_limit_is_noted_as_idle():
-    backbone, notes = load_within(BackboneSpec("tiny", device="cpu"), "40GB", USUAL_JOBS)
-    assert backbone.name == "tiny"
-    assert notes == ("memory_limit 40GB is for GPUs; on a cpu it limits nothing.",)
+def test_load_within_when_there_is_no_gpu_then_the_limit_is_of_the_process():
+    backbone, notes = load_within(BackboneSpec("tiny", device="cpu"), "1GB", USUAL_JOBS)
+    memory = replica_memory(backbone)
+    assert backbone.name == "tiny" and notes == ()
+    assert memory is not None and memory.usable_bytes == pytest.approx(10**9, rel=1e-6)
     assert load_within(BackboneSpec("tiny", device="cpu"), None, USUAL_JOBS)[1] == ()
 
 
-@pytest.mark.parametrize(("spare", "chosen"), [(8, 8192), (7.9, 4096), (-28, 4096), (-28.1, 2048), (-999, 2048)])
-def test_start_capacity_when_the_gpu_is_small_then_leaves_room_for_the_jobs_that_fill_it(monkeypatch, spare, chosen):
-    """`spare`: how many usual jobs fit beside a microbatch of 8,192 tokens; one of 4,096 makes room for 32 more."""
+@pytest.mark.parametrize(
+    ("tokens", "spare", "chosen"),
+    [(8192, 8, 8192), (8192, 7.9, 4096), (4096, 4, 4096), (4096, 3.9, 2048), (1, 0, 2048)],
+)
+def test_start_capacity_when_the_gpu_is_small_then_leaves_room_for_the_jobs_that_fill_it(
+    monkeypatch, tokens, spare, chosen
+):
+    """`spare`: how many usual jobs the GPU has memory for beside a microbatch of `tokens`."""
     backbone = load_skeleton(resolve(BackboneSpec("tiny")))
     width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
-    job_bytes, token_bytes = 16 * width * 16, width * backbone.dtype.itemsize
-    total = int((8192 * token_bytes + spare * job_bytes) * 1.05) + 8
+    job_bytes, token_bytes = 16 * width * 16, backbone.reference.activation_bytes(1, 16)
+    total = int((tokens * token_bytes + spare * job_bytes) * 1.05) + 8
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2 * total))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.5)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)

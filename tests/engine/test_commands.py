@@ -14,8 +14,8 @@ from tiny_models import (
     finish,
     flat,
     job_spec,
-    random_backbone,
     random_data,
+    shallow_backbone,
     small_job,
     submit,
     taken_slots,
@@ -30,7 +30,7 @@ from weft.job_state import JobState
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def undisturbed(backbone):
 
 
 def test_job_when_held_at_a_step_then_stands_there_until_it_may_go_on_and_ends_the_same(backbone, undisturbed):
-    """A job that is held keeps its place and takes no step beyond; the others do not notice."""
+    """A job that is held keeps its position and takes no step beyond; the others do not notice."""
     engine = Engine(backbone, capacity=48)
     submit(engine, small_job("a"), small_job("b", 1, max_steps=12), small_job("c", 2))
     engine.hold("a", 2)
@@ -48,7 +48,7 @@ def test_job_when_held_at_a_step_then_stands_there_until_it_may_go_on_and_ends_t
     assert max(step for job, step in steps if job == "a") == 2
     assert max(step for job, step in steps if job == "b") == 5
     assert engine.jobs["a"].state is JobState.RUNNING and engine.jobs["c"].state is JobState.SUCCEEDED
-    assert not list(engine.events()), "nobody can go on"
+    assert not list(engine.events()), "no job can go on"
 
     def release(_: Engine, event: Event) -> None:
         if isinstance(event, StepDone) and event.job == "b" and event.step == 7:
@@ -61,7 +61,7 @@ def test_job_when_held_at_a_step_then_stands_there_until_it_may_go_on_and_ends_t
         assert_same_bits(outcomes[name], replace(expected, accuracies=undisturbed[name].accuracies[held_at:]))
 
 
-def test_commands_when_given_from_another_thread_then_obeyed_and_others_keep_their_bits(backbone, undisturbed):
+def test_commands_when_given_from_another_thread_then_applied_and_others_keep_their_bits(backbone, undisturbed):
     """One thread submits, pauses, resumes and cancels while another trains."""
     engine = Engine(backbone, capacity=48)
     submit(engine, small_job("a"), small_job("b", 1, max_steps=12))
@@ -95,7 +95,7 @@ def test_commands_when_given_from_another_thread_then_obeyed_and_others_keep_the
 
 def test_submit_when_another_thread_calls_it_at_any_moment_then_the_loop_goes_on():
     """Jobs arrive between any two bytecodes of the event loop."""
-    engine = Engine(random_backbone("llama_odd"), capacity=48)
+    engine = Engine(shallow_backbone("llama_odd"), capacity=48)
     small = {"r": 1, "target_modules": ["q_proj"], "layers_to_transform": [0]}
     data = random_data(0, num_samples=1)
 
@@ -109,9 +109,9 @@ def test_submit_when_another_thread_calls_it_at_any_moment_then_the_loop_goes_on
         if frame.f_code.co_filename != engine_module.__file__:
             return None
         frame.f_trace_opcodes = True
-        place = (frame.f_code, frame.f_lasti)
-        if what == "opcode" and place not in visited and frame.f_code.co_name in ("events", "<listcomp>", "_execute"):
-            visited.add(place)
+        at = (frame.f_code, frame.f_lasti)
+        if what == "opcode" and at not in visited and frame.f_code.co_name in ("events", "<listcomp>", "_execute"):
+            visited.add(at)
             other = threading.Thread(target=submit_one)
             other.start()
             other.join()
@@ -150,7 +150,7 @@ def test_commands_when_given_between_events_then_take_effect_at_the_next_boundar
     assert not taken_slots(backbone)
 
 
-def test_cancel_when_queued_paused_or_done_then_means_what_it_says(backbone):
+def test_cancel_when_queued_paused_or_done_then_ends_only_what_has_not_ended(backbone):
     engine = Engine(backbone, capacity=48)
     submit(engine, small_job("queued"), small_job("paused", 1), small_job("done", 2, max_steps=1))
     engine.cancel("queued")
@@ -201,7 +201,7 @@ def test_stop_when_called_then_every_job_waits_at_a_step_and_can_go_on(backbone,
 @pytest.mark.parametrize("step", [2, 6])
 def test_events_when_the_reader_leaves_and_comes_back_then_the_job_ends_the_same(undisturbed, step):
     """Leaving a `for` loop over the events is no reason to lose the end of a step."""
-    engine = Engine(random_backbone("llama_odd"), capacity=48)
+    engine = Engine(shallow_backbone("llama_odd"), capacity=48)
     submit(engine, small_job("a"))
     for event in engine.events():
         if isinstance(event, StepDone) and event.step == step:

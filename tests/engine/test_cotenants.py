@@ -1,4 +1,4 @@
-"""An adapter is bit-identical whoever trains beside it, wherever its microbatches are cut, and whatever others do."""
+"""An adapter has the same bits with any neighbours, wherever its microbatches are cut, and whatever others do."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ LEARNT: dict[str, dict[str, Any]] = {
 
 
 def teacher_dir(folder: Any, family: str = "llama_odd") -> str:
-    """A teacher that is far enough from the bare backbone to be told from it."""
+    """A teacher that is far enough from the bare backbone to differ visibly."""
     tensors = random_backbone(family).new_adapter(STORED, seed=9).tensors()
     write_adapter(folder, STORED, tensors, base_model=family, target_names=["down_proj", "q_proj"])
     return str(folder)
@@ -64,7 +64,7 @@ def student(name: str, seed: int = 0, num_eval: int = 0, **settings: Any) -> Job
 
 
 def teacher_logits(model: Any, teacher: str, **inputs: Any) -> torch.Tensor:
-    """What PEFT's own teacher says."""
+    """Logits of PEFT's own teacher."""
     with torch.no_grad():
         if teacher == "base":
             with model.disable_adapter():
@@ -89,10 +89,10 @@ def peft_loss(model: Any, job: LiveJob, step: int) -> tuple[torch.Tensor, float]
         ids = torch.from_numpy(sample.tokens.astype("int64"))
         rows = torch.from_numpy(sample.supervised[1:].copy())
         logits = model(input_ids=ids[None]).logits[0, :-1][rows]
-        said = teacher_logits(model, job.spec.teacher, input_ids=ids[None])[0, :-1][rows]
+        taught_NV = teacher_logits(model, job.spec.teacher, input_ids=ids[None])[0, :-1][rows]
         if objective.top_k is not None:
-            said = said.masked_fill(said < said.topk(objective.top_k, dim=1).values[:, -1:], -1e9)
-        s, p = ((x / objective.temperature).log_softmax(dim=1) for x in (logits, said))
+            taught_NV = taught_NV.masked_fill(taught_NV < taught_NV.topk(objective.top_k, dim=1).values[:, -1:], -1e9)
+        s, p = ((x / objective.temperature).log_softmax(dim=1) for x in (logits, taught_NV))
         if objective.divergence == "jsd":
             middle = ((s.exp() + p.exp()) / 2).log()
             apart = (p.exp() * (p - middle) + s.exp() * (s - middle)) / 2
@@ -153,18 +153,18 @@ def test_teacher_when_its_likely_tokens_are_kept_then_it_speaks_of_each_sample_o
 
 
 def stored_student(name: str, backbone: Any, top_k: int, **settings: Any) -> Job:
-    """A student whose data holds what the bare backbone says of it."""
+    """A student whose data holds the bare backbone's log-probabilities."""
     spec, data = student(name, 0, **settings)
 
-    def told(part: Any) -> Any:
+    def with_teacher_rows(part: Any) -> Any:
         rows = teacher_rows(backbone, None, part, top_k, 64)
         taught = [s.with_teacher(r[IDS], r[LOGPROBS]) for s, r in zip(part.samples, rows, strict=True)]
         return replace(part, samples=Samples.of(taught))
 
-    return spec, JobData(told(data.train), None)
+    return spec, JobData(with_teacher_rows(data.train), None)
 
 
-def test_student_when_its_data_holds_what_a_teacher_said_then_learns_as_from_the_teacher_itself(caplog):
+def test_student_when_its_data_holds_a_teachers_output_then_learns_as_from_the_teacher_itself(caplog):
     backbone = random_backbone("llama")
     live = train(backbone, [student("mine", 0, teacher="base", max_steps=6, distillation_top_k=5)])["mine"]
     stored = stored_student("mine", backbone, 8, max_steps=6, distillation_top_k=5)
@@ -176,7 +176,7 @@ def test_student_when_its_data_holds_what_a_teacher_said_then_learns_as_from_the
     assert every.losses != found.losses
     beside = student("live", 0, teacher="base", max_steps=6)
     assert_same_bits(every, train(backbone, [beside, stored], capacity=200)["mine"])
-    assert not caplog.records, "they share microbatches, though one teacher says more than the other"
+    assert not caplog.records, "they share microbatches, though one teacher gives more tokens than the other"
 
 
 def test_student_when_it_has_no_teacher_or_two_then_is_refused():
@@ -214,7 +214,7 @@ def test_neighbour_when_a_teacher_is_not_finite_then_keeps_its_bits(tmp_path, mo
 
 
 def test_student_when_its_run_is_cut_off_and_resumed_then_ends_with_the_same_bits(tmp_path):
-    """What the teacher had said by then is asked for anew."""
+    """The teacher reads those samples again."""
     teacher = teacher_dir(tmp_path / "t", "llama")
     job = student("mine", 0, teacher=teacher, max_steps=8, save_steps=3, distillation_top_k=4)
     whole = train(random_backbone("llama"), [job])["mine"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from covering import chosen
-from tiny_models import TWO_LINEARS, Job, job_spec, random_backbone, random_data
+from tiny_models import TWO_LINEARS, Job, job_spec, random_data, shallow_backbone
 
 from weft.data.dataset import JobData
 from weft.engine.engine import Engine
@@ -42,7 +42,7 @@ def jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 def open_dir(path: Path) -> RunDirectory:
@@ -130,7 +130,7 @@ def test_metrics_when_run_then_each_logged_step_is_there_once(undisturbed):
     assert [r["step"] for r in plain] == [3, 6, 7]
 
 
-def test_checkpoints_when_done_then_no_more_are_kept_than_asked_for(undisturbed):
+def test_checkpoints_when_done_then_no_more_are_kept_than_requested(undisturbed):
     kept = {spec.name: len(list((undisturbed / spec.name / "checkpoints").iterdir())) for spec, _ in jobs()}
     assert kept == {"stops": 2, "drops": 1, "plain": 1}
 
@@ -186,7 +186,7 @@ def test_resume_when_data_changed_then_that_job_fails_and_the_others_end_the_sam
 def test_resume_when_the_rank_changed_then_that_job_fails_and_the_others_end_the_same(backbone, undisturbed, tmp_path):
     path = tmp_path / "run"
     run_until(backbone, path, 30)
-    engine = Engine(random_backbone("llama_odd"), capacity=48)
+    engine = Engine(shallow_backbone("llama_odd"), capacity=48)
     with open_dir(path) as directory:
         engine.keep_in(directory)
         for spec, data in jobs():
@@ -198,7 +198,7 @@ def test_resume_when_the_rank_changed_then_that_job_fails_and_the_others_end_the
     assert {name: data for name, data in files(path).items() if not name.startswith("drops")} == kept
 
 
-def test_resume_when_capacity_changed_then_says_that_bits_may_differ(backbone, tmp_path):
+def test_resume_when_capacity_changed_then_reports_that_bits_may_differ(backbone, tmp_path):
     path = tmp_path / "run"
     run_until(backbone, path, 30)
     events = run_until(backbone, path, None, capacity=64)
@@ -208,7 +208,7 @@ def test_resume_when_capacity_changed_then_says_that_bits_may_differ(backbone, t
     assert is_done(path)
 
 
-def test_resume_when_dropout_masks_are_another_versions_then_those_who_drop_say_so(backbone, tmp_path, monkeypatch):
+def test_resume_when_dropout_masks_are_another_versions_then_a_warning_reports_it(backbone, tmp_path, monkeypatch):
     path = tmp_path / "run"
     with monkeypatch.context() as before:
         before.setattr("weft.engine.execute.local.MASKS", 1)

@@ -34,14 +34,14 @@ IN_PEFT = [
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The runs of all together, killed again and again or left alone, and of each by itself."""
-    place = tmp_path_factory.mktemp("eight")
-    command = [sys.executable, str(SCRIPT), str(place), "7", "eight"]
+    folder = tmp_path_factory.mktemp("eight")
+    command = [sys.executable, str(SCRIPT), str(folder), "7", "eight"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False, env=one_thread)
     assert finished.returncode == 0, finished.stderr
     ends = json.loads(finished.stdout)
     assert ends[-1] == "done" and ends.count("killed") == len(ends) - 1 >= 5, finished.stderr
-    return place
+    return folder
 
 
 @pytest.mark.faults

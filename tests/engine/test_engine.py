@@ -1,4 +1,4 @@
-"""The engine as its users see it: what it accepts, what it tells, and what a job ends with."""
+"""The engine as its users see it: what it accepts, what it reports, and what a job ends with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tiny_models import (
     finish,
     flat,
     job_spec,
-    random_backbone,
     random_data,
+    shallow_backbone,
     small_job,
     submit,
     taken_slots,
@@ -33,7 +33,7 @@ from weft.store.run_dir import RunDirectory
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 def test_run_when_done_then_returns_all_jobs_and_frees_their_taken_slots(backbone):
@@ -152,7 +152,7 @@ def one_sample(tokens: Any, supervised: bool = True) -> JobData:
 )
 def test_submit_when_a_sample_cannot_be_trained_on_then_refused_and_others_train(data):
     """What would raise inside a microbatch would take the neighbours with it."""
-    engine = Engine(random_backbone("opt", max_position_embeddings=24), capacity=48)
+    engine = Engine(shallow_backbone("opt", max_position_embeddings=24), capacity=48)
     submit(engine, small_job("good", 1))
     with pytest.raises(DataError, match="bad"):
         engine.submit(job_spec("bad", global_batch_size=1), data)

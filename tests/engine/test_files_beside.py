@@ -1,4 +1,4 @@
-"""On a device that works on, files are written beside training; nobody waits for the disk, and nothing else changes."""
+"""On a device that works on, files are written meanwhile; training never waits for the disk; nothing else differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import slow
 from test_storage_faults import NAMES, files, start
-from tiny_models import job_spec, random_backbone, random_data
+from tiny_models import job_spec, random_data, shallow_backbone
 
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, Event, JobFailed, JobPaused, JobStarted, JobSucceeded, StepDone
@@ -31,7 +31,7 @@ def _works_on(monkeypatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 @pytest.fixture(scope="module")
@@ -76,41 +76,41 @@ def test_training_when_a_checkpoint_takes_long_then_goes_on_and_the_checkpoint_h
     """Until the job's next one is due: there is at most one snapshot of a job."""
     door = Door(monkeypatch, "save_checkpoint")
     spec = job_spec("a", max_steps=9, save_steps=4, save_total_limit=3)
-    told: list[Event] = []
+    received: list[Event] = []
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
         engine = Engine(backbone, capacity=48)
         engine.keep_in(directory)
         engine.submit(spec, random_data(2, num_samples=5))
         at_step: dict[int, dict[str, Any]] = {}
         for event in engine.events():
-            told.append(event)
+            received.append(event)
             if isinstance(event, StepDone):
                 at_step[event.step] = engine.adapter_of("a")
             if isinstance(event, StepDone) and event.step == 7:
                 assert len(door.calls) == 1
-                assert not [e for e in told if isinstance(e, CheckpointSaved)]
+                assert not [e for e in received if isinstance(e, CheckpointSaved)]
                 door.is_open.set()
-    assert [e.step for e in told if isinstance(e, CheckpointSaved)] == [4, 8, 9]
-    kinds = [(type(e), e.step) for e in told if isinstance(e, StepDone | CheckpointSaved | JobSucceeded)]
+    assert [e.step for e in received if isinstance(e, CheckpointSaved)] == [4, 8, 9]
+    kinds = [(type(e), e.step) for e in received if isinstance(e, StepDone | CheckpointSaved | JobSucceeded)]
     assert kinds.index((CheckpointSaved, 4)) > kinds.index((StepDone, 7))
     for step in (4, 8):
         saved = load_checkpoint(tmp_path / "run/a/checkpoints" / f"step-{step:08d}").tensors["params_a"]
         assert torch.equal(saved, torch.cat([a.reshape(-1) for a, _ in at_step[step].values()]))
 
 
-def test_job_when_it_has_ended_then_the_next_gets_its_place_before_its_files_are_written(
+def test_job_when_it_has_ended_then_the_next_gets_its_seat_before_its_files_are_written(
     backbone, tmp_path, monkeypatch
 ):
     """It has succeeded only when they are."""
     door = Door(monkeypatch, "write_adapter")
-    told: list[Event] = []
+    received: list[Event] = []
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
         engine = Engine(backbone, capacity=48, max_jobs=1)
         engine.keep_in(directory)
         for seed, name in enumerate(("a", "b")):
             engine.submit(job_spec(name, max_steps=3), random_data(seed, num_samples=5))
         for event in engine.events():
-            told.append(event)
+            received.append(event)
             if isinstance(event, JobStarted) and event.job == "b":
                 assert engine.jobs["a"].state == "running"
                 assert engine.executor.jobs["a"].weights.slot is None, "its memory is free as well"
@@ -118,7 +118,7 @@ def test_job_when_it_has_ended_then_the_next_gets_its_place_before_its_files_are
                 engine.pause("a")
             if isinstance(event, StepDone) and event.job == "b" and event.step == 2:
                 door.is_open.set()
-    assert [e.job for e in told if isinstance(e, JobSucceeded)] == ["a", "b"]
+    assert [e.job for e in received if isinstance(e, JobSucceeded)] == ["a", "b"]
     assert {str(job.state) for job in engine.jobs.values()} == {"succeeded"}
 
 
@@ -148,7 +148,7 @@ def test_stop_when_files_are_under_way_then_every_job_is_saved_where_it_stands(b
 
 
 def test_stop_when_the_adapter_of_a_job_is_under_way_then_events_end_once_it_is_there(backbone, tmp_path, monkeypatch):
-    """Whoever leaves the directory after the last event leaves it whole."""
+    """The directory is complete when it is left after the last event."""
     door = Door(monkeypatch, "write_adapter")
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
         engine = Engine(backbone, capacity=48)

@@ -1,7 +1,7 @@
-"""The engine lets go of jobs that have ended, and writes adapters where it is told to."""
+"""The engine lets go of jobs that have ended, and writes adapters to the given directory."""
 
 import pytest
-from tiny_models import finish, job_spec, random_backbone, random_data, submit
+from tiny_models import finish, job_spec, random_data, shallow_backbone, submit
 
 from weft.engine.engine import Engine
 from weft.errors import ConfigError
@@ -9,7 +9,7 @@ from weft.store.peft_files import read_adapter
 
 
 def engine_with(*names: str) -> Engine:
-    engine = Engine(random_backbone(), capacity=64)
+    engine = Engine(shallow_backbone(), capacity=64)
     submit(engine, *((job_spec(name, max_steps=2), random_data(1)) for name in names))
     return engine
 
@@ -20,7 +20,7 @@ def test_job_when_forgotten_at_its_end_then_the_others_go_on_and_its_name_is_fre
 
     def on_event(engine, event):
         if event.kind == "succeeded":
-            # A command that comes too late is about nobody.
+            # A command that comes too late has no effect.
             engine.pause(event.job)
             engine.forget(event.job)
             seen.append(event.job)
@@ -35,8 +35,8 @@ def test_job_when_it_has_not_ended_then_it_cannot_be_forgotten():
     engine = engine_with("one")
     with pytest.raises(ConfigError, match="'one' has not ended; cancel it first"):
         engine.forget("one")
-    with pytest.raises(ConfigError, match="there is no job 'nobody'"):
-        engine.forget("nobody")
+    with pytest.raises(ConfigError, match="there is no job 'none'"):
+        engine.forget("none")
 
 
 def test_adapter_when_exported_then_is_what_the_job_has_now(tmp_path):

@@ -1,4 +1,4 @@
-"""A job whose rows become groups: planned whole, judged by log-probabilities, and alone beside any neighbours."""
+"""A job whose rows become groups: planned whole, scored by log-probabilities, and alone beside any neighbours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, small_job, submit, train
+from tiny_models import assert_same_bits, finish, job_spec, random_data, shallow_backbone, small_job, submit, train
 
 from weft.data.dataset import JobData
 from weft.data.samples import Samples
@@ -40,7 +40,7 @@ def labelled_job(name: str = "answers"):
 @pytest.mark.parametrize(("make", "start"), [(pair_job, 0.6931), (labelled_job, 0.5)])
 def test_groups_when_trained_beside_supervised_jobs_then_both_have_the_bits_of_being_alone(make, start, kernels):
     neighbours = [small_job(f"n{i}", i) for i in range(2)]
-    backbone = random_backbone("llama", kernels=kernels)
+    backbone = shallow_backbone("llama", kernels=kernels)
     alone = train(backbone, [make("mine")])["mine"]
     together = train(backbone, [neighbours[0], make("mine"), neighbours[1]])
     assert_same_bits(alone, together["mine"])
@@ -49,7 +49,7 @@ def test_groups_when_trained_beside_supervised_jobs_then_both_have_the_bits_of_b
 
 
 def test_pairs_when_planned_then_a_global_batch_counts_rows_and_every_group_is_whole():
-    engine = Engine(random_backbone("llama"), capacity=64)
+    engine = Engine(shallow_backbone("llama"), capacity=64)
     submit(engine, pair_job())
     progress = engine.jobs["pairs"].progress
     batch = progress.queue(0).batches[0]
@@ -58,20 +58,20 @@ def test_pairs_when_planned_then_a_global_batch_counts_rows_and_every_group_is_w
 
 
 def test_pairs_when_a_group_is_above_the_capacity_then_the_job_is_refused():
-    engine = Engine(random_backbone("llama"), capacity=12)
+    engine = Engine(shallow_backbone("llama"), capacity=12)
     with pytest.raises(DataError, match=r"pairs: a row's samples have \d+ tokens together; the capacity .* is 12\."):
         submit(engine, pair_job(max_length=10))
 
 
-def test_further_metrics_when_steps_and_evaluations_are_told_then_are_in_events_and_metrics(tmp_path):
-    engine, told = Engine(random_backbone("llama"), capacity=64), []
+def test_further_metrics_when_steps_and_evaluations_are_reported_then_are_in_events_and_metrics(tmp_path):
+    engine, received = Engine(shallow_backbone("llama"), capacity=64), []
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
         directory.write_run(RunRecord())
         engine.keep_in(directory)
         submit(engine, pair_job())
-        finish(engine, lambda _, event: told.append(event))
-    steps = [event.fields()["rewards/margins"] for event in told if isinstance(event, StepDone)]
-    evals = [event.fields()["eval_rewards/margins"] for event in told if isinstance(event, EvalDone)]
+        finish(engine, lambda _, event: received.append(event))
+    steps = [event.fields()["rewards/margins"] for event in received if isinstance(event, StepDone)]
+    evals = [event.fields()["eval_rewards/margins"] for event in received if isinstance(event, EvalDone)]
     lines = [json.loads(line) for line in (tmp_path / "run" / "pairs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["rewards/margins"] for line in lines if "loss" in line] == steps and len(steps) == 6 and any(steps)
     assert [line["eval_rewards/margins"] for line in lines if "eval_loss" in line] == evals and len(evals) == 3

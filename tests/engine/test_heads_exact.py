@@ -92,17 +92,17 @@ def loss_of(model: Any, job: LiveJob, step: int) -> torch.Tensor:
     data = job.data.train
     samples = [data.samples[i] for group in job.progress.order.batch(step) for i in data.sample_indices(int(group))]
     ids, tags = padded(samples)
-    asked = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     if job.name == "words":
-        return model(**asked, labels=tags).loss
+        return model(**inputs, labels=tags).loss
     if job.name == "texts":
-        return model(**asked, labels=torch.tensor([int(s.label) for s in samples])).loss
-    rewards = model(**asked).logits[:, 0]
+        return model(**inputs, labels=torch.tensor([int(s.label) for s in samples])).loss
+    rewards = model(**inputs).logits[:, 0]
     margins = torch.tensor([s.label for s in samples[::2]])
     return -F.logsigmoid(rewards[::2] - rewards[1::2] - margins).mean()
 
 
-def peft_twin(plain: Any, job: LiveJob, directory: Path) -> Any:
+def peft_model(plain: Any, job: LiveJob, directory: Path) -> Any:
     """The job's starting adapter, as PEFT loads it from our files."""
     return peft.PeftModel.from_pretrained(classifier(job.name, plain), directory, is_trainable=True)
 
@@ -115,18 +115,18 @@ def test_heads_when_trained_together_then_each_job_equals_peft_alone(tmp_path):
         engine.submit(*head_job(name, seed))
     engine.submit(*small_job("plain"))
 
-    def write(name: str, place: str) -> Path:
+    def write(name: str, stage: str) -> Path:
         write_adapter(
-            tmp_path / f"{place}-{name}", engine.jobs[name].spec.adapter, engine.executor.adapter_of(name),
+            tmp_path / f"{stage}-{name}", engine.jobs[name].spec.adapter, engine.executor.adapter_of(name),
             base_model="random", target_names=engine.executor.target_names(name), head=OBJECTIVES[name],
         )  # fmt: skip
-        return tmp_path / f"{place}-{name}"
+        return tmp_path / f"{stage}-{name}"
 
     starts = {name: write(name, "start") for name in OBJECTIVES}
     outcomes = finish(engine)
     for name in OBJECTIVES:
         live = engine.jobs[name]
-        model = peft_twin(plain, live, starts[name])
+        model = peft_model(plain, live, starts[name])
         optimizer = peft_optimizer(model, live.spec)
         schedule = transformers.get_scheduler("linear", optimizer, 0, STEPS)
         losses = []
@@ -144,7 +144,7 @@ def test_heads_when_trained_together_then_each_job_equals_peft_alone(tmp_path):
         assert largest_difference(outcomes[name].adapter, expected) <= BOUND, name
         started = read_adapter(starts[name])[1]
         assert largest_difference({HEAD: expected[HEAD]}, {HEAD: started[HEAD]}) > 0.01, "the head learned nothing"
-        ours = peft_twin(plain, live, write(name, "end")).eval()
+        ours = peft_model(plain, live, write(name, "end")).eval()
         ids = padded([live.data.train.samples[0]])[0]
         torch.testing.assert_close(ours(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
         directory = tmp_path / f"end-{name}"

@@ -35,15 +35,18 @@ class StopError(Exception):
     pass
 
 
-def run_of(where: Path, name: str) -> RunSpec:
-    """Two jobs on a tiny model in a directory."""
+def run_of(where: Path, name: str, **adapter: Any) -> RunSpec:
+    """Two jobs on a tiny model in a directory, whose adapters have these settings too."""
     plain_model(name, vocab_size=512).save_pretrained(where / "model")
     AutoTokenizer.from_pretrained(TINY).save_pretrained(where / "model")
-    rows = [{"prompt": f"say {i}", "completion": f"{i} it is"} for i in range(8)]
+    rows = [{"prompt": f"name {i}", "completion": f"{i} it is"} for i in range(8)]
     (where / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shared: dict[str, Any] = {"train_data": str(where / "rows.jsonl"), "max_steps": 3, "global_batch_size": 3}
     shared |= {"save_steps": 1, "max_length": 64}
-    jobs = [{"name": job, "adapter": {"r": r}, "learning_rate": 0.02, **shared} for job, r in (("a", 2), ("b", 3))]
+    jobs = [
+        {"name": job, "adapter": {"r": r, **adapter}, "learning_rate": 0.02, **shared}
+        for job, r in (("a", 2), ("b", 3))
+    ]
     return run_from_mapping({"base_model": str(where / "model"), "device": "cpu", "jobs": jobs})
 
 
@@ -85,9 +88,12 @@ def test_adapter_when_trained_then_peft_loads_it_and_a_merged_model_has_its_logi
     assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")), mine)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "granitemoehybrid_mamba"])
-def test_run_when_stopped_then_continues_to_the_bits_of_a_whole_one(name, tmp_path):
-    spec = run_of(tmp_path, name)
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("qwen3_5_text", "none"), ("lfm2", "none"), ("granitemoehybrid_mamba", "shared"), ("qwen3_moe", "full")],
+)
+def test_run_when_stopped_then_continues_to_the_bits_of_a_whole_one(name, experts, tmp_path):
+    spec = run_of(tmp_path, name, experts=experts)
     train(spec, tmp_path, "whole")
     with pytest.raises(StopError):
         train(spec, tmp_path, "stopped", stop=True)

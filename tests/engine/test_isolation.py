@@ -300,7 +300,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
 
 
 @pytest.mark.parametrize("where", BREAKS)
-def test_neighbours_when_a_job_raises_what_nobody_expects_then_unharmed_and_it_alone_fails(
+def test_neighbours_when_a_job_raises_an_unexpected_error_then_unharmed_and_it_alone_fails(
     backbone, healthy, broken, where
 ):
     """Whatever one job raises, wherever it does, ends that job: the others go on with the same bits."""
@@ -315,7 +315,7 @@ def test_neighbours_when_a_job_raises_what_nobody_expects_then_unharmed_and_it_a
     assert all(not linear.slots for linear in backbone.linears.values())
 
 
-def test_engine_when_the_device_has_failed_then_it_says_so_and_blames_no_job(backbone, broken):
+def test_engine_when_the_device_has_failed_then_it_is_reported_and_blames_no_job(backbone, broken):
     """A failed device fails for everybody: only another process can go on."""
     fault = RuntimeError("CUDA error: an illegal memory access was encountered")
     broken(local, "pack_microbatch", lambda *_: "bad", 2, fault)

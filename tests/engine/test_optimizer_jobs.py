@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tiny_models import Job, assert_same_bits, job_spec, random_backbone, random_data, train
+from tiny_models import Job, assert_same_bits, job_spec, random_data, shallow_backbone, train
 
 from weft.engine.engine import Engine
 from weft.store.run_dir import RunDirectory, RunRecord
@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 def jobs() -> list[Job]:

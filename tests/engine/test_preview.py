@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, train
+from tiny_models import assert_same_bits, finish, job_spec, random_data, shallow_backbone, train
 
 from weft.engine.engine import Engine
 from weft.engine.events import MicrobatchDone, StepDone
@@ -14,7 +14,7 @@ from weft.plan.types import Limits
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 def jobs():
@@ -62,9 +62,9 @@ def test_preview_when_read_then_its_figures_are_those_of_the_run(backbone):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
-def test_preview_when_no_memory_can_be_measured_then_it_is_estimated_and_says_so(kernels):
-    """The fused step leaves nothing to autograd, which is what is asked on a CPU."""
-    backbone = random_backbone("llama_odd", kernels=kernels)
+def test_preview_when_no_memory_can_be_measured_then_it_is_estimated_and_reports_it(kernels):
+    """The fused step leaves nothing to autograd, which is what is measured on a CPU."""
+    backbone = shallow_backbone("llama_odd", kernels=kernels)
     plan = preview(prepared(backbone))
     assert plan.is_memory_measured is (kernels == "reference")
     fullest = round(plan.capacity * plan.fill)
@@ -109,7 +109,7 @@ def test_memory_when_steps_are_captured_then_that_of_the_capture_counts_and_the_
     assert gpu.replays == [False, False, True]
 
 
-def test_preview_when_jobs_wait_for_a_place_then_the_plan_waits_too(backbone):
+def test_preview_when_jobs_wait_for_a_seat_then_the_plan_waits_too(backbone):
     """With one place the jobs' microbatches are not shared, in the plan as in training."""
     alone, together = (preview(prepared(backbone, 200, max_jobs=n)).num_microbatches for n in (1, None))
     events = prepared(backbone, 200, max_jobs=1).events()
@@ -130,7 +130,7 @@ def test_preview_when_a_planner_is_given_then_the_plan_is_that_planners(backbone
 @pytest.mark.parametrize("state", ["running", "done"])
 def test_preview_when_taken_during_or_after_training_then_no_job_changes(state):
     """A preview changes no job, whatever state the job is in."""
-    backbone = random_backbone("llama_odd")
+    backbone = shallow_backbone("llama_odd")
     engine = prepared(backbone)
     if state == "done":
         engine.run()

@@ -16,9 +16,9 @@ from tiny_models import (
     assert_same_bits,
     finish,
     job_spec,
-    random_backbone,
     random_data,
     random_model,
+    shallow_backbone,
     small_job,
     submit,
     train,
@@ -42,10 +42,10 @@ from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
 
 class Late(Backbone):
-    """A backbone that computes only when its scores are asked for, as a GPU may; notes what was asked when."""
+    """A backbone that computes only when its scores are requested, as a GPU may; logs the calls in order."""
 
     def __init__(self) -> None:
-        super().__init__(random_model("llama_odd"), SimpleNamespace(eos_token_id=None), "late")
+        super().__init__(random_model("llama_odd", num_hidden_layers=1), SimpleNamespace(eos_token_id=None), "late")
         self.log: list[tuple[str, int]] = []
         self.ids: dict[int, int] = {}
 
@@ -68,7 +68,7 @@ def jobs() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def expected():
-    return train(random_backbone("llama_odd"), jobs(), capacity=48)
+    return train(shallow_backbone("llama_odd"), jobs(), capacity=48)
 
 
 def test_microbatch_when_it_runs_then_the_next_is_already_packed(expected, monkeypatch):
@@ -117,24 +117,24 @@ def test_commands_when_a_microbatch_is_already_packed_then_it_is_dropped_and_no_
 
 
 @pytest.mark.parametrize("works_on", [False, True], ids=["waits", "works on"])
-def test_planner_when_nothing_unforeseen_happens_then_is_asked_once_per_program(monkeypatch, works_on):
+def test_planner_when_nothing_unforeseen_happens_then_is_called_once_per_program(monkeypatch, works_on):
     """The program made while the one before it runs is the one that runs next, also where a job ends and where a
     microbatch is started ahead."""
     monkeypatch.setattr(Backbone, "works_on", works_on)
-    asked: list[list[JobQueue]] = []
+    calls: list[list[JobQueue]] = []
 
     def planner(queues: Sequence[JobQueue], limits: Limits) -> Program:
-        asked.append(list(queues))
+        calls.append(list(queues))
         return pack(queues, limits)
 
     plans: list[Program] = []
-    engine = Engine(random_backbone("llama_odd"), capacity=48, planner=planner)
+    engine = Engine(shallow_backbone("llama_odd"), capacity=48, planner=planner)
     made = engine._plans.program
     engine._plans.program = lambda queues, limits: plans.append(made(queues, limits)) or plans[-1]
     submit(engine, small_job("a", max_steps=40), small_job("b", 1, max_steps=33))
     engine.run()
     assert len(plans) > 4
-    assert len(asked) == len(plans)
+    assert len(calls) == len(plans)
 
 
 def test_program_when_made_ahead_for_other_queues_then_not_used():
@@ -161,7 +161,7 @@ class Slow(ExactPlanner):
     may_answer: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
-        # Without a budget it is asked for the greedy plan.
+        # Without a budget it is called for the greedy plan.
         assert not self.budget_s or self.may_answer.wait(600)
         return super().__call__(queues, limits)
 
@@ -169,7 +169,7 @@ class Slow(ExactPlanner):
 def test_steps_when_the_planner_is_slow_then_they_do_not_wait_for_it(expected):
     """Every program that is not there in time is packed greedily; no result changes."""
     planner = Slow(300, 1.5)
-    engine = Engine(random_backbone("llama_odd"), capacity=48, planner=planner)
+    engine = Engine(shallow_backbone("llama_odd"), capacity=48, planner=planner)
     submit(engine, *jobs())
     # All of it is trained before the planner has answered once.
     outcomes = finish(engine)
@@ -177,7 +177,7 @@ def test_steps_when_the_planner_is_slow_then_they_do_not_wait_for_it(expected):
     for name, outcome in outcomes.items():
         assert_same_bits(outcome, expected[name])
     assert len([span for span in engine.timeline.spans if span.name == "plan"]) > 3
-    assert engine._plans._ahead is not None, "it was asked, and is still thinking or too late"
+    assert engine._plans._ahead is not None, "it was called, and is still planning or too late"
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class Wrong(ExactPlanner):
 
 
 @pytest.mark.parametrize(("fails", "why"), [(True, "nothing to divide by"), (False, "is not the next sample of")])
-def test_run_when_the_planner_is_wrong_then_goes_on_with_a_simpler_plan_and_says_so_once(fails, why, expected):
-    engine, warnings = Engine(random_backbone("llama_odd"), capacity=48, planner=Wrong(8, 1.0, fails)), list[str]()
+def test_run_when_the_planner_is_wrong_then_goes_on_with_a_simpler_plan_and_reports_it_once(fails, why, expected):
+    engine, warnings = Engine(shallow_backbone("llama_odd"), capacity=48, planner=Wrong(8, 1.0, fails)), list[str]()
     submit(engine, *jobs())
     found = finish(engine, lambda _, event: warnings.append(event.message) if isinstance(event, JobWarning) else None)
     (warning,) = warnings
@@ -207,17 +207,17 @@ def test_run_when_the_planner_is_wrong_then_goes_on_with_a_simpler_plan_and_says
 
 
 def test_planner_when_it_is_the_users_own_and_wrong_then_the_run_ends_with_what_is_wrong():
-    engine = Engine(random_backbone(), capacity=48, planner=lambda queues, limits: Program((), ((),)))
+    engine = Engine(shallow_backbone(), capacity=48, planner=lambda queues, limits: Program((), ((),)))
     submit(engine, *jobs())
     with pytest.raises(PlanError, match="the program is empty"):
         engine.run()
 
 
-def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_asked_again_once_it_is():
-    may_go, asked = threading.Event(), []
+def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_called_again_once_it_is():
+    may_go, calls = threading.Event(), []
 
     def planner(queues: Sequence[JobQueue], limits: Limits) -> Program:
-        asked.append(list(queues))
+        calls.append(list(queues))
         assert may_go.wait(600)
         return planner_named("exact")(queues, limits)
 
@@ -229,13 +229,13 @@ def test_program_when_not_ready_in_time_then_greedy_and_the_planner_is_asked_aga
     assert plans._ahead is not None
     plans._ahead[1].result(600)
     assert plans.program(NEEDS_A_SEARCH, limits) != pack(NEEDS_A_SEARCH, limits), "late for one, in time for another"
-    assert asked == [NEEDS_A_SEARCH], "one plan at a time"
+    assert calls == [NEEDS_A_SEARCH], "one plan at a time"
     plans.foresee(NEEDS_A_SEARCH, limits)
     plans._ahead[1].result(600)
     assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 2
 
 
-def test_program_when_nobody_foresaw_it_then_searched_only_as_far_as_its_own_time_allows():
+def test_program_when_not_foreseen_then_searched_only_as_far_as_its_own_time_allows():
     """A hundredth of nothing known is nothing; of a minute, enough for this search."""
     plans, limits = lookahead.LookaheadPlanner(planner_named("exact"), TimelineRecorder()), Limits(10)
     assert len(plans.program(NEEDS_A_SEARCH, limits).microbatches) == 3
@@ -250,7 +250,7 @@ def test_exact_when_it_plans_ahead_then_fewer_microbatches_and_the_same_bits(mon
     monkeypatch.setattr(lookahead, "SHORTEST_WAIT_S", 30.0)
     found, counts = {}, {}
     for name in ("greedy", "exact"):
-        engine = Engine(random_backbone("llama_odd"), capacity=40, planner=planner_named(name))
+        engine = Engine(shallow_backbone("llama_odd"), capacity=40, planner=planner_named(name))
         submit(engine, *(small_job(f"job{i}", i, max_steps=16, global_batch_size=5) for i in range(3)))
         found[name] = finish(engine)
         spans = [span.name for span in engine.timeline.spans]
@@ -262,7 +262,7 @@ def test_exact_when_it_plans_ahead_then_fewer_microbatches_and_the_same_bits(mon
 
 
 def test_pace_when_microbatches_have_run_then_the_next_are_predicted_and_the_error_is_known():
-    engine = Engine(random_backbone("llama_odd"), capacity=48)
+    engine = Engine(shallow_backbone("llama_odd"), capacity=48)
     submit(engine, small_job("a", max_steps=60), small_job("b", 1, max_steps=60))
     engine.run()
     runs = [span for span in engine.timeline.spans if span.name == "forward_backward"]
@@ -286,7 +286,7 @@ def test_pace_when_a_microbatch_is_described_then_by_its_jobs_ranks_and_whole_ti
 
 def test_queue_after_when_the_turns_have_run_then_was_the_queue():
     """What is foreseen is what comes, with global batches that end inside and outside of the program."""
-    backbone = random_backbone("llama_odd")
+    backbone = shallow_backbone("llama_odd")
     foreseen: list[list[JobQueue]] = []
 
     class Watched(lookahead.LookaheadPlanner):
@@ -307,9 +307,9 @@ def test_queue_after_when_the_turns_have_run_then_was_the_queue():
     assert engine.timeline.spans
 
 
-def test_steps_when_several_are_due_then_taken_together_and_each_settled():
-    """One call steps all jobs whose global batches end with one microbatch; everybody is told of each."""
-    engine = Engine(random_backbone("llama_odd"), capacity=200)
+def test_steps_when_several_are_due_then_taken_together_and_each_reported():
+    """One call steps all jobs whose global batches end with one microbatch; an event reports each."""
+    engine = Engine(shallow_backbone("llama_odd"), capacity=200)
     submit(engine, *(small_job(f"job{i}", i, global_batch_size=2, max_steps=4) for i in range(4)))
     kinds = [(event.kind, event.job) for event in engine.events() if isinstance(event, StepDone)]
     assert kinds == [("step", f"job{i}") for _ in range(4) for i in range(4)]
@@ -317,16 +317,16 @@ def test_steps_when_several_are_due_then_taken_together_and_each_settled():
     assert [len(span.args["jobs"]) for span in steps] == [4] * 4
 
 
-def test_events_when_the_reader_leaves_among_steps_taken_together_then_the_rest_is_told_later():
-    engine = Engine(random_backbone("llama_odd"), capacity=200)
+def test_events_when_the_reader_leaves_among_steps_taken_together_then_the_rest_is_reported_later():
+    engine = Engine(shallow_backbone("llama_odd"), capacity=200)
     submit(engine, *(small_job(f"job{i}", i, global_batch_size=2, max_steps=3) for i in range(3)))
-    told: list[tuple[str, int]] = []
+    received: list[tuple[str, int]] = []
     while any(not job.state.is_final for job in engine.jobs.values()):
         for event in engine.events():
             if isinstance(event, StepDone):
-                told.append((event.job, event.step))
+                received.append((event.job, event.step))
                 break
-    assert sorted(told) == [(f"job{i}", step) for i in range(3) for step in (1, 2, 3)]
+    assert sorted(received) == [(f"job{i}", step) for i in range(3) for step in (1, 2, 3)]
 
 
 def test_timeline_when_the_next_microbatch_is_packed_meanwhile_then_the_span_covers_launch_to_scores():

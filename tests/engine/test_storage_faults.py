@@ -151,7 +151,7 @@ def test_job_when_there_is_room_again_at_the_end_of_the_run_then_it_is_saved_as_
         assert (status["state"], status["reason_code"], status["step"]) == ("paused", "storage", waiting.step)
 
 
-def test_job_when_the_disk_stays_full_then_its_owner_hears_that_its_steps_are_in_memory_only(
+def test_job_when_the_disk_stays_full_then_a_warning_reports_that_its_steps_are_in_memory_only(
     backbone, tmp_path, monkeypatch
 ):
     def full(*_: object, **__: object) -> None:

@@ -44,7 +44,7 @@ def test_run_when_resumed_on_another_day_then_meets_the_day_it_began(spec: RunSp
     assert "2001-02-03" in text
 
 
-def test_run_when_the_template_changed_since_then_the_error_says_so(spec: RunSpec, tmp_path: Path):
+def test_run_when_the_template_changed_since_then_the_error_reports_it(spec: RunSpec, tmp_path: Path):
     """Other tokens by another template are not called other data."""
     run = begun(spec, tmp_path)
     other = prepare_run(spec, base_dir=tmp_path, clock=BEGAN + datetime.timedelta(days=1))

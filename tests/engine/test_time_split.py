@@ -17,7 +17,7 @@ from weft.store.wall_clock import Activity
 
 
 class Compiling(LocalExecutor):
-    """Says of its first microbatch and of its first evaluation that they have waited for kernels for four seconds."""
+    """Reports that its first microbatch and its first evaluation waited for kernels for four seconds."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__(backbone)
@@ -32,15 +32,15 @@ class Compiling(LocalExecutor):
         return super().start(work)
 
 
-def judged() -> Any:
-    return job_spec("judged", eval_data=2, eval_steps=2, max_steps=4), random_data(3, num_eval=2)
+def evaluated() -> Any:
+    return job_spec("evaluated", eval_data=2, eval_steps=2, max_steps=4), random_data(3, num_eval=2)
 
 
 def test_run_when_it_has_ended_then_its_recorded_figures_sum_up_to_its_wall_clock(tmp_path):
-    """From when the engine was asked for to the last file; a run that is killed has left its figures, too."""
+    """From the request for an engine to the last file; a run that is killed has left its figures, too."""
     begun_s = time.perf_counter()
     engine = Engine(random_backbone("llama_odd"), capacity=48)
-    submit(engine, small_job("a", save_steps=2), judged())
+    submit(engine, small_job("a", save_steps=2), evaluated())
     engine.keep_in(tmp_path / "run")
     file = tmp_path / "run" / "time.json"
     assert all(file.exists() for event in engine.events() if isinstance(event, CheckpointSaved))
@@ -59,7 +59,7 @@ def test_run_when_it_has_ended_then_its_recorded_figures_sum_up_to_its_wall_cloc
 def test_time_when_work_waits_for_kernels_then_that_is_compiling_and_not_computing():
     """Neither the pace of microbatches nor the time of an evaluation holds what was compiled on the way."""
     engine = Engine(Compiling(random_backbone("llama_odd")), capacity=48)
-    submit(engine, judged())
+    submit(engine, evaluated())
     engine.run()
     spent: dict[str, list[float]] = {}
     for span in engine.timeline.spans:

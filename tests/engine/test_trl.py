@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def trainer_of(name: str, model: Any, folder: Path) -> Any:
-    """TRL's trainer of a loss, for a model of ours; it is never told to train."""
+    """TRL's trainer of a loss, for a model of ours; its `train` is never called."""
     import trl
     from datasets import Dataset
     from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -59,7 +59,7 @@ def trainer_of(name: str, model: Any, folder: Path) -> Any:
         train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
         processing_class=tokenizer,
     )
-    # The tiny model has fewer words than the tokenizer, which nothing else is asked of.
+    # The tiny model has fewer words than the tokenizer, which is not used for anything else.
     trainer.pad_token_id = trainer.padding_value = 0
     return trainer
 

@@ -21,12 +21,19 @@ from worker_bench import Bench
 BEGUN = Path(__file__).parent / "run_of_0_1_0"
 """A run that Weft 0.1.0 began and stopped, with its jobs file and data."""
 Case = Callable[[], Folders]
-"""Runs in an empty directory with the data of `golden_runs.write_data`; returns what each job left behind."""
+"""Runs in an empty directory with the data of `golden_runs.write_data`; returns the files of each job."""
 CASES: dict[str, Case] = {}
 
 FUSED: dict[str, Any] = {"kernels": "fused"}
-TOLD = ("step", "train_loss", "train_mean_token_accuracy", "valid_loss", "valid_mean_token_accuracy", "trained_tokens")
-"""What the service says of a step, clocks aside."""
+REPORTED = (
+    "step",
+    "train_loss",
+    "train_mean_token_accuracy",
+    "valid_loss",
+    "valid_mean_token_accuracy",
+    "trained_tokens",
+)
+"""What the service reports of a step, clocks aside."""
 NEIGHBOURS = (
     {"name": "narrow", "adapter": {"r": 2, "lora_dropout": 0.1}, "global_batch_size": 3, "seed": 1},
     {"name": "wide", "data": "other", "adapter": {"r": 16, "lora_alpha": 8}, "global_batch_size": 5, "seed": 2},
@@ -114,7 +121,7 @@ simple(
 
 @case("init-adapter")
 def continued() -> Folders:
-    """One job begins with the weights of another, and says nothing of its own adapter."""
+    """One job begins with the weights of another, and sets nothing of its own adapter."""
     write_model()
     first = train(job("old", adapter={"r": 3, "lora_alpha": 5, "target_modules": ("q_proj", "down_proj")}), out="first")
     new = weft.Job("new", init_adapter="first/old/adapter", **{**runs.JOB, "learning_rate": 1e-3, "seed": 9})
@@ -401,7 +408,7 @@ def service() -> Folders:
         folder.mkdir(parents=True)
         for name, content in bench.adapter(id).items():
             (folder / name).write_bytes(content)
-        told = [{name: event["data"].get(name) for name in TOLD} for event in bench.events(id, "metrics")]
-        (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+        metrics = [{name: event["data"].get(name) for name in REPORTED} for event in bench.events(id, "metrics")]
+        (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     bench.database.close()
     return runs.folders("out", list(ids))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 FILE = Path(__file__).parent / "digests.json"
 CLOCKS = frozenset({"time", "seconds", "eval_runtime", "started_s", "ended_s", "at_s"})
-"""Fields that say when something happened or how long it took."""
+"""Fields with the time of something or how long it took."""
 COUNTERS = ("num_tokens", "num_skipped", "skipped_in_a_row", "best_eval", "evals_since_best", "stopped_early", "data")
 """What a checkpoint holds besides tensors that decides how the job goes on; there may be more."""
 STANDING = (
@@ -29,7 +29,7 @@ STANDING = (
     "best_eval_loss",
     "early_stopped",
 )
-"""What status.json says of a job; there may be more."""
+"""What status.json has of a job; there may be more."""
 ORDERED = frozenset({"rank_pattern", "alpha_pattern"})
 """Mappings whose order means something: the first match wins."""
 FEATURES = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512_fp16", "avx_vnni")
@@ -132,7 +132,7 @@ def _json(path: Path) -> bytes:
 
 
 def _canonical(value: Any) -> bytes:
-    """One line of JSON with floats as Python writes them, which tells any two apart."""
+    """One line of JSON with floats as Python writes them, which distinguishes any two."""
     return json.dumps(_normal(value), sort_keys=True).encode() + b"\n"
 
 

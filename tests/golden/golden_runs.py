@@ -1,6 +1,6 @@
 """How the golden runs are run: by what users have (engine, command line, files), so that no inside of Weft matters.
 
-Everything happens in the working directory with relative paths, so no result names a temporary place.
+Everything happens in the working directory with relative paths, so no result names a temporary folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ JOB: dict[str, Any] = {
     "save_steps": 2,
 }
 Folders = dict[str, Path]
-"""What each job left behind, by its name."""
+"""The directory of each job, by its name."""
 OnEvent = Callable[[Any, Any], None]
 
 
@@ -48,31 +48,31 @@ def write_data() -> None:
     def some() -> str:
         return " ".join(draw.choices(WORDS, k=draw.randint(1, 3)))
 
-    asked = [some() for _ in range(14)]
+    texts = [some() for _ in range(14)]
     rows: dict[str, list[dict[str, Any]]] = {
-        "completion": [{"prompt": f"{text}\n", "completion": text.upper()} for text in asked],
-        "other": [{"prompt": f"{text}\n", "completion": text[::-1]} for text in asked[:9]],
+        "completion": [{"prompt": f"{text}\n", "completion": text.upper()} for text in texts],
+        "other": [{"prompt": f"{text}\n", "completion": text[::-1]} for text in texts[:9]],
         "eval": [{"prompt": f"{word}\n", "completion": word.upper()} for word in WORDS[:5]],
         "chat": [
             {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text.title()}]}
-            for text in asked[:8]
+            for text in texts[:8]
         ],
         "sharegpt": [
             {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text.lower()}]}
-            for text in asked[:8]
+            for text in texts[:8]
         ],
-        "alpaca": [{"instruction": "Double it.", "input": text[:8], "output": text[:8] * 2} for text in asked[:8]],
-        "text": [{"text": f"{text} and {some()}"} for text in asked[:8]],
+        "alpaca": [{"instruction": "Double it.", "input": text[:8], "output": text[:8] * 2} for text in texts[:8]],
+        "text": [{"text": f"{text} and {some()}"} for text in texts[:8]],
         "tokens": [
             {"input_ids": (drawn := [draw.randrange(97, 123) for _ in range(draw.randint(4, 16))]), "labels": drawn}
             for _ in range(8)
         ],
-        "spoiled": [{"prompt": text + ("\n" if i % 3 else "~\n"), "completion": text} for i, text in enumerate(asked)],
-        "rotten": [{"prompt": f"{text}~\n", "completion": text} for text in asked],
+        "spoiled": [{"prompt": text + ("\n" if i % 3 else "~\n"), "completion": text} for i, text in enumerate(texts)],
+        "rotten": [{"prompt": f"{text}~\n", "completion": text} for text in texts],
     }  # fmt: skip
     for name, content in rows.items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    table = "".join(f"{text},{text.swapcase()}\n" for text in asked[:8])
+    table = "".join(f"{text},{text.swapcase()}\n" for text in texts[:8])
     Path("table.csv").write_text("question,answer\n" + table)
 
 
@@ -144,25 +144,25 @@ def write_jobs_file(jobs: Sequence[Mapping[str, Any]], **run: Any) -> None:
 
 def weft_command(*arguments: object) -> None:
     """Runs `weft ARGUMENTS` in this process; it must end well."""
-    said, before, code = io.StringIO(), sys.argv, None
+    output, before, code = io.StringIO(), sys.argv, None
     sys.argv = ["weft", *map(str, arguments)]
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             main()
     except SystemExit as ended:
         code = ended.code
     finally:
         sys.argv = before
-    assert not code, said.getvalue()
+    assert not code, output.getvalue()
 
 
 @contextlib.contextmanager
-def at_place(place: Path) -> Iterator[None]:
+def in_golden_directory(folder: Path) -> Iterator[None]:
     """In an empty directory with data, and on one thread: bits depend on how many there are."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with contextlib.chdir(place):
+        with contextlib.chdir(folder):
             write_data()
             yield
     finally:

@@ -1,7 +1,7 @@
 """Records the bits of the golden runs on this machine: python tests/golden/record.py [CASE ...]
 
 Use it only for a kind of machine that is not recorded yet, for a new case, or for a change that is meant to change bits
-and says so; never to make a red test green. Commit the code first: the record names the commit that it was made with,
+and states it; never to make a red test green. Commit the code first: the record names the commit that it was made with,
 and machines without a record compare with runs of that commit. A case whose bits changed is dropped from the records of
 all other kinds of machines.
 """
@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import transformers
 from golden_cases import CASES
 from golden_digests import FILE, Digests, Record, digests_of, environment
-from golden_runs import at_place
+from golden_runs import in_golden_directory
 
 
 def digests_of_case(name: str) -> Digests:
     """Runs a case in a directory of its own."""
-    with tempfile.TemporaryDirectory() as place, at_place(Path(place)):
+    with tempfile.TemporaryDirectory() as folder, in_golden_directory(Path(folder)):
         return digests_of(CASES[name]())
 
 

@@ -9,7 +9,7 @@ import pytest
 from golden_baseline import NoBaselineError, baseline, expected_digests
 from golden_cases import CASES, resume_run_of_0_1_0, run_of_0_1_0
 from golden_digests import Digests, Record, digests_of, environment
-from golden_runs import Folders, at_place
+from golden_runs import Folders, in_golden_directory
 from safetensors.torch import load_file
 
 ALWAYS_COMPARED = "ranks-together"
@@ -17,7 +17,7 @@ ALWAYS_COMPARED = "ranks-together"
 
 
 def without_baseline(problem: NoBaselineError) -> None:
-    """Fails where tests must be complete; elsewhere, as in an archive without history, says what was not compared."""
+    """Fails where tests must be complete; elsewhere, as in an archive without history, names what was not compared."""
     message = f"no bits are recorded for {environment()}, and the recorded commit cannot be run: {problem}"
     pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
 
@@ -48,7 +48,7 @@ def changes(found: Digests, expected: Digests) -> list[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_run_when_repeated_then_every_bit_is_as_recorded(name, expected, tmp_path):
-    with at_place(tmp_path):
+    with in_golden_directory(tmp_path):
         assert changes(digests_of(CASES[name]()), expected[name]) == []
 
 
@@ -76,7 +76,7 @@ def test_record_when_read_then_holds_no_case_that_is_gone():
 def weights(case, folder: Path) -> dict:
     """All adapters of a run, by job and tensor."""
     folder.mkdir()
-    with at_place(folder):
+    with in_golden_directory(folder):
         found: Folders = case()
-        files = {job: load_file(place / "adapter" / "adapter_model.safetensors") for job, place in found.items()}
+        files = {job: load_file(path / "adapter" / "adapter_model.safetensors") for job, path in found.items()}
     return {f"{job}: {name}": tensor for job, tensors in files.items() for name, tensor in tensors.items()}

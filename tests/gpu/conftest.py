@@ -17,3 +17,8 @@ def _needs_a_gpu() -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_gpu_seed() -> None:
+    torch.cuda.manual_seed_all(0)

@@ -115,11 +115,11 @@ def gradients(
     """Of the adapter, group by group, and the losses of its samples."""
     own, other = backbone.new_adapter(spec, 1), backbone.new_adapter(AdapterSpec(r=8, init_lora_weights=False), 2)
     slots: list[int | None] = [backbone.attach(other), backbone.attach(own)]
-    placed = [
+    slot_samples = [
         SlotSample(sample(length), None if index is None else slots[index], 0.01, 7 + length)
         for length, index in lengths
     ]
-    losses = backbone.forward_backward(pack_samples(placed, CAPACITY, GPU), backbone.path.row_tile(CAPACITY))
+    losses = backbone.forward_backward(pack_samples(slot_samples, CAPACITY, GPU), backbone.path.row_tile(CAPACITY))
     for slot in slots:
         assert slot is not None
         backbone.detach(slot)

@@ -1,7 +1,7 @@
 """Layouts on one GPU: as processes that share it, as streams of one process, and what of NCCL one process can run.
 
-Every phase prints a line with its seconds, and a layout that takes too long is ended after its processes have said
-where they are; one that starts in a new machine takes half a minute. Nobody has seen several GPUs.
+Every phase prints a line with its seconds, and a layout that takes too long is ended after its processes have printed
+where they are; one that starts in a new machine takes half a minute. It has not been run on several GPUs.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from weft.model.source import load_tokenizer
 from weft.parallel.stages.load_stages import StageLayout, load_stages
 from weft.parallel.stages.stage_pool import StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
-from weft.parallel.stages.transport import Channel, Route, TorchTransport, join_devices, tensor_devices
+from weft.parallel.stages.transport import Channel, Route, Teams, TorchTransport, join_devices, tensor_devices
 from weft.plan.cost.types import LinearCost
-from weft.plan.pipeline.build import PipelinePlanner, Schedule, whole_batches
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.pipeline.pair import RowsHeld, side_by_side, two_groups
 from weft.plan.planner import Planner
 from weft.plan.program import Program
 from weft.plan.spread import SpreadPlanner
-from weft.plan.types import JobQueue, Limits
+from weft.plan.types import JobQueue, Limits, whole_batches
 from weft.spec import BackboneSpec, load_run
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +71,7 @@ Adapters = dict[str, dict[str, tuple[torch.Tensor, ...]]]
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Says when something has been done, and how long it took."""
+    """Prints when something has been done, and how long it took."""
     begun_s = time.perf_counter()
     yield
     print(f"[{what}: {time.perf_counter() - begun_s:.1f} s]", flush=True)
@@ -79,7 +79,7 @@ def phase(what: str) -> Iterator[None]:
 
 @contextmanager
 def ended_in_time(stages: StageProcesses) -> Iterator[None]:
-    """Lets processes that take too long say where they are, and ends them, so that whoever waits for them hears it."""
+    """Has processes that take too long print where they are, and ends them, so that callers get an error."""
 
     def end() -> None:
         for process in stages.processes:
@@ -137,7 +137,7 @@ def one_device(small: BackboneSpec, jobs_file: Path) -> Adapters:
 def test_adapters_when_stages_are_streams_of_this_process_then_have_the_bits_of_one_device(
     small, jobs_file, one_device
 ):
-    """Graphs for each place in flight, and marks between streams in the place of waiting."""
+    """Graphs for each buffer in flight, and marks between streams instead of waiting."""
     parts = [load_backbone(small, ModelPart(first, first + 1, 2)) for first in range(2)]
     executor = StagedExecutor(LocalStages(parts), load_tokenizer(small.base_model))
     engine = Engine(executor, capacity=CAPACITY, planner=PipelinePlanner(Schedule.ONE_F_ONE_B, 2))
@@ -204,10 +204,10 @@ def far(found: Adapters, expected: Adapters, starts: Adapters) -> dict[str, floa
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        (StageLayout((1,), tensor=2, gpus="0,0"), {}),
-        (StageLayout((1,), tensor=2, gpus="0,0"), {"quantize": "nf4"}),
-        (StageLayout((1,), tensor=2, gpus="0,0"), {"kernels": "reference"}),
-        (StageLayout((2,), tensor=2, gpus="0,0,0,0"), {}),
+        (StageLayout((1,), tensor=(2,), gpus="0,0"), {}),
+        (StageLayout((1,), tensor=(2,), gpus="0,0"), {"quantize": "nf4"}),
+        (StageLayout((1,), tensor=(2,), gpus="0,0"), {"kernels": "reference"}),
+        (StageLayout((2,), tensor=(2,), gpus="0,0,0,0"), {}),
     ],
     ids=["tensor:2", "tensor:2 in nf4", "tensor:2 without kernels", "tensor:2,stages:2"],
 )
@@ -238,7 +238,7 @@ def in_pairs(queues: Sequence[JobQueue], limits: Limits) -> Program:
 def test_adapters_when_microbatches_run_side_by_side_then_have_the_bits_that_they_have_without(small, tmp_path: Path):
     """Two processes share every layer; while the sums of one microbatch are on their way, the other one computes."""
     jobs_file = write_jobs(tmp_path / "jobs", Path(small.base_model), SHARED_JOBS, capacity=CAPACITY)
-    layout = StageLayout((1,), tensor=2, gpus="0,0")
+    layout = StageLayout((1,), tensor=(2,), gpus="0,0")
     num_pairs = []
 
     def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
@@ -277,14 +277,15 @@ def test_sum_when_recorded_with_nccl_then_the_graph_adds_up_again(nccl):
     """With one process, whose sum is its own part: what several would record."""
     devices = tensor_devices(0, 1, GPU, "nccl")
     assert devices.can_be_recorded
-    devices.groups = join_devices(0, 1, 1, datetime.timedelta(minutes=1))
+    devices.groups = join_devices(0, Teams((1,)), datetime.timedelta(minutes=1))
     part = torch.ones(64, 32, dtype=torch.bfloat16, device=GPU)
     stream = torch.cuda.Stream(GPU)
     with beside(GPU, stream):
         devices.add_up(part)
     torch.cuda.synchronize(GPU)
     with record(stream=stream) as graph:
-        added = devices.add_up(2 * part)
+        (swapped,) = devices.start_swap(2 * part[None], 0)()
+        added = devices.add_up(swapped)
     part.fill_(3.0)
     graph.replay()
     torch.cuda.synchronize(GPU)
@@ -294,28 +295,28 @@ def test_sum_when_recorded_with_nccl_then_the_graph_adds_up_again(nccl):
 def test_sums_when_two_passes_take_turns_with_nccl_then_each_has_its_own(nccl):
     """With one process: two groups of processes, one stream, and threads that launch in turn."""
     devices = tensor_devices(0, 1, GPU, "nccl")
-    devices.groups = join_devices(0, 1, 1, datetime.timedelta(minutes=1))
+    devices.groups = join_devices(0, Teams((1,)), datetime.timedelta(minutes=1))
     starts = torch.randn(2, 512, 512, device=GPU)
     ends: list[torch.Tensor | None] = [None, None]
 
-    def run(place: int) -> None:
-        x = starts[place]
+    def run(index: int) -> None:
+        x = starts[index]
         for _ in range(8):
-            x = torch.tanh(devices.add_up(x @ starts[place]))
-        ends[place] = x
+            x = torch.tanh(devices.add_up(x @ starts[index]))
+        ends[index] = x
 
     with on_stream(Stream(GPU)):
         SideBySide(devices, Routing(), GPU).run([lambda: run(0), lambda: run(1)])
         paired = list(ends)
-        for place in range(2):
-            run(place)
+        for index in range(2):
+            run(index)
     torch.cuda.synchronize(GPU)
     assert all(torch.equal(one, other) for one, other in zip(paired, ends, strict=True))
 
 
 def test_transport_when_made_for_nccl_then_opens_and_ends_without_anybody_to_talk_to(nccl):
     """Groups and streams can be made; others' routes are none of its business."""
-    transport = TorchTransport(0, GPU, datetime.timedelta(minutes=1))
+    transport = TorchTransport(0, GPU, datetime.timedelta(minutes=1), Teams((1,)))
     transport.open([Route(Channel.PART, 2, 1)])
     transport.finish()
 

@@ -35,7 +35,7 @@ SPECS = {
 OWN = [(200, 1), (77, 1), (130, 1)]
 """Tokens of the samples of the adapter that is looked at."""
 BESIDE = [(60, 0), (200, 1), (150, 2), (77, 1), (31, 0), (130, 1)]
-"""The same among those of a LoRA and of nobody."""
+"""The same among those of a LoRA and of no adapter."""
 CAPACITY = 1024
 
 
@@ -56,11 +56,11 @@ def gradients(backbone: Backbone, spec: AdapterSpec, lengths: list[tuple[int, in
     """Of the adapter, group by group."""
     own, other = moved(backbone.new_adapter(spec, 1)), moved(backbone.new_adapter(AdapterSpec(r=64), 2))
     slots: list[int | None] = [backbone.attach(other), backbone.attach(own), None]
-    placed = [
-        SlotSample(sample(length).led_by(backbone.leading_rows(slots[place])), slots[place], 0.01, 7 + length)
-        for length, place in lengths
+    slot_samples = [
+        SlotSample(sample(length).led_by(backbone.leading_rows(slots[index])), slots[index], 0.01, 7 + length)
+        for length, index in lengths
     ]
-    backbone.forward_backward(pack_samples(placed, CAPACITY, GPU), backbone.path.row_tile(CAPACITY))
+    backbone.forward_backward(pack_samples(slot_samples, CAPACITY, GPU), backbone.path.row_tile(CAPACITY))
     own.complete_gradients()
     found = [group.grad.clone() for group in own.groups.values()]
     for slot in slots[:2]:

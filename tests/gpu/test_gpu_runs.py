@@ -51,7 +51,7 @@ def test_adapter_when_activations_are_made_again_or_kept_elsewhere_then_has_the_
 
 
 def test_run_when_the_memory_ends_then_goes_on_with_smaller_microbatches(model, tmp_path: Path):
-    """All jobs end well although the capacity that was asked for does not fit."""
+    """All jobs end well although the requested capacity does not fit."""
     jobs = {name: {**JOB, "global_batch_size": 24, "max_steps": 3} for name in ("one", "two", "three")}
     path = write_jobs(tmp_path, model, jobs, capacity=65536, memory_limit="1GB")
     printed = train(path)

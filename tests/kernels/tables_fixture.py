@@ -1,7 +1,7 @@
 """A small microbatch with everything in it, for the tests of kernels that serve all adapters at once.
 
 Sites of three, one and two parts and a fused one; slots of many ranks, some with dropout, some on a few modules only;
-samples of one row, of more than a tile, without adapter, and rows that are nobody's.
+samples of one row, of more than a tile, without adapter, and rows without an owner.
 
 Shape suffixes: T rows, D in, O out, R rank, P rank padded; L rows of one sample.
 """
@@ -64,7 +64,7 @@ class Setting:
     dtype: torch.dtype
 
     def delta(self, site: Site) -> Delta:
-        """Random numbers in rank space, NaN wherever nobody may read."""
+        """Random numbers in rank space, NaN wherever nothing may read."""
         width = max(sum(padded(rank) for _, rank, _ in self.table.columns(slot, site)) for slot in self.table.entries)
         s_TR = torch.full((self.rows.num_rows, width + 8), torch.nan, dtype=self.dtype)
         for span in self.rows.spans:

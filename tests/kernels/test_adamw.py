@@ -71,7 +71,7 @@ def same_bits(mine: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> b
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["clipped", "loraplus", "decayed"])
 def test_reference_when_stepped_twenty_times_then_equals_torch(settings):
-    """The twin is torch.optim.AdamW after clip_grad_norm_."""
+    """The reference is torch.optim.AdamW after clip_grad_norm_."""
     update = make(1, (70, 41), **settings)
     params = [torch.nn.Parameter(lane.params_P.clone()) for lane in update.lanes]
     groups = [{"params": [p], "lr": rate} for p, rate in zip(params, settings["rates"], strict=True)]
@@ -99,15 +99,15 @@ def test_reference_when_stepped_twenty_times_then_equals_torch(settings):
 def test_kernel_when_jobs_of_any_size_step_then_equals_the_reference(number):
     jobs = [make(seed, sizes, number=number, **settings)
             for seed, (sizes, settings) in enumerate(zip(SIZES, SETTINGS, strict=True))]  # fmt: skip
-    twins = [make(seed, sizes, number=number, **settings)
+    references = [make(seed, sizes, number=number, **settings)
              for seed, (sizes, settings) in enumerate(zip(SIZES, SETTINGS, strict=True))]  # fmt: skip
-    results, expected = by_kernel(jobs), by_reference(twins)
+    results, expected = by_kernel(jobs), by_reference(references)
     for mine, other in zip(results, expected, strict=True):
         assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
         assert mine.largest == pytest.approx(other.largest, rel=1e-6)
         assert mine.skipped is other.skipped is False
-    for job, twin in zip(jobs, twins, strict=True):
-        for x, y in zip(tensors(job), tensors(twin), strict=True):
+    for job, reference in zip(jobs, references, strict=True):
+        for x, y in zip(tensors(job), tensors(reference), strict=True):
             assert (x - y).norm() <= 1e-6 * y.norm()
 
 
@@ -122,12 +122,12 @@ def test_kernel_when_jobs_have_other_numbers_of_lanes_then_equals_the_reference(
             for job, n in zip(made, counts, strict=True)
         ]
 
-    mine, twins, alone = jobs(), jobs(), jobs()
-    for result, expected in zip(by_kernel(mine), by_reference(twins), strict=True):
+    mine, references, alone = jobs(), jobs(), jobs()
+    for result, expected in zip(by_kernel(mine), by_reference(references), strict=True):
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
         assert result.largest == pytest.approx(expected.largest, rel=1e-6)
-    for job, twin, single in zip(mine, twins, alone, strict=True):
-        for x, y in zip(tensors(job), tensors(twin), strict=True):
+    for job, reference, single in zip(mine, references, alone, strict=True):
+        for x, y in zip(tensors(job), tensors(reference), strict=True):
             assert (x - y).norm() <= 1e-6 * y.norm()
         by_kernel([single])
         assert same_bits(tensors(job), tensors(single))
@@ -175,7 +175,7 @@ def test_step_when_something_is_not_finite_then_weights_and_moments_stay(step: S
 
 
 @pytest.mark.parametrize("step", [by_kernel, by_reference], ids=["kernel", "reference"])
-def test_step_when_a_moment_is_nan_then_the_largest_weight_says_so(step: Step):
+def test_step_when_a_moment_is_nan_then_the_largest_weight_reports_it(step: Step):
     """What no gradient shows must still be found: a NaN is larger than any weight."""
     update = make(10, (BLOCK + 2, 5), number=2)
     update.lanes[1].exp_avg_P[3] = math.nan
@@ -198,7 +198,7 @@ def test_adamw_when_a_buffer_is_not_flat_float32_then_refused():
 
 
 def test_kernel_when_there_is_no_room_for_the_results_then_nothing_has_been_stepped(monkeypatch):
-    """Whoever tries again must not step twice."""
+    """A repeated attempt must not step twice."""
     update = make(13, (BLOCK + 2, 5), number=2)
     before = copied(update)
 

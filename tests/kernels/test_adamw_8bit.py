@@ -146,13 +146,16 @@ def test_reference_when_a_gradient_vanishes_then_its_weight_is_not_thrown_far():
 @pytest.mark.parametrize("sizes", [(1, 3), (BLOCK - 1, BLOCK), (BLOCK + 1, 2 * BLOCK + 70)])
 def test_kernel_when_jobs_step_then_equals_the_reference(sizes):
     """Weights and scales at 1e-6; a code may be the neighbour's where a number lies between two."""
-    mine, twin = make(3, sizes), make(3, sizes)
+    mine, reference = make(3, sizes), make(3, sizes)
     for step in range(1, 4):
-        mine, twin = drawn(mine, step), drawn(twin, step)
-        (result,), (expected,) = adamw_8bit_kernel([mine], torch.ones(1))(), adamw_8bit_reference([twin], torch.ones(1))
+        mine, reference = drawn(mine, step), drawn(reference, step)
+        (result,), (expected,) = (
+            adamw_8bit_kernel([mine], torch.ones(1))(),
+            adamw_8bit_reference([reference], torch.ones(1)),
+        )
         assert (result.grad_norm, result.largest) == pytest.approx((expected.grad_norm, expected.largest), rel=1e-5)
         assert not any(own.grad_P.any() for own in mine.lanes)
-    for x, y in zip(tensors(mine), tensors(twin), strict=True):
+    for x, y in zip(tensors(mine), tensors(reference), strict=True):
         if x.dtype is torch.float32:
             assert (x - y).norm() <= 1e-5 * y.norm()
         else:

@@ -48,7 +48,7 @@ def compiled() -> list[dict[str, Any]]:
 
 
 def test_kernels_when_compiled_for_each_gpu_then_none_complains(compiled):
-    """No kernel fails to compile, and none asks for more shared memory than there is."""
+    """No kernel fails to compile, and none needs more shared memory than there is."""
     assert not [record for record in compiled if record["error"]]
     assert not [record for record in compiled if record["shared"] > SHARED_BYTES[divmod(record["target"], 10)]]
 
@@ -90,28 +90,28 @@ def launch_adapted(rank: int, *, drops: bool) -> None:
     rows = row_tables([SampleRows(0, 60, 1)], TableSizes(num_rows, 2), zeros(num_rows, dtype=torch.int32))
     s = zeros(num_rows, 3 * rank)
     x, qkv_TE = zeros(num_rows, hidden), zeros(num_rows, sum(heads.sizes))
-    place = (qkv, rows, table)
-    shrink.shrink_kernel(x, s, *place)
-    shrink.shrink_grad_kernel(qkv_TE, s, *place)
-    expand.expand_kernel(qkv_TE, s, *place)
-    expand.expand_grad_kernel(x, s, *place)
-    weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *place)
+    tables = (qkv, rows, table)
+    shrink.shrink_kernel(x, s, *tables)
+    shrink.shrink_grad_kernel(qkv_TE, s, *tables)
+    expand.expand_kernel(qkv_TE, s, *tables)
+    expand.expand_grad_kernel(x, s, *tables)
+    weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *tables)
     weight = zeros(sum(heads.sizes), hidden)
-    product.product_kernel(product.Factors(x, weight), s, *place)
-    product.product_grad_kernel(product.Factors(qkv_TE, weight.t()), s, *place)
+    product.product_kernel(product.Factors(x, weight), s, *tables)
+    product.product_grad_kernel(product.Factors(qkv_TE, weight.t()), s, *tables)
     if drops:
         table.needs = Needs.of([rank], drops=True, others=[ANY_ORDER])
-        weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *place)
+        weight_grad.weight_grad_kernel(x, s, qkv_TE, s, *tables)
         return
     if rank < max(RANKS[NEWEST]):
         # What is left differs from the above in what is added to and in smaller numbers, and takes as long to compile.
         return
-    expand.expand_kernel(qkv_TE, s, *place, adds=False)
-    expand.expand_grad_kernel(x, s, *place, adds=False)
+    expand.expand_kernel(qkv_TE, s, *tables, adds=False)
+    expand.expand_grad_kernel(x, s, *tables, adds=False)
     x8, weight8, dy8 = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight, qkv_TE))
     scale = zeros(sum(heads.sizes), dtype=torch.float32)
-    product.product_kernel(product.Factors(x8, weight8, scale, scale), s, *place)
-    product.product_grad_kernel(product.Factors(dy8, weight8.t().contiguous(), scale), s, *place)
+    product.product_kernel(product.Factors(x8, weight8, scale, scale), s, *tables)
+    product.product_grad_kernel(product.Factors(dy8, weight8.t().contiguous(), scale), s, *tables)
 
 
 def launch_decoding(rank: int) -> None:
@@ -134,10 +134,10 @@ def launch_decoding(rank: int) -> None:
             x8, weight8 = (tensor.to(torch.float8_e4m3fn) for tensor in (x, factors.w_NK))
             scales = zeros(num_rows, dtype=torch.float32), zeros(sum(sizes), dtype=torch.float32)
             step_product_kernel(x, Factors(x8, weight8, *scales), site, rows, table)
-    places = paged_attention.KeyTable(zeros(9, 4).int(), zeros(64).int(), zeros(64).int())
+    keys = paged_attention.KeyTable(zeros(9, 4).int(), zeros(64).int(), zeros(64).int())
     for heads, size, window in (((32, 8, 8), 128, None), ((8, 4, 4), 256, 1024), ((14, 2, 2), 64, None)):
         qkv = [zeros(64, number, size) for number in heads]
-        paged_attention.attend_pages_kernel(*qkv, places, 0.1, window)
+        paged_attention.attend_pages_kernel(*qkv, keys, 0.1, window)
 
 
 def launch_others() -> None:
@@ -256,8 +256,8 @@ def recorded() -> Iterator[tuple[int, Any, dict[str, Any], dict[str, Any]]]:
         num_adapted = len(calls)
         launch_others()
         launch_bare()
-        for place, (kernel, args, kw) in enumerate(calls):
-            if not is_compiled(kernel, target) or (target < NEWEST and place >= num_adapted and kernel in known):
+        for index, (kernel, args, kw) in enumerate(calls):
+            if not is_compiled(kernel, target) or (target < NEWEST and index >= num_adapted and kernel in known):
                 continue
             known.add(kernel)
             given = dict(zip(kernel.arg_names, args, strict=False)) | kw
@@ -310,7 +310,7 @@ def main() -> None:
         record |= {"single_loads": 0}
         try:
             made = compile_one(kernel, given, options, target)
-        except Exception as error:  # whatever the compiler says is the finding
+        except Exception as error:  # whatever the compiler reports is the finding
             record["error"] = repr(error)[-2000:]
         else:
             record["shared"] = made.metadata.shared

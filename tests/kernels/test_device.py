@@ -1,4 +1,4 @@
-"""One place asks the device: what it says of a GPU is torch's word, and a CPU needs no special case."""
+"""One file queries the device: it reports what torch knows of a GPU, and a CPU needs no special case."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.kernels import device
 GPU = torch.device("cuda", 1)
 
 
-def test_source_when_searched_then_only_one_place_asks_torch_about_gpus():
+def test_source_when_searched_then_only_one_file_queries_torch_about_gpus():
     """A new kind of device is taught in one file."""
     root = Path(weft.__file__).parent
-    asking = [str(path.relative_to(root)) for path in root.rglob("*.py") if "torch.cuda" in path.read_text("utf-8")]
-    assert asking == ["kernels/device.py"]
+    querying = [str(path.relative_to(root)) for path in root.rglob("*.py") if "torch.cuda" in path.read_text("utf-8")]
+    assert querying == ["kernels/device.py"]
 
 
-def test_memory_when_the_device_is_a_cpu_then_nothing_is_held_and_nobody_waits():
+def test_memory_when_the_device_is_a_cpu_then_nothing_is_held_and_nothing_waits():
     device.synchronise(device.CPU)
     device.empty_cache(device.CPU)
     device.reset_peak(device.CPU)
@@ -40,7 +40,7 @@ def test_default_when_torch_sees_a_gpu_then_is_the_first_by_its_drivers_name(mon
 def test_limit_when_no_gpu_is_named_then_is_the_current_ones(monkeypatch):
     """torch takes an index or nothing, and no device without an index."""
     given: list[object] = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *asked: given.append(asked))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *share: given.append(share))
     for one in (torch.device("cuda"), GPU):
         device.limit_memory(one, 0.5)
     assert given == [(0.5, None), (0.5, 1)]

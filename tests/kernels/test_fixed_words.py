@@ -1,4 +1,4 @@
-"""Words that kernels add to: the twin, the kernels and the sums of `fixed_point` agree to the bit, in any order."""
+"""Words that kernels add to: reference, kernels and the sums of `fixed_point` agree to the bit, in any order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def added(addends: torch.Tensor) -> Words:
 
 
 def small(addends: torch.Tensor, words: Words) -> bool:
-    """Adds small numbers with the kernel; whether it said that they are not."""
+    """Adds small numbers with the kernel; whether it reported that they are not."""
     spills = torch.zeros(1, dtype=torch.int64)
     _add_small[(1,)](words.fine_P, spills, addends.contiguous(), len(addends), len(addends[0]), 64)
     return bool(spills)
@@ -78,8 +78,8 @@ def test_words_when_addends_are_permuted_then_the_total_is_that_of_fixed_point(s
         assert free.mean() < ordered.mean() and free.max() <= ordered.max()
 
 
-def test_kernel_when_numbers_are_of_all_sizes_then_its_words_are_the_twins():
-    addends = torch.cat([drawn(3, size, 50, seed=place) for place, size in enumerate(SIZES)])
+def test_kernel_when_numbers_are_of_all_sizes_then_its_words_are_the_references():
+    addends = torch.cat([drawn(3, size, 50, seed=seed) for seed, size in enumerate(SIZES)])
     # Halves of a unit, and the borders of the words.
     addends[0, :6] = torch.tensor([1.5, 2.5, -0.5, -3.5, 0.5, 7.0]) * 2.0**-60
     addends[1, :6] = torch.tensor([2.0, -2.0, 2.0 - 2.0**-23, 2.0**29, -(2.0**29), 2.0**-37])
@@ -87,14 +87,14 @@ def test_kernel_when_numbers_are_of_all_sizes_then_its_words_are_the_twins():
     # Halves between whole numbers of 23 bits, of both words and signs.
     halves = torch.tensor([5000000.5, 5000001.5, -5000000.5, -5000001.5, 4194304.5, -8388607.5])
     addends[3, 10:16], addends[3, 16:22] = halves * 2.0**-17, halves * 2.0**-60
-    words, twin = Words.of_nothing(addends[0]), added(addends)
+    words, reference = Words.of_nothing(addends[0]), added(addends)
     _add_all[(1,)](words.fine_P, words.coarse_P, addends.contiguous(), len(addends), 50, 64)
-    assert words.fine_P.equal(twin.fine_P) and words.coarse_P.equal(twin.coarse_P)
+    assert words.fine_P.equal(reference.fine_P) and words.coarse_P.equal(reference.coarse_P)
     assert total_of_words(words)[6:9].isnan().all() and total_of_words(words)[:6].isfinite().all()
 
 
 def test_kernel_when_all_numbers_are_small_then_coarse_is_not_needed_and_the_total_is_the_same():
-    addends = torch.cat([drawn(80, size, 50, seed=place) for place, size in enumerate((1e-12, 1e-6, 1e-3))])
+    addends = torch.cat([drawn(80, size, 50, seed=seed) for seed, size in enumerate((1e-12, 1e-6, 1e-3))])
     addends[0, :6] = torch.tensor([1.5, 2.5, -0.5, -3.5, 0.5, 7.0]) * 2.0**-60
     addends[:, 7] = 2.0 / 240 - 2.0**-30
     words = Words.of_nothing(addends[0])
@@ -106,7 +106,7 @@ def test_kernel_when_all_numbers_are_small_then_coarse_is_not_needed_and_the_tot
 
 
 @pytest.mark.parametrize("value", [0.4, -1.0, 3e7, math.inf, math.nan])
-def test_kernel_when_one_number_is_not_small_then_says_so(value):
+def test_kernel_when_one_number_is_not_small_then_reports_it(value):
     addends = torch.zeros(5, 50)
     assert not small(addends, Words.of_nothing(addends[0]))
     addends[2, 49] = value
@@ -115,7 +115,7 @@ def test_kernel_when_one_number_is_not_small_then_says_so(value):
 
 @pytest.mark.parametrize("size", [1e-6, 3e3])
 def test_collect_when_words_hold_sums_then_adds_them_once_and_leaves_nothing(size):
-    """The kernel as the twin; what was not spilled has a coarse that nobody reads."""
+    """The kernel as the reference; what was not spilled has an unused coarse part."""
     addends = drawn(40, size, BLOCK + 70)
     addends[3, 5] = math.nan
     for collect in (collect_reference, collect_kernel):

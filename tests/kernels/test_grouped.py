@@ -76,7 +76,7 @@ def test_product_when_torch_has_one_for_groups_then_both_agree(case, monkeypatch
     assert all(bool(found[i].any()) == bool(count) for i, count in enumerate(counts))
 
 
-def test_check_when_products_are_right_then_says_so_and_else_not(monkeypatch):
+def test_check_when_products_are_right_or_wrong_then_reports_it(monkeypatch):
     check = grouped._keeps_bits.__wrapped__
     assert check(24, 40, torch.float32, torch.device("cpu"))
     product = grouped.F.grouped_mm

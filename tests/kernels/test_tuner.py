@@ -55,7 +55,7 @@ def test_tune_when_candidates_differ_then_keeps_the_fastest_right_one(monkeypatc
     assert "50% of the time" in lines[0] and "1 candidates gave other bits" in lines[0]
 
 
-def test_compiling_when_shared_out_then_every_candidate_is_launched_once_by_somebody(monkeypatch):
+def test_compiling_when_shared_out_then_every_candidate_is_launched_once(monkeypatch):
     seen: list[tuple[str, tuple[tuple[str, int], ...]]] = []
 
     def run() -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ def test_compiling_when_shared_out_then_every_candidate_is_launched_once_by_some
     assert not tuning.TRYING
 
 
-def test_compiling_when_a_process_fails_then_says_so(monkeypatch):
+def test_compiling_when_a_process_fails_then_reports_it(monkeypatch):
     """What is left out is a candidate, not an error of the whole: a layer that cannot be made is one."""
     monkeypatch.setattr(tuner, "RANKS", {"16": 16})
     monkeypatch.setattr(tuner, "MOST_PROCESSES", 1)
@@ -78,7 +78,7 @@ def test_compiling_when_a_process_fails_then_says_so(monkeypatch):
         compile_ahead(SHAPES["tiny"], torch.float32, torch.device("cuda:99"))
 
 
-def test_verb_when_there_is_no_gpu_then_says_so_and_writes_nothing(monkeypatch, tmp_path):
+def test_verb_when_there_is_no_gpu_then_reports_it_and_writes_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("WEFT_TUNING", str(tmp_path / "tuning.json"))
     done = CliRunner().invoke(app, ["tune"])
     assert done.exit_code != 0 and not list(tmp_path.iterdir())

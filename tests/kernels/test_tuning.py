@@ -38,7 +38,7 @@ def gpu(monkeypatch, tmp_path):
     table_of.cache_clear()
 
 
-def test_class_of_when_asked_then_names_the_launch():
+def test_class_of_names_the_launch():
     assert [class_of(rank) for rank in (16, 32, 64, 128, 512)] == ["16", "64", "64", "more", "more"]
 
 

@@ -172,18 +172,18 @@ def test_sums_when_the_gradient_of_all_replicas_has_come_then_begin_again(kernel
     assert all((group.grad == 1).all() for group in adapter.groups.values())
 
 
-@pytest.mark.parametrize("place", [0, 4, 6])
-def test_step_when_one_samples_gradient_is_not_finite_then_is_left_out_and_the_next_is_taken(place, monkeypatch):
-    """Wherever it stands: whole numbers know no NaN."""
+@pytest.mark.parametrize("index", [0, 4, 6])
+def test_step_when_one_samples_gradient_is_not_finite_then_is_left_out_and_the_next_is_taken(index, monkeypatch):
+    """At any index: integers have no NaN."""
     executor, work = seated(random_backbone("llama_bias"), free(me("lora", global_batch_size=7)))
     adapter = executor.jobs["me"].weights.adapter
     module = next(iter(adapter.modules.values()))
     take, taken = module.any_order_sums.take_sample, []
 
     def spoilt() -> None:
-        if len(taken) == place:
+        if len(taken) == index:
             module.grad_b_OR[0, 0] = torch.nan
-        taken.append(place)
+        taken.append(index)
         take()
 
     monkeypatch.setattr(module.any_order_sums, "take_sample", spoilt)

@@ -1,4 +1,4 @@
-"""A bottleneck computes what autograd says, for every non-linearity, and sits where its variant puts it."""
+"""A bottleneck computes what autograd does, for every non-linearity, and sits where its variant puts it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_activation_when_a_row_lies_elsewhere_then_has_the_same_bits(name):
 def test_gradients_when_a_neighbour_is_nan_then_are_those_of_autograd(name):
     torch.manual_seed(0)
     block, routing = nn.Identity(), Routing(slots=(slot_rows(-1, [Rows(2, 5), Rows(5, 8)], 4, 10),))
-    place = BlockOutput(block, D, routing)
+    site = BlockOutput(block, D, routing)
     spec = AdapterSpec(method="bottleneck", bottleneck_size=W, bottleneck_activation=name, bottleneck_scale=0.5)
-    adapter = adapter_on({PATH: place}, spec)
+    adapter = adapter_on({PATH: site}, spec)
     adapter.put({group: x + 0.3 * torch.randn_like(x) for group, x in adapter.flat().items()})
-    place.put(-1, adapter.modules[PATH])
+    site.put(-1, adapter.modules[PATH])
     x_TD, dy_TD = torch.randn(10, D), torch.randn(10, D)
     x_TD[0], dy_TD[9] = torch.nan, torch.nan
     x_TD.requires_grad_()
@@ -72,7 +72,7 @@ def test_targets_when_auto_then_are_those_of_the_variant(variant, blocks):
     assert len(modules) == 2 * len(blocks) and {path.rpartition(".")[2] for path in modules} == blocks
 
 
-def test_check_when_the_size_is_above_the_width_then_one_sentence_says_so():
+def test_check_when_the_size_is_above_the_width_then_refused_in_one_sentence():
     with pytest.raises(ConfigError, match=r"33 is above the width of model.layers.0.self_attn \(32\)"):
         random_backbone().check_adapter(AdapterSpec(method="bottleneck", bottleneck_size=33))
 
@@ -86,7 +86,7 @@ def test_check_when_the_size_is_above_the_width_then_one_sentence_says_so():
         ({"r": 8}, "unknown setting r = 8"),
     ],
 )
-def test_read_when_the_config_means_something_else_then_one_sentence_says_what(tmp_path, changes, sentence):
+def test_read_when_the_config_means_something_else_then_refused_with_what_is_wrong(tmp_path, changes, sentence):
     spec = AdapterSpec(method="bottleneck", bottleneck_size=W, bottleneck_scale=2)
     tensors = (torch.ones(W, D), torch.ones(W), torch.ones(D, W), torch.ones(D))
     write_adapter(tmp_path / "a", spec, {PATH: tensors}, base_model="tiny", target_names=["mlp"])

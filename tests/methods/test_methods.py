@@ -20,9 +20,9 @@ from tiny_models import (
     assert_same_bits,
     flat,
     job_spec,
-    random_backbone,
     random_data,
     random_model,
+    shallow_backbone,
     train,
 )
 from torch import nn
@@ -90,7 +90,7 @@ def changed_adapter(backbone: Backbone, case: str) -> Adapter:
 
 
 def written(backbone: Backbone, adapter: Adapter, path: Path) -> Path:
-    names = leaf_names(adapter.modules, backbone.shapes_for(adapter.method))
+    names = leaf_names(adapter.modules, backbone.sites.shapes_for(adapter.method))
     assert names is not None
     write_adapter(
         path, adapter.spec, adapter.tensors(), base_model=backbone.name, target_names=names, shared=adapter.shared
@@ -127,7 +127,7 @@ def neighbours() -> list[Job]:
 
 @pytest.mark.parametrize("case", CASE_NAMES)
 def test_files_when_written_and_read_then_the_adapter_is_the_same(case, tmp_path):
-    backbone = random_backbone("llama_bias")
+    backbone = shallow_backbone("llama_bias")
     adapter = changed_adapter(backbone, case)
     spec, tensors, config = read_adapter(written(backbone, adapter, tmp_path / "a"))
     assert (spec.method, config["peft_type"]) == (adapter.spec.method, adapter.method.files.peft_type)
@@ -138,7 +138,7 @@ def test_files_when_written_and_read_then_the_adapter_is_the_same(case, tmp_path
 
 @pytest.mark.parametrize("case", [*CASE_NAMES, "lora_fa", "pissa"])
 def test_live_copy_when_an_adapter_trains_then_writes_with_the_bits_of_its_file(case, tmp_path):
-    backbone = random_backbone("llama_bias")
+    backbone = shallow_backbone("llama_bias")
     adapter = changed_adapter(backbone, case)
     weights = JobWeights(job_spec("me", adapter=settings_of(case)), adapter)
     live = LiveAdapter("live", *weights.shown())
@@ -151,7 +151,7 @@ def test_live_copy_when_an_adapter_trains_then_writes_with_the_bits_of_its_file(
 
 @pytest.mark.parametrize("case", [name for name in CASE_NAMES if method_of_case(name).files.in_peft])
 def test_files_when_peft_loads_them_then_it_computes_the_same(case, tmp_path):
-    backbone, plain = random_backbone("llama_bias"), random_model("llama_bias")
+    backbone, plain = shallow_backbone("llama_bias"), random_model("llama_bias", num_hidden_layers=1)
     plain.set_attn_implementation("eager")
     path = written(backbone, changed_adapter(backbone, case), tmp_path / "a")
     slot = attach_adapter(backbone, read_named(str(path)))
@@ -162,7 +162,7 @@ def test_files_when_peft_loads_them_then_it_computes_the_same(case, tmp_path):
 
 @pytest.mark.parametrize("case", [name for name in CASE_NAMES if method_of_case(name).attachment is Attachment.LINEAR])
 def test_merge_when_done_then_the_plain_model_computes_what_the_slot_does(case):
-    backbone, plain = random_backbone("llama_bias"), random_model("llama_bias")
+    backbone, plain = shallow_backbone("llama_bias"), random_model("llama_bias", num_hidden_layers=1)
     plain.set_attn_implementation("eager")
     adapter = changed_adapter(backbone, case)
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_merge_when_done_then_the_plain_model_computes_what_the_slot_does(case):
 def test_job_when_others_train_beside_it_then_both_have_the_bits_they_have_alone(case, kernels):
     """On a fused backbone too, where a method without kernels has microbatches of its own; beside one of each kind of
     place. All methods beside each other are in the next tests."""
-    backbone = random_backbone("llama_bias", kernels=kernels)
+    backbone = shallow_backbone("llama_bias", kernels=kernels)
     others = [job for job in neighbours() if job[0].name in ("lora", "other-bottleneck", "other-prefix_tuning")]
     assert len(others) == 3
     alone = train(backbone, [me(case)])["me"]
@@ -191,7 +191,7 @@ def test_job_when_others_train_beside_it_then_both_have_the_bits_they_have_alone
 @pytest.mark.parametrize("kernels", PATHS)
 @pytest.mark.parametrize("case", ["lora", "pissa", "dora"])
 def test_job_when_its_live_copy_answers_after_every_microbatch_then_has_the_bits_it_has_alone(case, kernels):
-    backbone = random_backbone("llama_bias", kernels=kernels)
+    backbone = shallow_backbone("llama_bias", kernels=kernels)
     alone = train(backbone, [me(case, ema_decay=0.5)])["me"]
     answers: list[list[int]] = []
 
@@ -209,11 +209,11 @@ def test_job_when_its_live_copy_answers_after_every_microbatch_then_has_the_bits
 
 @functools.cache
 def lora_alone(kernels: str) -> Outcome:
-    return train(random_backbone("llama_bias", kernels=kernels), neighbours()[:1])["lora"]
+    return train(shallow_backbone("llama_bias", kernels=kernels), neighbours()[:1])["lora"]
 
 
 def test_jobs_when_every_method_trains_in_one_run_then_each_has_the_bits_it_has_alone():
-    backbone = random_backbone("llama_bias")
+    backbone = shallow_backbone("llama_bias")
     jobs = neighbours()
     together = train(backbone, jobs)
     for job in jobs:
@@ -223,11 +223,11 @@ def test_jobs_when_every_method_trains_in_one_run_then_each_has_the_bits_it_has_
 @pytest.mark.parametrize("case", CASE_NAMES)
 def test_cost_when_counted_then_is_no_less_than_what_the_adapter_holds(case):
     """Weights as those of a LoRA of the stated rank on all linears; per row what its forward really keeps."""
-    backbone = random_backbone("llama_bias")
+    backbone = shallow_backbone("llama_bias")
     adapter = changed_adapter(backbone, case)
     shape = ModelShape.from_config(backbone.model.config.to_dict())
     assert adapter.num_parameters <= shape.adapter_parameters(adapter.method.cost_ranks(adapter.spec).widest)
-    shapes, rows = backbone.shapes_for(adapter.method), slot_rows(0, [Rows(0, 8)], None, 8)
+    shapes, rows = backbone.sites.shapes_for(adapter.method), slot_rows(0, [Rows(0, 8)], None, 8)
     total = 0
     for path, weights in adapter.modules.items():
         num_out, num_in = shapes[path]
@@ -249,13 +249,13 @@ def tensors_in(kept: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", [*CASE_NAMES, *VARIANTS])
 def test_job_when_its_batches_are_cut_otherwise_then_ends_with_the_same_bits(case):
-    backbone = random_backbone("llama_bias")
+    backbone = shallow_backbone("llama_bias")
     assert_same_bits(train(backbone, [me(case)], capacity=24)["me"], train(backbone, [me(case)], capacity=96)["me"])
 
 
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
 def test_jobs_when_one_of_each_method_holds_nan_then_only_those_fail(kernels):
-    backbone = random_backbone("llama_bias", kernels=kernels)
+    backbone = shallow_backbone("llama_bias", kernels=kernels)
     spoilt = {f"spoilt-{case}": me(case) for case in CASE_NAMES}
     jobs = [(dataclasses.replace(spec, name=name), data) for name, (spec, data) in spoilt.items()]
 
@@ -276,7 +276,7 @@ def test_jobs_when_one_of_each_method_holds_nan_then_only_those_fail(kernels):
 
 @pytest.mark.parametrize("case", [*CASE_NAMES, *VARIANTS])
 def test_job_when_resumed_from_its_checkpoint_then_ends_with_the_same_bits(case, tmp_path):
-    backbone = random_backbone("llama_bias")
+    backbone = shallow_backbone("llama_bias")
     job = me(case, save_steps=1, early_stopping_patience=9)
     whole = train(backbone, [job])["me"]
     for stop_after in (2, None):

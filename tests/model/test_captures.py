@@ -104,7 +104,7 @@ def test_graphs_when_the_table_has_moved_then_old_ones_are_never_used_again():
 
 
 @pytest.mark.parametrize(("runs_pairs", "is_captured"), [(False, True), (True, False)])
-def test_place_when_passes_take_turns_then_captures_nothing(runs_pairs, is_captured, monkeypatch):
+def test_buffers_when_passes_take_turns_then_capture_nothing(runs_pairs, is_captured, monkeypatch):
     """A graph would hold a pass from its beginning to its end."""
     monkeypatch.setattr("weft.model.fused.graphs.is_gpu", lambda device: True)
     devices = SimpleNamespace(can_be_recorded=True, runs_pairs=runs_pairs)

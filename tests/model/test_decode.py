@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,14 +12,17 @@ import torch
 from tiny_models import VOCABULARY, random_backbone
 
 from weft.adapters.adapter import Adapter
+from weft.data.samples import Sample
+from weft.engine.inference import read
 from weft.engine.inference.generate import Continuation, Passes, Request, complete, generate
 from weft.engine.inference.read import next_logits, read_ahead
 from weft.engine.inference.sampling import ChosenCopy
-from weft.kernels.layers.paged_attention import PAGE
+from weft.kernels.layers.paged_attention import PAGE, attend_pages
 from weft.model.backbone import Backbone
-from weft.model.fused import pages
+from weft.model.fused import decode, pages
 from weft.model.fused.decode import FusedDecoder
 from weft.model.fused.pages import KeyPages
+from weft.model.packed import SlotSample, pack_samples
 from weft.spec import AdapterSpec
 from weft.spec.sampling import Decoding
 
@@ -175,7 +179,7 @@ def test_generate_when_pages_do_not_fit_then_the_last_to_come_wait_and_nothing_e
 
 @pytest.mark.parametrize("num_rows", [64, 3 * PAGE])
 def test_decoder_when_it_compares_itself_with_training_then_reads_what_training_reads(num_rows, monkeypatch):
-    """On a GPU it asks for equal bits. A CPU's library adds up otherwise for another number of rows."""
+    """On a GPU the bits must be equal. A CPU's library adds up in another order for another number of rows."""
     backbone, _ = with_adapters("llama", "fused")
     compared = []
 
@@ -222,8 +226,100 @@ def test_decoder_when_it_adds_up_otherwise_than_training_then_warns_once(monkeyp
     assert not decoder.has_training_bits
 
 
+def training_logprobs(backbone: Backbone, request: Request, tokens: list[int]) -> list[float]:
+    """Of an answer, by the pass that training makes."""
+    every = np.array([*request.tokens, *tokens], dtype=np.int32)
+    sample = Sample(every, np.arange(len(every)) >= len(request.tokens)).led_by(backbone.leading_rows(request.slot))
+    row_tile = backbone.path.row_tile(256)
+    pending = backbone.look(pack_samples([SlotSample(sample, request.slot)], row_tile, backbone.device), row_tile)
+    return (-pending._results_2N[0]).tolist()
+
+
 @pytest.mark.usefixtures("ahead")
-def test_sequences_when_another_slots_takes_their_place_then_each_keeps_its_own_adapter():
+def test_complete_when_decoding_adds_up_otherwise_then_log_probabilities_are_those_of_a_training_pass(
+    monkeypatch, caplog
+):
+    backbone, slots = with_adapters("llama", "fused", ("lora", "prefix"))
+    monkeypatch.setattr(decode, "attend_pages", lambda *given: attend_pages(*given) * 1.01)
+    decoding = Decoding(6, temperature=1.0, logprobs=2)
+    wanted = requests(slots, (5, PAGE + 3, 9))
+    expected = [
+        training_logprobs(backbone, each, tokens)
+        for each, tokens in zip(wanted, generate(backbone, wanted, decoding), strict=True)
+    ]
+
+    def errors() -> list[float]:
+        pairs = zip(complete(backbone, wanted, decoding), expected, strict=True)
+        return [
+            abs(found.logprob - right) for each, own in pairs for found, right in zip(each.logprobs, own, strict=True)
+        ]
+
+    assert max(errors()) > 1e-4, "the stand-in is as good as training's"
+    decoder_of(backbone)._compare(64)
+    assert "log-probabilities come from a training pass" in caplog.text
+    assert max(errors()) < 1e-6
+    scored = complete(backbone, wanted, replace(decoding, prompt_logprobs=0))
+    assert [len(each.prompt_logprobs) for each in scored] == [len(each.tokens) for each in wanted]
+    for each, found in zip(wanted, scored, strict=True):
+        own = training_logprobs(backbone, replace(each, tokens=each.tokens[:1]), list(each.tokens[1:]))
+        assert [one.logprob for one in found.prompt_logprobs[1:]] == pytest.approx(own, abs=1e-6)
+        assert all(len(one.top) == 2 for one in found.logprobs)
+
+
+def test_complete_when_a_model_without_pages_decodes_on_a_gpu_then_its_answers_are_scored_again(monkeypatch):
+    backbone, slots = with_adapters("llama", "reference")
+    wanted, decoding = requests(slots, (5, 9)), Decoding(6, logprobs=1, prompt_logprobs=1)
+    expected = complete(backbone, wanted, decoding)
+    reading = []
+    monkeypatch.setattr(read, "is_gpu", lambda device: True)
+    monkeypatch.setattr(
+        type(backbone.path),
+        "read",
+        lambda path, *given: reading.append(path) or path.hidden(*given)[given[0].supervised_N],
+    )
+    for found, before in zip(complete(backbone, wanted, decoding), expected, strict=True):
+        assert found.tokens == before.tokens
+        pairs = zip(
+            [*found.prompt_logprobs[1:], *found.logprobs], [*before.prompt_logprobs[1:], *before.logprobs], strict=True
+        )
+        for one, other in pairs:
+            assert (one.token, one.logprob) == (other.token, pytest.approx(other.logprob, abs=1e-5))
+    assert len(reading) == len(wanted)
+
+
+def test_complete_when_a_prompt_is_scored_then_all_but_its_last_token_are_read_in_one_pass(monkeypatch):
+    backbone, slots = with_adapters("llama", "fused")
+    (own,) = requests(slots, (5 * PAGE,))
+    read_one, num_rows = FusedDecoder._go_on, []
+
+    def counted(self: FusedDecoder, sequences: list, tokens: list, *given: object) -> tuple[torch.Tensor, list[int]]:
+        num_rows.append(sum(map(len, tokens)))
+        return read_one(self, sequences, tokens, *given)
+
+    monkeypatch.setattr(FusedDecoder, "_go_on", counted)
+    (found,) = complete(backbone, [own], Decoding(1, prompt_logprobs=0))
+    assert num_rows == [1] and len(found.prompt_logprobs) == 5 * PAGE
+    expected = training_logprobs(backbone, replace(own, tokens=own.tokens[:1]), list(own.tokens[1:]))
+    assert [one.logprob for one in found.prompt_logprobs[1:]] == pytest.approx(expected, abs=1e-5)
+
+
+def test_complete_when_there_is_no_memory_to_score_an_answer_then_it_fails_alone(monkeypatch):
+    backbone, slots = with_adapters("llama", "fused")
+    monkeypatch.setattr(FusedDecoder, "has_training_bits", False)
+    monkeypatch.setattr(
+        FusedDecoder, "read_as_training", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no"))
+    )
+    one, other = (
+        Continuation(each, Decoding(2, logprobs=n)) for each, n in zip(requests(slots, (3, 4)), (0, None), strict=True)
+    )
+    passes = Passes(backbone)
+    for _ in range(2):
+        passes.advance([one, other])
+    assert isinstance(one.error, torch.OutOfMemoryError) and other.error is None and len(other.tokens) == 2
+
+
+@pytest.mark.usefixtures("ahead")
+def test_sequences_when_one_of_another_slot_replaces_them_then_each_keeps_its_own_adapter():
     """One after the other on the same line of the page table, with the same number of rows in every pass."""
     backbone, slots = with_adapters("llama", "fused", ("lora", "lora"))
     wanted = [Request([5, 9, 11], slot) for slot in slots]

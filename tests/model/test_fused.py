@@ -34,11 +34,11 @@ def attached(backbone: Backbone) -> tuple[list[Adapter], list[int]]:
 
 def packed(slots: list[int], lengths: list[tuple[int, int | None]] = LENGTHS, *, drops: bool = True) -> PackedBatch:
     rng = np.random.default_rng(5)
-    placed = [
+    slot_samples = [
         SlotSample(random_sample(rng, n), None if i is None else slots[i], 0.01, 7 + n if drops else None)
         for n, i in lengths
     ]
-    return pack_samples(placed, 128, torch.device("cpu"))
+    return pack_samples(slot_samples, 128, torch.device("cpu"))
 
 
 def test_fused_step_when_adapters_come_and_go_then_slots_are_used_again():
@@ -53,7 +53,7 @@ def test_fused_step_when_adapters_come_and_go_then_slots_are_used_again():
 
 
 def test_fused_step_when_there_is_room_for_more_rows_and_samples_then_not_a_bit_changes():
-    """A microbatch may run on what was captured for a larger one: rows that are nobody's change no result."""
+    """A microbatch may run on what was captured for a larger one: rows without an owner change no result."""
     ends = []
     for num_rows, num_spans in ((128, 16), (512, 64)):
         backbone = random_backbone("llama", kernels="fused")
@@ -62,12 +62,12 @@ def test_fused_step_when_there_is_room_for_more_rows_and_samples_then_not_a_bit_
         assert isinstance(path, FusedPath)
         shape = replace(input_shape(batch, with_longest=False), num_rows=num_rows, num_spans=num_spans)
         path.follow(batch.segment_slots)
-        place = path.new_buffers()
-        hidden_TD = place.forward(batch, shape, 128, needs_grad=True)
-        grad_TD = place.zero_gradient()
+        buffers = path.new_buffers()
+        hidden_TD = buffers.forward(batch, shape, 128, needs_grad=True)
+        grad_TD = buffers.zero_gradient()
         used = slice(0, batch.num_tokens)
         grad_TD[used] = hidden_TD[used] * 1e-3
-        place.backward(grad_TD)
+        buffers.backward(grad_TD)
         ends.append([hidden_TD[used], *(g.grad for a in adapters for g in a.groups.values())])
     assert all(one.equal(other) for one, other in zip(*ends, strict=True))
     assert all(tensor.any() for tensor in ends[0])
@@ -84,7 +84,7 @@ def test_fused_step_when_more_adapters_than_spare_slots_come_then_all_find_room(
     ("name", "reason"),
     [("gemma2", "gemma2"), ("llama_dynamic", "dynamic"), ("llama_relu", "its activation is not silu or gelu_tanh")],
 )
-def test_fused_kernels_when_the_model_does_not_fit_then_says_why(name, reason):
+def test_fused_kernels_when_the_model_does_not_fit_then_gives_the_reason(name, reason):
     with pytest.raises(ModelError, match=reason):
         random_backbone(name, kernels="fused")
     assert reason in random_backbone(name, kernels="auto").kernels

@@ -1,4 +1,4 @@
-"""What the fused step does on GPUs of other kinds, told by their capability alone."""
+"""What the fused step does on GPUs of other kinds, known by their capability alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_fp8_copies_when_a_gpu_multiplies_no_fp8_then_there_is_one(gpu, capabili
         ((9, 0), 64, torch.float32, "float32"),
     ],
 )
-def test_fused_kernels_when_attention_does_not_take_the_model_then_says_why(gpu, capability, size, dtype, reason):
+def test_fused_kernels_when_attention_does_not_take_the_model_then_gives_the_reason(
+    gpu, capability, size, dtype, reason
+):
     gpu(*capability)
     backbone = random_backbone("llama")
     backbone.model.config.head_dim = size
@@ -78,16 +80,16 @@ def test_fused_kernels_when_attention_does_not_take_the_model_then_says_why(gpu,
     assert found is None if reason is None else reason in str(found)
 
 
-def test_varlen_when_torch_can_be_told_then_keys_are_not_split_by_the_longest_sample(monkeypatch):
+def test_varlen_when_torch_has_the_option_then_keys_are_not_split_by_the_longest_sample(monkeypatch):
     older, newer = (lambda query: query), (lambda query, enable_gqa=False, num_splits=None: query)
-    for kernel, told in ((older, {}), (newer, {"enable_gqa": True, "num_splits": 1})):
+    for kernel, options in ((older, {}), (newer, {"enable_gqa": True, "num_splits": 1})):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
         attention._options.cache_clear()
-        assert attention._options() == told
+        assert attention._options() == options
     attention._options.cache_clear()
 
 
-def test_shape_when_attention_is_told_of_samples_then_there_are_enough_for_every_multiprocessor():
+def test_shape_when_attention_knows_the_samples_then_there_are_enough_for_every_multiprocessor():
     """Six heads of 32 samples are more than any GPU's multiprocessors, so no sample is shared out among several."""
     batch = pack_samples([SlotSample(random_sample(np.random.default_rng(0), 5), None, 1.0)], 128, torch.device("cpu"))
     assert input_shape(batch, with_longest=True).num_spans * 6 >= 148

@@ -45,17 +45,17 @@ def moved(adapter: Adapter, seed: int) -> Adapter:
 
 
 def packed(backbone: Backbone, slots: list[int | None], lengths: list[tuple[int, int]]) -> PackedBatch:
-    """Samples of some lengths, each of the slot at a place."""
+    """Samples of given lengths, each with the index of its slot."""
     rng = np.random.default_rng(5)
-    placed = []
-    for length, place in lengths:
-        sample = random_sample(rng, length).led_by(backbone.leading_rows(slots[place]))
-        placed.append(SlotSample(sample, slots[place], 0.01, 7 + length))
-    return pack_samples(placed, 128, torch.device("cpu"))
+    slot_samples = []
+    for length, index in lengths:
+        sample = random_sample(rng, length).led_by(backbone.leading_rows(slots[index]))
+        slot_samples.append(SlotSample(sample, slots[index], 0.01, 7 + length))
+    return pack_samples(slot_samples, 128, torch.device("cpu"))
 
 
 def run(name: str, spec: AdapterSpec, kernels: str, memory: Memory | None = None) -> list[torch.Tensor]:
-    """Losses and gradients of an adapter whose samples stand between those of a LoRA and of nobody."""
+    """Losses and gradients of an adapter whose samples lie between those of a LoRA and of no adapter."""
     backbone = random_backbone(name, kernels=kernels, memory=memory if kernels == "fused" else None)
     own, other = moved(backbone.new_adapter(spec, 1), 1), moved(backbone.new_adapter(NEIGHBOUR, 2), 2)
     slots: list[int | None] = [backbone.attach(other), backbone.attach(own), None]

@@ -27,7 +27,7 @@ from weft.parallel.stages.stage_runner import stage_runner
 def repeating(
     model: FusedModel, shape: InputShape, table: Any, row_tile: int | None, memory: Any, pool: Any, lane: int
 ) -> Captured:
-    """What `capture` returns, but nothing is recorded: what a graph does is done when it is asked for."""
+    """What `capture` returns, but nothing is recorded: what a graph would do is done when it is replayed."""
     buffer = torch.zeros(shape.layout["end"][0], dtype=torch.int32)
     grad_TD = torch.zeros(shape.num_rows, model.hidden, dtype=model.dtype)
     entering_TD = None if model.is_first else torch.zeros_like(grad_TD)
@@ -49,7 +49,7 @@ def repeating(
 
 
 def spans_in(inputs: Inputs) -> tuple[SampleRows, ...]:
-    """The samples, read from the tables as kernels do; the plain twins know them only this way."""
+    """The samples, read from the tables as kernels do; the reference implementations know them only this way."""
     runs = inputs.part("tiles_N4").tolist()
     found = []
     for start, end in zip(inputs.part("bounds").tolist(), inputs.part("bounds").tolist()[1:], strict=False):
@@ -70,8 +70,8 @@ def _captured(monkeypatch):
 
 def of_lengths(slot: int, lengths: tuple[int, ...]) -> PackedBatch:
     rng = np.random.default_rng(sum(lengths))
-    placed = [SlotSample(random_sample(rng, n), slot, 0.1, dropout_key=n, step_key=4) for n in lengths]
-    return pack_samples(placed, 64, torch.device("cpu"))
+    slot_samples = [SlotSample(random_sample(rng, n), slot, 0.1, dropout_key=n, step_key=4) for n in lengths]
+    return pack_samples(slot_samples, 64, torch.device("cpu"))
 
 
 LENGTHS = [(20, 30, 40), (5, 17), (33, 9)]

@@ -50,7 +50,7 @@ def refusal(path: Path) -> str:
     text = str(caught.value)
     assert str(path) in text
     assert "\n" not in text
-    assert len(caught.value.message) > 20, "a bare name says nothing"
+    assert len(caught.value.message) > 20, "a name alone explains nothing"
     return text
 
 
@@ -128,7 +128,7 @@ UNTRAINABLE = {
         ("llama4", "does not show which part of it is the decoder"),
     ],
 )
-def test_load_when_the_model_is_of_a_kind_that_cannot_be_trained_then_says_why(name, reason, tmp_path):
+def test_load_when_the_model_is_of_a_kind_that_cannot_be_trained_then_gives_the_reason(name, reason, tmp_path):
     assert reason in refusal(save(UNTRAINABLE[name](), tmp_path / "model")).removeprefix(str(tmp_path))
 
 
@@ -178,7 +178,7 @@ def test_load_when_a_setting_of_config_json_is_bad_then_names_it(model_dir, sett
     assert reason.lower() in refusal(model_dir).lower()
 
 
-def test_load_when_the_weights_are_pickled_then_asks_to_convert_them(model_dir):
+def test_load_when_the_weights_are_pickled_then_refused_with_the_way_to_convert_them(model_dir):
     (model_dir / WEIGHTS).unlink()
     torch.save({}, model_dir / "pytorch_model.bin")
     assert "no .safetensors weights. Convert its .bin files first." in refusal(model_dir)
@@ -216,24 +216,24 @@ INDEX = "model.safetensors.index.json"
         (INDEX, b'{"weight_map": {"x": "b", "y": "a", "z": "c"}}', f"a, which {INDEX} names, is not there, nor are 2"),
     ],
 )
-def test_load_when_a_file_is_not_what_its_name_says_then_says_what_it_is(model_dir, name, content, reason):
+def test_load_when_a_file_is_not_what_its_name_means_then_reports_what_it_is(model_dir, name, content, reason):
     (model_dir / name).write_bytes(content)
     assert reason in refusal(model_dir)
 
 
-def test_load_when_the_weights_are_cut_short_then_says_how_much_is_there(model_dir):
+def test_load_when_the_weights_are_cut_short_then_reports_how_much_is_there(model_dir):
     content = (model_dir / WEIGHTS).read_bytes()
     (model_dir / WEIGHTS).write_bytes(content[:-100])
     assert f"{WEIGHTS} has {len(content) - 100} bytes; its header needs {len(content)}" in refusal(model_dir)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "nonesuch", "a/b/c"])
-def test_load_when_there_is_no_such_directory_then_says_what_is_accepted(name):
+def test_load_when_there_is_no_such_directory_then_reports_what_is_accepted(name):
     with pytest.raises(ModelError, match="accepted are tiny, smollm2"):
         find_source(name)
 
 
-def test_load_when_the_path_is_a_file_then_asks_for_the_directory(sound):
+def test_load_when_the_path_is_a_file_then_refused_in_favour_of_the_directory(sound):
     with pytest.raises(ModelError, match="is a file; give the model's directory"):
         find_source(str(sound / WEIGHTS))
 
@@ -248,7 +248,7 @@ def test_load_when_cuda_is_chosen_and_absent_then_refused(monkeypatch):
 def test_part_when_files_have_a_head_that_is_not_the_embedding_then_both_are_two_on_every_stage(
     has_own_head, is_tied, tmp_path
 ):
-    """Whatever config.json says: transformers ties a whole model by the numbers that it finds."""
+    """Regardless of config.json: transformers ties a whole model by the numbers that it finds."""
     path = save(random_model("llama_tied"), tmp_path / "model")
     weights = load_file(path / WEIGHTS)
     if has_own_head is not None:

@@ -91,7 +91,7 @@ def test_start_when_files_leave_out_the_decoders_name_or_are_several_then_is_the
     assert all(x.equal(y) for path in expected for x, y in zip(found[path], expected[path], strict=True))
 
 
-def test_start_when_the_files_have_changed_then_one_sentence_says_so(directory, tmp_path):
+def test_start_when_the_files_have_changed_then_refused_in_one_sentence(directory, tmp_path):
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     backbone = load_backbone(BackboneSpec(str(tmp_path), quantize="nf4"))
@@ -145,7 +145,7 @@ def test_backbone_when_nothing_is_quantised_then_refuses_the_adapter(directory):
         ),
     ],
 )
-def test_spec_when_loftq_does_not_go_with_it_then_says_why(settings: dict[str, Any], where, sentence):
+def test_spec_when_loftq_does_not_go_with_it_then_refused_with_the_reason(settings: dict[str, Any], where, sentence):
     with pytest.raises(ConfigError) as caught:
         AdapterSpec(**{"init_lora_weights": "loftq", **settings})
     assert (caught.value.where, caught.value.message) == (where, sentence)

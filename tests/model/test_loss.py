@@ -62,7 +62,7 @@ def test_hits_when_every_other_target_is_the_largest_then_those_rows_are_hit(kin
 
 
 def test_hits_when_the_loss_is_no_number_then_none():
-    """An infinite logit is the largest, but nothing can be said of its row."""
+    """An infinite logit is the largest, but its row has no result."""
     hidden_ND, targets_N, weights_N = rows(4, torch.float32)
     wild = head("bias", torch.float32)
     wild.bias_V[5] = torch.inf

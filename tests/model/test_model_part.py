@@ -38,8 +38,8 @@ def with_adapter(backbone: Backbone) -> tuple[Any, PackedBatch]:
     for path, (_, b) in adapter.split(adapter.flat()).items():
         b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(mix(1, module_key(path)))))
     slot, rng = backbone.attach(adapter), np.random.default_rng(0)
-    placed = [SlotSample(random_sample(rng, n), slot, 0.1, dropout_key=n, step_key=4) for n in (5, 17, 9)]
-    return adapter, pack_samples(placed, 64, backbone.device)
+    slot_samples = [SlotSample(random_sample(rng, n), slot, 0.1, dropout_key=n, step_key=4) for n in (5, 17, 9)]
+    return adapter, pack_samples(slot_samples, 64, backbone.device)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_parts_when_run_one_after_another_then_scores_and_gradients_are_the_whol
     parts = [part_of(name, 0, 1, kernels, dtype=dtype), part_of(name, 1, 2, kernels, dtype=dtype)]
     shares, batches = zip(*(with_adapter(part) for part in parts), strict=True)
     first, last = (stage_runner(part) for part in parts)
-    crossing = [first.forward(place, batches[0], 64, None) for place in range(2)]
+    crossing = [first.forward(lane, batches[0], 64, None) for lane in range(2)]
     found = []
-    for place in range(2):
-        last.forward(place, batches[1], 64, crossing[place])
-        gradient, scores = last.backward(place, None)
+    for lane in range(2):
+        last.forward(lane, batches[1], 64, crossing[lane])
+        gradient, scores = last.backward(lane, None)
         assert scores is not None
         found.append(scores.scores())
-        assert first.backward(place, gradient) == (None, None)
+        assert first.backward(lane, gradient) == (None, None)
     assert found == expected
     for group in adapter.groups:
         joined = torch.cat([share.groups[group].grad for share in shares])
@@ -82,4 +82,4 @@ def test_part_when_loaded_from_files_then_has_its_own_layers_alone():
         assert any(path in own and own[path].equal(weight) for own in kept), path
     assert [*parts[0].linears, *parts[1].linears] == list(whole.linears)
     adapter = AdapterSpec(r=2, layers_to_transform=(num_layers - 1,))
-    assert parts[0].targets(adapter) == whole.targets(adapter)
+    assert parts[0].sites.targets(adapter) == whole.sites.targets(adapter)

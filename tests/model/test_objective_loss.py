@@ -34,16 +34,16 @@ def attached(backbone: Backbone, seed: int) -> tuple[Adapter, int]:
 
 
 def pair(backbone: Backbone, slot: int, better, worse, weight: float = 1.0) -> list[SlotSample]:
-    """A group: both answers, of which the bare backbone has spoken."""
+    """A group: both answers, with the log-probabilities of the bare backbone."""
     bare = JobReference(ReferenceCache(backbone), dataset([better, worse]))
-    asked = [RequestedRows(bare, slot, bare.rows(sample, slot, 128)) for sample in (better, worse)]
-    run_references(backbone, asked, 128, 128)
-    pairs = zip((better, worse), asked, strict=True)
+    requested = [RequestedRows(bare, slot, bare.rows(sample, slot, 128)) for sample in (better, worse)]
+    run_references(backbone, requested, 128, 128)
+    pairs = zip((better, worse), requested, strict=True)
     return [SlotSample(s, slot, weight, objective=DPO, reference=each.rows) for s, each in pairs]
 
 
-def run(backbone: Backbone, placed: list[SlotSample]) -> list[Score]:
-    return backbone.launch(pack_samples(placed, 128, backbone.device), 128).scores()
+def run(backbone: Backbone, slot_samples: list[SlotSample]) -> list[Score]:
+    return backbone.launch(pack_samples(slot_samples, 128, backbone.device), 128).scores()
 
 
 def gradients(adapter: Adapter) -> torch.Tensor:
@@ -54,8 +54,8 @@ def by_autograd(seed: int, pairs: list[tuple]) -> tuple[list[float], torch.Tenso
     """The loss of each pair and the gradient of half their sum, by autograd through all logits of a packed batch."""
     backbone = random_backbone("llama", kernels="reference")
     adapter, slot = attached(backbone, seed)
-    placed = [SlotSample(sample, at) for two in pairs for at in (slot, None) for sample in two]
-    batch = pack_samples(placed, 128, backbone.device)
+    slot_samples = [SlotSample(sample, at) for two in pairs for at in (slot, None) for sample in two]
+    batch = pack_samples(slot_samples, 128, backbone.device)
     hidden_TD = backbone.reference.hidden(batch, 128)
     logits_NV = backbone.head.logits(hidden_TD[batch.supervised_N])
     logprobs_N = logits_NV.log_softmax(dim=1).gather(1, batch.targets_N[:, None])[:, 0]
@@ -89,11 +89,11 @@ def test_pairs_when_run_beside_supervised_jobs_then_loss_and_gradient_are_those_
 def test_supervised_neighbour_when_pairs_share_the_microbatch_then_keeps_its_bits(kernels):
     """Also where a pair's own numbers are not finite."""
     seen = []
-    for judged in (True, False):
+    for is_pair in (True, False):
         backbone = random_backbone("llama", kernels=kernels)
         (neighbour, other), (adapter, slot) = (attached(backbone, seed) for seed in (0, 1))
-        group = pair(backbone, slot, FIRST, SECOND) if judged else [SlotSample(s, slot) for s in (FIRST, SECOND)]
-        if judged:
+        group = pair(backbone, slot, FIRST, SECOND) if is_pair else [SlotSample(s, slot) for s in (FIRST, SECOND)]
+        if is_pair:
             adapter.groups["b"].params.fill_(math.nan)
             adapter.changed()
         scores = run(backbone, [SlotSample(ONE, other, 0.1), *group, SlotSample(OTHER, other, 0.1)])
@@ -102,7 +102,7 @@ def test_supervised_neighbour_when_pairs_share_the_microbatch_then_keeps_its_bit
 
 
 @pytest.mark.parametrize("kernels", PATHS)
-def test_pair_when_other_pairs_are_judged_with_it_then_keeps_its_bits(kernels):
+def test_pair_when_other_pairs_are_scored_with_it_then_keeps_its_bits(kernels):
     seen = []
     for front, back in (([], []), ([(THIRD, FOURTH)], []), ([(SECOND, ONE)], [(OTHER, FOURTH)])):
         backbone = random_backbone("llama", kernels=kernels)
@@ -123,11 +123,11 @@ def test_pairs_when_only_evaluated_then_the_same_scores_without_gradients(kernel
     assert looked == backbone.launch(batch, 128).scores()
 
 
-def test_finite_when_a_pair_has_no_finite_loss_then_only_its_owner_hears_of_it():
+def test_finite_when_a_pair_has_no_finite_loss_then_only_its_owner_is_notified():
     backbone = random_backbone("llama")
     (_, other), (adapter, slot) = (attached(backbone, seed) for seed in (0, 1))
     adapter.groups["b"].params.fill_(math.nan)
     adapter.changed()
-    placed = [SlotSample(ONE, other), *pair(backbone, slot, FIRST, SECOND), *pair(backbone, other, THIRD, FOURTH)]
-    running = backbone.launch(pack_samples(placed, 256, backbone.device), 256)
+    slot_samples = [SlotSample(ONE, other), *pair(backbone, slot, FIRST, SECOND), *pair(backbone, other, THIRD, FOURTH)]
+    running = backbone.launch(pack_samples(slot_samples, 256, backbone.device), 256)
     assert running.finite([0, *[1] * 2, *[2] * 2], 3).tolist() == [1.0, 0.0, 1.0]

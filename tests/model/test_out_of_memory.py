@@ -1,4 +1,4 @@
-"""Whoever runs out of memory, it is known as that; and nothing else is."""
+"""Memory that runs out is recognised, whichever library reports it; and no other error is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("error", WORDS.values(), ids=WORDS)
-def test_memory_errors_when_any_library_runs_out_then_one_error_says_so_in_its_words(error):
+def test_memory_errors_when_any_library_runs_out_then_one_error_has_its_message(error):
     assert is_out_of_memory(error)
     with pytest.raises(torch.OutOfMemoryError) as caught, memory_errors():
         raise error

@@ -16,16 +16,16 @@ CPU = torch.device("cpu")
 )
 def test_pack_samples_when_any_then_rows_targets_and_weights_belong_together(drawn, tile):
     rng = np.random.default_rng(len(drawn))
-    placed = [
+    slot_samples = [
         SlotSample(random_sample(rng, length), slot, weight=0.5 + i, dropout_key=100 + i, position=3 * i)
         for i, (length, slot) in enumerate(drawn)
     ]
-    batch = pack_samples(placed, tile, CPU)
+    batch = pack_samples(slot_samples, tile, CPU)
     assert batch.num_tokens == sum(length for length, _ in drawn)
     assert len(batch.input_ids_T) == batch.num_tokens if tile is None else len(batch.input_ids_T) % tile == 0
     assert sum(batch.counts) == len(batch.supervised_N) == len(batch.targets_N) == len(batch.weights_N)
     done = 0
-    for item, rows, count in zip(placed, batch.segments, batch.counts, strict=True):
+    for item, rows, count in zip(slot_samples, batch.segments, batch.counts, strict=True):
         own = slice(rows.start, rows.end)
         assert batch.input_ids_T[own].tolist() == item.sample.tokens.tolist()
         assert batch.positions_T[own].tolist() == list(range(item.position, item.position + item.sample.length))

@@ -132,8 +132,8 @@ def gradients(kind: str, kernels: str) -> torch.Tensor:
     backbone.use_kernels(kernels, Memory())
     adapters = [backbone.new_adapter(AdapterSpec(r=r, init_lora_weights=False), r) for r in (2, 6)]
     rng = np.random.default_rng(3)
-    placed = [SlotSample(random_sample(rng, 40), backbone.attach(adapter), 1e-2) for adapter in adapters]
-    backbone.forward_backward(pack_samples(placed, 128, backbone.device), 128)
+    slot_samples = [SlotSample(random_sample(rng, 40), backbone.attach(adapter), 1e-2) for adapter in adapters]
+    backbone.forward_backward(pack_samples(slot_samples, 128, backbone.device), 128)
     return torch.cat([part for adapter in adapters for part in (adapter.groups["a"].grad, adapter.groups["b"].grad)])
 
 

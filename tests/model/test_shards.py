@@ -131,42 +131,42 @@ def test_microbatch_when_it_comes_to_a_layer_then_the_next_one_is_on_its_way():
     """And what it still has at the turning point and at the end is not gathered again."""
     peers, ring = noted_ring(4)
     ring.begin(back=False)
-    assert peers.told == ["start 0", "start 1", "wait 0", "wait 1"]
-    peers.told.clear()
+    assert peers.calls == ["start 0", "start 1", "wait 0", "wait 1"]
+    peers.calls.clear()
     for back in (False, True):
         for layer in (3, 2, 1, 0) if back else (0, 1, 2, 3):
-            peers.told.append(f"use {layer}")
+            peers.calls.append(f"use {layer}")
             ring.use(layer)
         ring.end(then_back=not back)
         if not back:
             ring.begin(back=True)
     forward = ["use 0", "use 1", "start 2", "use 2", "wait 2", "start 3", "use 3", "wait 3"]
     back = ["use 3", "use 2", "start 1", "use 1", "wait 1", "start 0", "use 0", "wait 0"]
-    assert peers.told == forward + back
-    peers.told.clear()
+    assert peers.calls == forward + back
+    peers.calls.clear()
     ring.begin(back=False)
-    assert peers.told == []
+    assert peers.calls == []
 
 
 def test_microbatch_when_another_goes_first_then_that_one_finds_its_layers_on_their_way():
     """Between stages several are under way, forward and back in turn."""
     peers, ring = noted_ring(4)
     ways = [False, False, True, False, True, True]
-    for place, back in enumerate(ways):
-        peers.told.clear()
-        with ring.before(back=ways[place + 1] if place + 1 < len(ways) else False):
+    for index, back in enumerate(ways):
+        peers.calls.clear()
+        with ring.before(back=ways[index + 1] if index + 1 < len(ways) else False):
             ring.begin(back=back)
-            assert place == 0 or not any(told.startswith("start") for told in peers.told)
+            assert index == 0 or not any(call.startswith("start") for call in peers.calls)
             ring.end(then_back=True)
-        following = ways[place + 1] if place + 1 < len(ways) else False
-        turned = [told for told in peers.told if told.startswith("start")][-2:]
+        following = ways[index + 1] if index + 1 < len(ways) else False
+        turned = [call for call in peers.calls if call.startswith("start")][-2:]
         if back == following:
             assert turned == (["start 3", "start 2"] if back else ["start 0", "start 1"])
 
 
 @pytest.mark.parametrize("back", [True, False])
 def test_device_without_work_then_gathers_what_the_others_do_in_their_order(back):
-    """Nobody waits for a peer that has fewer microbatches, or whose gradients end early."""
+    """No peer waits for one that has fewer microbatches, or whose gradients end early."""
     (busy, ring), (idle, empty) = noted_ring(5), noted_ring(5)
     for stop in (0, 2, 5):
         for turned in (False, True) if back else (False,):
@@ -175,7 +175,7 @@ def test_device_without_work_then_gathers_what_the_others_do_in_their_order(back
                 ring.use(layer)
             ring.end(then_back=back and not turned)
             empty.run_empty_pass(back=turned, then_back=back and not turned)
-            assert busy.told == idle.told
+            assert busy.calls == idle.calls
 
 
 def test_layer_when_used_out_of_turn_then_is_refused():
@@ -189,7 +189,7 @@ def test_layer_when_used_out_of_turn_then_is_refused():
         ring.use(2)
 
 
-def test_weights_when_somebody_reads_them_out_of_turn_then_are_those_of_their_layer():
+def test_weights_when_read_out_of_turn_then_are_those_of_their_layer():
     expected, own = random_backbone(num_hidden_layers=4), spread(random_backbone(num_hidden_layers=4))
     for path, linear in own.linears.items():
         assert linear.weight.equal(expected.linears[path].weight)
@@ -272,7 +272,7 @@ def test_weight_when_it_is_not_in_the_files_then_the_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["none", "nf4"])
-def test_memory_model_says_what_shards_hold(kind):
+def test_memory_model_reports_what_shards_hold(kind):
     """But for what is padded."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
     own = spread(stored_as(kind, num_hidden_layers=6, **sizes), 3)

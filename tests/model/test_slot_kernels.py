@@ -10,7 +10,7 @@ from tiny_models import random_backbone, random_sample
 from weft.model.packed import SlotSample, pack_samples
 from weft.spec import AdapterSpec
 
-PLACED = [(9, 1), (40, 0), (25, None), (17, 2), (12, 0), (20, 1)]
+SAMPLES = [(9, 1), (40, 0), (25, None), (17, 2), (12, 0), (20, 1)]
 """Lengths of samples, and the adapters that own them."""
 
 
@@ -19,7 +19,7 @@ def gradients(name: str, *, by_kernels: bool) -> tuple[list[float], list[torch.T
     backbone = random_backbone(name)
     if by_kernels:
         backbone.reference.use_lora_kernels()
-    experts = "full" if backbone.experts else "none"
+    experts = "full" if backbone.sites.experts else "none"
     specs = [
         AdapterSpec(r=3, lora_dropout=0.3, init_lora_weights=False),
         AdapterSpec(r=2, experts=experts, init_lora_weights=False),
@@ -28,11 +28,11 @@ def gradients(name: str, *, by_kernels: bool) -> tuple[list[float], list[torch.T
     adapters = [backbone.new_adapter(spec, seed) for seed, spec in enumerate(specs)]
     slots = [backbone.attach(adapter) for adapter in adapters]
     rng = np.random.default_rng(3)
-    placed = [
+    slot_samples = [
         SlotSample(random_sample(rng, length), None if own is None else slots[own], 0.1, dropout_key=length)
-        for length, own in PLACED
+        for length, own in SAMPLES
     ]
-    losses = backbone.forward_backward(pack_samples(placed, 128, backbone.device), 128)
+    losses = backbone.forward_backward(pack_samples(slot_samples, 128, backbone.device), 128)
     grads = [group.grad.clone() for adapter in adapters for group in adapter.groups.values()]
     for slot in slots:
         backbone.detach(slot)

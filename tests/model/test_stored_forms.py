@@ -81,7 +81,7 @@ def test_mxfp4_when_read_then_has_the_bits_of_transformers(dtype, tmp_path):
     assert load_backbone(BackboneSpec(str(path), dtype, "cpu")).linears
 
 
-def test_mxfp4_when_a_model_is_read_then_each_tensor_is_only_when_it_is_placed(tmp_path, monkeypatch):
+def test_mxfp4_when_a_model_is_loaded_then_each_tensor_is_read_only_when_it_is_needed(tmp_path, monkeypatch):
     path, read = gpt_oss(tmp_path / "model"), []
     whole = ModelFiles._whole
     monkeypatch.setattr(ModelFiles, "_whole", lambda *given: read.append(given[1]) or whole(*given))

@@ -44,7 +44,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 def with_adapters(backbone: Backbone, *names: str) -> tuple[list[Adapter], PackedBatch]:
     """Adapters that change something on a backbone, and samples of them all in one microbatch."""
-    rng, adapters, placed = np.random.default_rng(0), [], []
+    rng, adapters, slot_samples = np.random.default_rng(0), [], []
     for name in names:
         adapter = backbone.new_adapter(AdapterSpec(**ADAPTERS[name]), 3)
         draw = torch.Generator().manual_seed(5)
@@ -52,9 +52,9 @@ def with_adapters(backbone: Backbone, *names: str) -> tuple[list[Adapter], Packe
         slot = backbone.attach(adapter)
         for length in (5, 17, 9):
             sample = random_sample(rng, length).led_by(backbone.leading_rows(slot))
-            placed.append(SlotSample(sample, slot, 0.1, dropout_key=length, step_key=4))
+            slot_samples.append(SlotSample(sample, slot, 0.1, dropout_key=length, step_key=4))
         adapters.append(adapter)
-    return adapters, pack_samples(placed, 64, backbone.device)
+    return adapters, pack_samples(slot_samples, 64, backbone.device)
 
 
 def on_divided(
@@ -155,7 +155,7 @@ def test_layers_when_made_again_on_divided_devices_then_gradients_are_those_of_o
 
 @on_both_paths
 def test_devices_when_a_microbatch_runs_then_meet_once_per_divided_input_and_once_per_row_split_module(kernels):
-    """Two forward and two backward in every layer, but for the gradient of embeddings, which nobody wants."""
+    """Two forward and two backward in every layer, but for the gradient of embeddings, which is not needed."""
 
     def run(backbone: Backbone, devices: ThreadDevices) -> int:
         _, batch = with_adapters(backbone, "lora")
@@ -187,7 +187,7 @@ def test_memory_when_layers_are_divided_then_each_device_has_its_part_of_every_l
         (2, {"intermediate_size": 49}, "has 49 rows, which 2 devices cannot share evenly; tensor may be 1"),
     ],
 )
-def test_model_when_devices_cannot_share_it_evenly_then_a_sentence_says_what_fits(count, changes, why):
+def test_model_when_devices_cannot_share_it_evenly_then_one_sentence_names_what_fits(count, changes, why):
     assert why_not_divisible({"model_type": "llama", **SETTINGS, **changes}, count) == why
 
 
@@ -202,19 +202,19 @@ def test_model_when_devices_cannot_share_it_evenly_then_a_sentence_says_what_fit
         ("int8", {"intermediate_size": 6}, None),
     ],
 )
-def test_weights_when_parts_would_not_hold_whole_blocks_then_a_sentence_says_so(quantize, changes, keeps):
+def test_weights_when_parts_would_not_hold_whole_blocks_then_refused_in_one_sentence(quantize, changes, keeps):
     why = why_not_divisible({"model_type": "llama", **SETTINGS, **changes}, 2, quantize)
     assert why is None if keeps is None else why is not None and f"has weights of {keeps} together" in why
 
 
 @pytest.mark.parametrize("kind", ["phi3", "gpt2"])
-def test_model_when_its_linears_are_others_then_a_sentence_says_which_families_fit(kind):
+def test_model_when_its_linears_are_others_then_one_sentence_names_the_families_that_fit(kind):
     why = why_not_divisible({"model_type": kind, **SETTINGS}, 2)
     assert why is not None and kind in why and "tensor parallel is for llama, mistral, qwen2, " in why
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3"])
-def test_device_when_it_has_its_part_then_holds_what_the_memory_model_says(name):
+def test_device_when_it_has_its_part_then_holds_what_the_memory_model_predicts(name):
     def held(backbone: Backbone, devices: ThreadDevices) -> tuple[int, int]:
         adapter = backbone.new_adapter(AdapterSpec(r=3, target_modules="all-linear"), 3)
         frozen = sum(x.numel() * x.element_size() for x in backbone.model.parameters())

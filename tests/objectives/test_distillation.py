@@ -25,7 +25,7 @@ def by_torch(objective: Distillation, logits, teacher, targets) -> torch.Tensor:
         middle = torch.log((s.exp() + p.exp()) / 2)
         found = (F.kl_div(middle, p, reduction="none", log_target=True)) / 2
         found = found + F.kl_div(middle, s, reduction="none", log_target=True) / 2
-    # torch's own makes NaN of a token that the teacher says nothing of.
+    # torch's own makes NaN of a token that the teacher does not list.
     found = torch.where(p.isneginf() & found.isnan(), 0.0, found)
     own = F.cross_entropy(logits, targets, reduction="none")
     return objective.alpha * t * t * found.sum(dim=1) + (1 - objective.alpha) * own
@@ -33,7 +33,7 @@ def by_torch(objective: Distillation, logits, teacher, targets) -> torch.Tensor:
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize(("alpha", "temperature"), [(0.5, 1.0), (1.0, 3.0), (0.25, 0.7), (0.0, 2.0)])
-def test_rows_when_judged_then_loss_and_slopes_are_those_of_autograd(divergence, alpha, temperature):
+def test_rows_when_scored_then_loss_and_slopes_are_those_of_autograd(divergence, alpha, temperature):
     generator = torch.Generator().manual_seed(0)
     logits, teacher = torch.randn(2, 7, 31, generator=generator, dtype=torch.float64) * 3
     targets = torch.randint(31, (7,), generator=generator)
@@ -41,10 +41,10 @@ def test_rows_when_judged_then_loss_and_slopes_are_those_of_autograd(divergence,
     logits.requires_grad_()
     expected = by_torch(objective, logits, teacher, targets)
     expected.sum().backward()
-    judged = objective.distillation_loss(logits.detach(), teacher, targets)
-    measured = dict(zip(MEASURED, judged.measured_KB, strict=True))
+    loss = objective.distillation_loss(logits.detach(), teacher, targets)
+    measured = dict(zip(MEASURED, loss.measured_KB, strict=True))
     torch.testing.assert_close(measured["loss"], expected.detach())
-    torch.testing.assert_close(judged.slopes_BV, logits.grad)
+    torch.testing.assert_close(loss.slopes_BV, logits.grad)
     assert measured["teacher_agreement"].tolist() == (logits.argmax(1) == teacher.argmax(1)).tolist()
     assert (measured["kl"] > 0).all() and (measured["cross_entropy"] > 0).all()
 
@@ -65,22 +65,22 @@ def test_rows_when_the_teacher_names_some_tokens_then_the_others_have_no_part_in
         middle = ((dense + s.exp()) / 2).log()
         expected = (torch.xlogy(dense, dense) - dense * middle + s.exp() * (s - middle)).sum() / 2
     expected.backward()
-    judged = Distillation(1.0, 1.0, divergence).distillation_loss(
+    loss = Distillation(1.0, 1.0, divergence).distillation_loss(
         logits.detach(), named, torch.zeros(4, dtype=torch.long)
     )
-    torch.testing.assert_close(judged.measured_KB[0].sum(), expected.detach())
-    torch.testing.assert_close(judged.slopes_BV, logits.grad)
+    torch.testing.assert_close(loss.measured_KB[0].sum(), expected.detach())
+    torch.testing.assert_close(loss.slopes_BV, logits.grad)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_rows_when_both_agree_to_the_bit_or_are_far_apart_then_nothing_overflows(divergence):
     objective = Distillation(1.0, 1.0, divergence)
     same = torch.randn(3, 11, generator=torch.Generator().manual_seed(2)) * 5
-    judged = objective.distillation_loss(same, same, torch.zeros(3, dtype=torch.long))
-    assert judged.measured_KB[0].abs().max() < 1e-6 and judged.slopes_BV.abs().max() < 1e-6
+    loss = objective.distillation_loss(same, same, torch.zeros(3, dtype=torch.long))
+    assert loss.measured_KB[0].abs().max() < 1e-6 and loss.slopes_BV.abs().max() < 1e-6
     far = torch.tensor([[1e4, -1e4, 0.0]])
-    judged = objective.distillation_loss(far, far.flip(1), torch.tensor([0]))
-    assert judged.measured_KB[0].isfinite().all() and judged.slopes_BV.isfinite().all()
+    loss = objective.distillation_loss(far, far.flip(1), torch.tensor([0]))
+    assert loss.measured_KB[0].isfinite().all() and loss.slopes_BV.isfinite().all()
 
 
 def test_row_when_the_teacher_is_not_a_number_then_neither_is_its_loss_and_others_keep_theirs():
@@ -94,7 +94,7 @@ def test_row_when_the_teacher_is_not_a_number_then_neither_is_its_loss_and_other
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"teacher": "base", "distillation_alpha": 1.5}, "distillation_alpha: must be at most 1, got 1.5"),
         ({"teacher": "base", "distillation_temperature": 0}, "distillation_temperature: must be above 0"),
@@ -110,7 +110,7 @@ def test_row_when_the_teacher_is_not_a_number_then_neither_is_its_loss_and_other
         ({"objective": "dpo", "teacher": "base"}, "teacher: is a setting of distillation; the objective is dpo"),
     ],
 )
-def test_job_when_its_settings_make_no_sense_then_is_refused_in_a_sentence(settings, says):
+def test_job_when_its_settings_make_no_sense_then_is_refused_in_a_sentence(settings, message):
     with pytest.raises(ConfigError) as refused:
         JobSpec("student", ("rows.jsonl",), **{"objective": "distillation", **settings})
-    assert str(refused.value).startswith(says)
+    assert str(refused.value).startswith(message)

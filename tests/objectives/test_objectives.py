@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from weft.data.formats import convert_rows
 from weft.data.row import Row
 from weft.model.objective_loss import Groups, num_scored
 from weft.objectives.heads import Classification, HeadObjective
-from weft.objectives.objective import LikelihoodObjective, Objective
+from weft.objectives.objective import ACCURACY, LOSS, LikelihoodObjective, MetricSum, MetricTotals, Objective
 from weft.objectives.registry import OBJECTIVES, SUPERVISED, choose_objective
 from weft.spec.job import OBJECTIVES as NAMES
 
@@ -47,7 +49,7 @@ def test_divisor_when_samples_are_there_then_is_positive_and_their_order_does_no
 
 
 @pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if isinstance(o, LikelihoodObjective)])
-def test_judged_weights_when_compared_with_autograd_then_are_the_slope_of_the_loss(name):
+def test_scored_weights_when_compared_with_autograd_then_are_the_slope_of_the_loss(name):
     objective = OBJECTIVES[name]
     assert isinstance(objective, LikelihoodObjective)
     generator = torch.Generator().manual_seed(0)
@@ -57,10 +59,10 @@ def test_judged_weights_when_compared_with_autograd_then_are_the_slope_of_the_lo
     logprobs_N.requires_grad_()
     read = references_N if objective.reads_reference else None
     labels_GM = torch.tensor([1.0, 0.0])[:, None].expand(2, size) if objective.reads_labels else None
-    judged = objective.likelihood_loss(Groups(logprobs_N, read, lengths_S, size, labels_GM))
-    judged.losses_G.sum().backward()
-    assert judged.losses_G.shape == (2,) and all(values.shape == (2,) for values in judged.metrics.values())
-    torch.testing.assert_close(judged.weights_N.detach(), -logprobs_N.grad)
+    loss = objective.likelihood_loss(Groups(logprobs_N, read, lengths_S, size, labels_GM))
+    loss.losses_G.sum().backward()
+    assert loss.losses_G.shape == (2,) and all(values.shape == (2,) for values in loss.metrics.values())
+    torch.testing.assert_close(loss.weights_N.detach(), -logprobs_N.grad)
 
 
 @pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if isinstance(o, HeadObjective)])
@@ -69,16 +71,35 @@ def test_slopes_of_logits_when_compared_with_autograd_then_are_those_of_the_loss
     assert isinstance(objective, HeadObjective)
     generator = torch.Generator().manual_seed(0)
     logits_NL = torch.randn(4, objective.num_labels or 3, generator=generator, requires_grad=True)
-    judged = objective.head_loss(logits_NL, torch.tensor([0.0, 0.0, 1.0, 1.0]))
-    judged.losses_U.sum().backward()
-    torch.testing.assert_close(judged.slopes_NL.detach(), logits_NL.grad)
-    assert len(judged.losses_U) == len(judged.measured_UK) == 4 // objective.group_size
-    score = objective.score(0.0, 0.5, judged.measured_UK[0].tolist())
+    loss = objective.head_loss(logits_NL, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    loss.losses_U.sum().backward()
+    torch.testing.assert_close(loss.slopes_NL.detach(), logits_NL.grad)
+    assert len(loss.losses_U) == len(loss.measured_UK) == 4 // objective.group_size
+    score = objective.score(0.0, 0.5, loss.measured_UK[0].tolist())
     assert score["loss"] == (0.5, 1) and len(score) > 1
 
 
-def test_choice_when_no_objective_is_named_then_any_row_may_ask_for_one():
+def test_choice_when_no_objective_is_named_then_any_row_may_decide_it():
     plain, paired = OBJECTIVES["supervised"].example, OBJECTIVES["dpo"].example
     assert choose_objective("auto", [plain, plain]) is SUPERVISED
     assert choose_objective("auto", [plain, paired]) is OBJECTIVES["dpo"]
     assert choose_objective("supervised", [paired]) is SUPERVISED
+
+
+def test_tally_when_scores_name_different_metrics_then_each_has_its_own_mean():
+    tally = MetricTotals()
+    tally.add({LOSS: MetricSum(3.0, 2), ACCURACY: MetricSum(1, 2)})
+    tally.add({LOSS: MetricSum(4.0, 0.5), ACCURACY: MetricSum(3, 4), "margin": MetricSum(-1.5, 1)})
+    tally.add({})
+    assert tally.means() == (7.0 / 2.5, 4 / 6, {"margin": -1.5})
+
+
+def test_tally_when_nothing_was_counted_then_its_means_are_nan_and_its_loss_is_finite():
+    means = MetricTotals().means()
+    assert math.isnan(means.loss) and math.isnan(means.accuracy) and means.further == {} and MetricTotals().is_finite
+
+
+def test_tally_when_a_loss_is_not_finite_then_reports_it():
+    tally = MetricTotals()
+    tally.add({LOSS: MetricSum(math.inf, 1)})
+    assert not tally.is_finite

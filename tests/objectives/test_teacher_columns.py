@@ -1,4 +1,4 @@
-"""Rows that hold what a teacher has said: read whole, or refused with their line."""
+"""Rows that hold a teacher's output: read whole, or refused with their line."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_row_when_read_then_has_its_teachers_tokens_in_order_also_from_the_cache
         data = load(tmp_path, ROW, longer)
         assert data.objective.name == "distillation" and data.has_teacher
         for sample in data.samples:
-            said = sample.teacher
-            assert said.ids.tolist() == [[7, 9], [8, 3]]
-            assert said.logprobs.ravel().tolist() == pytest.approx([-0.1, -3.0, -0.5, -2.0])
+            teacher = sample.teacher
+            assert teacher.ids.tolist() == [[7, 9], [8, 3]]
+            assert teacher.logprobs.ravel().tolist() == pytest.approx([-0.1, -3.0, -0.5, -2.0])
     assert data.samples.take(np.array([1]))[0].teacher.ids.tolist() == [[7, 9], [8, 3]]
     assert data.samples.arrays.teacher_ids.shape == (8,), "only supervised tokens have any"
     cut = data.samples[1].cut(4)
@@ -45,7 +45,7 @@ def test_row_when_read_then_has_its_teachers_tokens_in_order_also_from_the_cache
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"teacher_ids": None}, "teacher_ids is nothing; expected a list of tokens for each supervised token."),
         ({"teacher_ids": [[7, 9], 3]}, "teacher_ids[1] is 3; expected a list of tokens."),
@@ -72,10 +72,10 @@ def test_row_when_read_then_has_its_teachers_tokens_in_order_also_from_the_cache
         ),
     ],
 )
-def test_row_when_it_is_wrong_then_is_refused_with_its_line(tmp_path, changes, says):
+def test_row_when_it_is_wrong_then_is_refused_with_its_line(tmp_path, changes, message):
     with pytest.raises(DataError) as refused:
         load(tmp_path, ROW, {**ROW, **changes})
-    assert str(refused.value).startswith(f"rows.jsonl line 2: {says}")
+    assert str(refused.value).startswith(f"rows.jsonl line 2: {message}")
 
 
 def test_sources_when_their_teachers_name_different_numbers_of_tokens_then_are_refused(tmp_path):

@@ -46,7 +46,7 @@ def test_weight_when_it_is_a_number_or_absent_then_is_read(weight, expected):
     assert [part.weight for part in WEIGHTED.parts(row(weight=weight), "x")] == [expected]
 
 
-def test_rows_when_any_has_a_weight_then_all_are_weighted_and_the_summary_says_so(tmp_path):
+def test_rows_when_any_has_a_weight_then_all_are_weighted_and_the_summary_reports_it(tmp_path):
     data = load(tmp_path, [row(weight=0.5), row(), row(weight=0), row(weight=3)])
     assert data.objective is WEIGHTED
     counted = [s.total_weight / s.num_supervised for s in data.samples]
@@ -55,7 +55,7 @@ def test_rows_when_any_has_a_weight_then_all_are_weighted_and_the_summary_says_s
     assert data.summary.describe().endswith("1 with nothing to learn dropped; objective weighted, by the columns")
 
 
-def test_rows_when_the_job_says_supervised_then_their_weight_is_not_read_and_the_summary_says_so(tmp_path):
+def test_rows_when_the_job_is_supervised_then_their_weight_is_not_read_and_the_summary_reports_it(tmp_path):
     data = load(tmp_path, [row(weight="5 kg"), row(weight="7 kg")], objective="supervised")
     assert [s.weights for s in data.samples] == [None, None]
     assert "objective supervised, though the columns are those of weighted" in data.summary.notes

@@ -1,4 +1,4 @@
-"""Admission: within the budget, priorities first, tenants in turn, first come first served, and nobody forgotten."""
+"""Admission: within the budget, priorities first, tenants in turn, first come first served, and none forgotten."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def held_jobs(admission: Admission) -> list[str]:
 
 
 @given(situations())
-def test_admit_when_asked_then_everybody_gets_one_answer(situation):
+def test_admit_then_every_job_gets_one_answer(situation):
     waiting, running, budget, shares = situation
     admission = admit(waiting, running, budget, shares)
     answers = [*admission.start, *admission.keep, *held_jobs(admission)]
@@ -64,7 +64,7 @@ def test_admit_when_asked_then_everybody_gets_one_answer(situation):
 
 
 @given(situations())
-def test_admit_when_memory_is_short_then_the_set_is_within_the_budget_and_nobody_who_fits_waits(situation):
+def test_admit_when_memory_is_short_then_the_set_is_within_the_budget_and_no_job_that_fits_waits(situation):
     """A job waits only if it does not fit beside those that train with its priority or a higher one."""
     waiting, running, budget, shares = situation
     admission = admit(waiting, running, budget, shares)
@@ -96,7 +96,7 @@ def test_admit_when_there_is_one_tenant_then_who_came_first_trains_first(situati
 
 
 @given(situations(), st.randoms())
-def test_admit_when_asked_again_or_in_another_order_then_nothing_changes(situation, random):
+def test_admit_when_repeated_or_in_another_order_then_nothing_changes(situation, random):
     waiting, running, budget, shares = situation
     first = admit(waiting, running, budget, shares)
     shuffled = admit(random.sample(waiting, len(waiting)), random.sample(running, len(running)), budget, shares)
@@ -141,7 +141,7 @@ def serve(
 
 @given(situations(), st.data())
 def test_admit_when_jobs_end_then_everybody_has_been_served(situation, data):
-    """With finite jobs no round is idle while somebody waits, so all end within the sum of their lengths."""
+    """With finite jobs no round is idle while a job waits, so all end within the sum of their lengths."""
     waiting, running, budget, _ = situation
     everyone = [a for a in (*waiting, *running) if budget.why_never(a.num_bytes) is None]
     lengths = {a.job: data.draw(st.integers(1, 4)) for a in everyone}
@@ -179,7 +179,7 @@ def test_admit_when_a_higher_priority_comes_then_the_latest_of_the_lowest_gives_
     ]
 
 
-def test_admit_when_preempting_would_not_help_then_nobody_is_preempted():
+def test_admit_when_preempting_would_not_help_then_none_is_preempted():
     running = [Applicant("high", 0, 10, priority=3), Applicant("low", 1, 2)]
     admission = admit([Applicant("big", 2, 8, priority=2)], running, Budget(12))
     assert set(admission.keep) == {"high", "low"} and not admission.start
@@ -188,7 +188,7 @@ def test_admit_when_preempting_would_not_help_then_nobody_is_preempted():
     )
 
 
-def test_admit_when_tenants_have_had_unequal_service_then_places_follow_their_weights():
+def test_admit_when_tenants_have_had_unequal_service_then_seats_follow_their_weights():
     jobs = [Applicant(f"{tenant}{i}", 4 * (tenant == "y") + i, 1, tenant=tenant) for tenant in "xy" for i in range(4)]
     alike = admit(jobs, [], Budget(4))
     assert alike.start == ("x0", "y0", "x1", "y1")
@@ -197,7 +197,7 @@ def test_admit_when_tenants_have_had_unequal_service_then_places_follow_their_we
     weighted = admit(jobs, [], Budget(4), {"x": Share(3.0)})
     assert sorted(weighted.start) == ["x0", "x1", "x2", "y0"]
     unripe = admit(jobs, [], Budget(4), {"x": Share(1.0, QUANTUM_TOKENS - 1)})
-    assert unripe == alike, "less than a quantum changes nobody's place"
+    assert unripe == alike, "less than a quantum changes no tenant's turn"
 
 
 def test_admit_when_a_job_can_never_fit_then_refused_with_the_arithmetic():
@@ -218,7 +218,7 @@ def test_admit_when_jobs_have_held_more_than_the_estimate_then_the_evidence_coun
     assert not admit([], running, Budget(20, 10, proven_bytes=12)).preempt
 
 
-def test_admit_when_max_jobs_is_reached_then_the_rest_waits_and_hears_so():
+def test_admit_when_max_jobs_is_reached_then_the_rest_waits_with_the_reason():
     admission = admit([Applicant(f"job{i}", i) for i in range(3)], [], Budget(max_jobs=1))
     assert admission.start == ("job0",)
     assert admission.wait[0].reason == Reason(
@@ -237,7 +237,7 @@ def test_admit_when_max_jobs_is_reached_then_the_rest_waits_and_hears_so():
     ],
     ids=["twice", "bytes", "weight", "margin", "max_jobs"],
 )
-def test_admit_when_the_input_is_wrong_then_says_what(call, message):
+def test_admit_when_the_input_is_wrong_then_reports_what(call, message):
     with pytest.raises(PlanError, match=message):
         call()
 

@@ -1,4 +1,4 @@
-"""The layout of a run that says none: what fits first, then what is fastest, then what is simplest."""
+"""The layout of a run that names none: what fits first, then what is fastest, then what is simplest."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_layout_when_there_is_one_device_then_that():
 
 
 def test_layout_when_a_replica_does_not_fit_then_shards_on_fast_links_and_stages_on_slow_ones():
-    """All layouts but those two are said not to fit."""
+    """All layouts but those two are reported not to fit."""
     whole = choose_layout(COST, [ORDERED] * 8, 8192, 1, PLENTY).chosen.device_bytes
     memory = int(0.9 * whole)
     found = choose_layout(COST, [ORDERED] * 8, 8192, 4, memory)
@@ -117,9 +117,21 @@ def test_price_when_stages_are_shared_then_needs_less_than_either_and_fewer_jobs
     assert [str(option.layout) for option in listed].count("shards:2,stages:2") == 1
 
 
-def test_option_when_told_then_small_sizes_are_not_nothing_and_it_has_the_name_that_was_asked_for():
+def test_option_when_shown_then_small_sizes_are_not_nothing_and_it_has_the_name_that_was_requested():
     option = LayoutOption(parse_layout("shards:1"), 2**22, 1.0)
     assert option.line(GIB, "shards:1") == (
         "shards:1: up to 4.0 MiB of 1.0 GiB a device with full microbatches, 1.00x as fast as one"
     )
     assert option.line(2**20) == "stages:1: up to 4.0 MiB of 1.0 MiB a device with full microbatches, does not fit"
+
+
+def test_layout_when_sharing_every_layer_is_faster_then_is_proposed_and_never_chosen():
+    """A job whose step is one microbatch can use several devices in no other way."""
+    short = [LayoutJob(8000, 16)]
+    found = choose_layout(COST, short, 8192, 8, PLENTY)
+    (line,) = (line for line in found.lines if "tensor" in line)
+    assert found.chosen.layout.replicas[0].tensor == 1 and all(o.layout.replicas[0].tensor == 1 for o in found.ranked)
+    assert line.startswith("tensor:") and line.endswith("not chosen, since it changes bits: --layout tensor:8")
+    slow = replace(COST, hardware=replace(COST.hardware, link_rate=1e9))
+    for cost, jobs in ((slow, short), (COST, [FREE] * 8)):
+        assert not any("tensor" in line for line in choose_layout(cost, jobs, 8192, 8, PLENTY).lines)

@@ -31,10 +31,10 @@ def cost(device: str = "h100", degree: int = 2) -> AnalyticCost:
 def random_graph(draw: random.Random, size: int) -> Graph:
     """Operators of all kinds that need any that came before."""
     found: list[Operator] = []
-    for place in range(size):
-        needs = tuple(sorted(draw.sample(range(place), min(place, draw.randint(1, 2)))))
-        kind = draw.choice(["frozen", "frozen", "adapter", "reduce"]) if place else "frozen"
-        found.append(Operator(str(place), draw.uniform(0.1, 1.0), kind, needs))  # type: ignore[arg-type]
+    for index in range(size):
+        needs = tuple(sorted(draw.sample(range(index), min(index, draw.randint(1, 2)))))
+        kind = draw.choice(["frozen", "frozen", "adapter", "reduce"]) if index else "frozen"
+        found.append(Operator(str(index), draw.uniform(0.1, 1.0), kind, needs))  # type: ignore[arg-type]
     return tuple(found)
 
 
@@ -55,13 +55,13 @@ def test_layer_when_divided_then_its_seconds_are_those_of_the_cost_model(is_forw
     assert sum(operator.seconds for operator in graph) == pytest.approx(3 * layer.total)
     assert sum(operator.seconds for operator in graph if operator.kind == "reduce") == pytest.approx(3 * layer.reduces)
     assert sum(operator.kind == "adapter" for operator in graph) == 3 * 4
-    assert all(need < place for place, operator in enumerate(graph) for need in operator.needs)
+    assert all(need < index for index, operator in enumerate(graph) for need in operator.needs)
 
 
 def test_segments_when_made_then_adapters_stand_alone_and_reduces_end_a_run():
     graph = layer_graph(cost(), LENGTHS, 2, is_forward=True)
     for own in segment(graph):
-        kinds = [graph[place].kind for place in own.operators]
+        kinds = [graph[index].kind for index in own.operators]
         assert kinds == ["adapter"] or "adapter" not in kinds
         assert "reduce" not in kinds[:-1]
 
@@ -70,8 +70,8 @@ def test_segments_when_made_then_adapters_stand_alone_and_reduces_end_a_run():
 def test_segments_when_the_graph_is_random_then_all_operators_are_in_one_and_nothing_waits_for_itself(seed):
     graph = random_graph(random.Random(seed), 12)
     found = segment(graph)
-    assert sorted(place for own in found for place in own.operators) == list(range(12))
-    assert all(need < place for place, own in enumerate(found) for need in own.needs)
+    assert sorted(index for own in found for index in own.operators) == list(range(12))
+    assert all(need < index for index, own in enumerate(found) for need in own.needs)
     total = sum(own.compute_s + own.reduce_s for own in found)
     assert total == pytest.approx(sum(operator.seconds for operator in graph))
 

@@ -63,12 +63,12 @@ def lanes_apart(queues: list[JobQueue], program: Program) -> bool:
 
 def groups_whole(queues: list[JobQueue], program: Program) -> bool:
     """Each sample's companions are where it is."""
-    place = {(s.job, s.step, s.index): k for k, m in enumerate(program.microbatches) for s in m.segments}
+    microbatch_of = {(s.job, s.step, s.index): k for k, m in enumerate(program.microbatches) for s in m.segments}
     for q in queues:
         for batch in q.batches:
             index = batch.first
             for size in batch.groups:
-                if len({place.get((q.job, batch.step, i)) for i in range(index, index + size)}) > 1:
+                if len({microbatch_of.get((q.job, batch.step, i)) for i in range(index, index + size)}) > 1:
                     return False
                 index += size
     return True
@@ -120,13 +120,13 @@ def test_pack_when_all_jobs_are_in_one_lane_then_lane_and_groups_of_one_change_n
     queues: list[JobQueue], limits: Limits, lane: str
 ) -> None:
     alone = without(queues)
-    told = [
+    in_lane = [
         dataclasses.replace(
             q, lane=lane, batches=tuple(dataclasses.replace(b, groups=(1,) * len(b.lengths)) for b in q.batches)
         )
         for q in alone
     ]
-    assert pack(told, limits) == pack(alone, limits) == pack_lane(alone, limits)
+    assert pack(in_lane, limits) == pack(alone, limits) == pack_lane(alone, limits)
 
 
 def test_pack_when_a_lane_holds_one_job_then_it_gets_what_every_other_job_gets() -> None:

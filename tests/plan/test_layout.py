@@ -1,4 +1,4 @@
-"""What a layout says, and what is said about a text that is none."""
+"""What a layout means, and the error for a text that is none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_layout_when_printed_then_comes_back(replicas):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "got ''; accepted are tensor:N, shards:N, stages:N, spread:N"),
         ("stages", "Did you mean stages:2?"),
@@ -58,10 +58,10 @@ def test_layout_when_printed_then_comes_back(replicas):
         pytest.param(f"stages:{'9' * 5000}", "a layout has at most 1,024 devices.", id="5000 digits"),
     ],
 )
-def test_layout_when_a_text_is_none_then_refused_with_what_was_meant(text, said):
+def test_layout_when_a_text_is_none_then_refused_with_what_was_meant(text, message):
     with pytest.raises(ConfigError) as found:
         parse_layout(text, where="--layout")
-    assert said in str(found.value) and str(found.value).startswith("--layout: got ")
+    assert message in str(found.value) and str(found.value).startswith("--layout: got ")
 
 
 def test_replica_when_a_number_is_none_then_refused():
@@ -69,7 +69,7 @@ def test_replica_when_a_number_is_none_then_refused():
         ReplicaLayout(tensor=0, stages=2)
 
 
-def test_layout_when_whoever_asks_takes_auto_then_a_refusal_says_so():
+def test_layout_when_the_caller_accepts_auto_then_a_refusal_names_it():
     with pytest.raises(ConfigError, match=r"\(stages:1\+stages:2\), or auto\. Did you mean auto\?"):
         parse_layout("aut", or_auto=True)
     with pytest.raises(ConfigError, match=r"\(stages:1\+stages:2\)\.$"):

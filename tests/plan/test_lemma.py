@@ -37,12 +37,12 @@ def test_with_noops_when_any_stream_then_distances_hold_and_order_stays(stream, 
 def test_with_noops_when_any_stream_then_no_shorter_one_will_do(stream, distance):
     num = len(with_empty_slots(stream, distance)) - len(stream)
     if 0 < num <= 4:
-        for places in itertools.combinations_with_replacement(range(1, len(stream)), num - 1):
-            trial = [m for i, own in enumerate(stream) for m in [*[NOOP] * places.count(i), own]]
+        for cuts in itertools.combinations_with_replacement(range(1, len(stream)), num - 1):
+            trial = [m for i, own in enumerate(stream) for m in [*[NOOP] * cuts.count(i), own]]
             assert lemma_violations(trial, distance)
 
 
-def test_lemma_violations_when_the_next_batch_is_one_microbatch_early_then_says_so():
+def test_lemma_violations_when_the_next_batch_is_one_microbatch_early_then_reports_it():
     stream = [Microbatch((Segment("a", step, 0, 1),)) for step in (0, 1)]
     assert lemma_violations(stream, 1) == []
     assert "step 1 of a" in lemma_violations(stream, 2)[0]

@@ -150,7 +150,7 @@ def test_pack_when_it_stops_then_for_one_of_three_reasons(queues, limits):
 
 @given(waiting(), LIMITS)
 def test_pack_when_a_job_is_left_out_then_the_shares_of_those_served_less_left_no_room(queues, limits):
-    """Nobody takes more than an equal share, or one sample, while an equal still waits for its first."""
+    """No job takes more than an equal share, or one sample, while an equal still waits for its first."""
     queues = [dataclasses.replace(q, priority=0) for q in queues]
     replay = Replay(queues)
     served = {q.job: q.served_tokens for q in queues}
@@ -159,9 +159,9 @@ def test_pack_when_a_job_is_left_out_then_the_shares_of_those_served_less_left_n
             lengths = {job: s.length for job in served if (s := replay.next_segment(job)) is not None}
             line = sorted(lengths, key=lambda job: (served[job], job))
             share = limits.capacity // len(line)
-            for place, job in enumerate(line):
+            for index, job in enumerate(line):
                 if not any(s.job == job for s in turn.microbatch.segments):
-                    before = sum(max(share, lengths[other]) for other in line[:place])
+                    before = sum(max(share, lengths[other]) for other in line[:index])
                     assert lengths[job] + before > limits.capacity
             for segment in turn.microbatch.segments:
                 served[segment.job] += segment.length

@@ -106,7 +106,7 @@ def paired() -> Program:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "said"),
+    ("pairs", "problem"),
     [
         (((0, 2), (1, 3)), "a has samples in both"),
         (((0, 1), (1, 3)), "microbatch 1 is in 2 pairs"),
@@ -115,21 +115,21 @@ def paired() -> Program:
         (((0, 3),), "does not stand beside"),
     ],
 )
-def test_checker_when_pairs_cannot_run_side_by_side_then_says_so(pairs, said):
-    assert any(said in found for found in violations(replace(paired(), pairs=pairs)))
+def test_checker_when_pairs_cannot_run_side_by_side_then_reports_it(pairs, problem):
+    assert any(problem in found for found in violations(replace(paired(), pairs=pairs)))
     assert violations(replace(paired(), pairs=((0, 1),))) == []
 
 
-@pytest.mark.parametrize("place", [1, 3])
-def test_checker_when_something_comes_between_a_pair_then_says_so(place):
+@pytest.mark.parametrize("index", [1, 3])
+def test_checker_when_something_comes_between_a_pair_then_reports_it(index):
     program = paired()
     own = list(program.stages[0])
-    own[place], own[place + 1] = own[place + 1], own[place]
+    own[index], own[index + 1] = own[index + 1], own[index]
     found = violations(replace(program, stages=(tuple(own),)))
     assert any("does not stand beside" in text for text in found)
 
 
-def test_checker_when_a_microbatch_of_a_pair_is_empty_then_says_so():
+def test_checker_when_a_microbatch_of_a_pair_is_empty_then_reports_it():
     program = Program((paired().microbatches[0], Microbatch(())), paired().stages, pairs=((0, 1),))
     assert any("one of them is empty" in found for found in violations(program))
 

@@ -15,7 +15,7 @@ from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
 
 CAPACITY = 16
 LIMITS = Limits(CAPACITY, 100)
-Place = tuple[int, int]
+Position = tuple[int, int]
 Part = Microbatch | Step
 """What one device does: a microbatch, forward and at once backward, or a step."""
 
@@ -55,7 +55,7 @@ def program_of(parts: list[Part]) -> Program:
     return Program(tuple(microbatches), (tuple(instructions),))
 
 
-def segments_of(instructions: list[Part]) -> list[Place]:
+def segments_of(instructions: list[Part]) -> list[Position]:
     """(instruction, segment) of every segment."""
     return [
         (i, j)
@@ -69,15 +69,15 @@ def steps_of(instructions: list[Part]) -> list[int]:
     return [i for i, instruction in enumerate(instructions) if isinstance(instruction, Step)]
 
 
-def segment_at(instructions: list[Part], place: Place) -> Segment:
-    instruction = instructions[place[0]]
+def segment_at(instructions: list[Part], position: Position) -> Segment:
+    instruction = instructions[position[0]]
     assert isinstance(instruction, Microbatch)
-    return instruction.segments[place[1]]
+    return instruction.segments[position[1]]
 
 
-def replaced(instructions: list[Part], place: Place, *segments: Segment) -> list[Part]:
-    """The program with other segments (or none) in one place; a microbatch left empty goes."""
-    i, j = place
+def replaced(instructions: list[Part], position: Position, *segments: Segment) -> list[Part]:
+    """The program with other segments (or none) in one position; a microbatch left empty goes."""
+    i, j = position
     old = instructions[i]
     assert isinstance(old, Microbatch)
     new = (*old.segments[:j], *segments, *old.segments[j + 1 :])
@@ -107,23 +107,23 @@ def test_program_when_cut_short_after_a_step_then_accepted(plan, data):
 @given(planned(), st.data())
 def test_program_when_a_segment_is_dropped_then_caught(plan, data):
     queues, instructions = plan
-    place = data.draw(st.sampled_from(segments_of(instructions)))
-    assert is_caught(queues, replaced(instructions, place))
+    position = data.draw(st.sampled_from(segments_of(instructions)))
+    assert is_caught(queues, replaced(instructions, position))
 
 
 @given(planned(), st.data())
 def test_program_when_a_segment_comes_twice_then_caught(plan, data):
     queues, instructions = plan
-    place = data.draw(st.sampled_from(segments_of(instructions)))
-    again = segment_at(instructions, place)
+    position = data.draw(st.sampled_from(segments_of(instructions)))
+    again = segment_at(instructions, position)
     roomy = Limits(10 * CAPACITY)
-    assert is_caught(queues, replaced(instructions, place, again, again), roomy)
+    assert is_caught(queues, replaced(instructions, position, again, again), roomy)
 
 
 @given(planned(), st.data())
 def test_program_when_two_segments_of_a_job_swap_then_caught(plan, data):
     queues, instructions = plan
-    owned = [(place, segment_at(instructions, place).job) for place in segments_of(instructions)]
+    owned = [(position, segment_at(instructions, position).job) for position in segments_of(instructions)]
     pairs = [(p, q) for p, mine in owned for q, other in owned if p < q and mine == other]
     assume(pairs)
     p, q = data.draw(st.sampled_from(pairs))
@@ -135,26 +135,26 @@ def test_program_when_two_segments_of_a_job_swap_then_caught(plan, data):
 @given(planned(), st.data())
 def test_program_when_a_step_is_dropped_then_caught(plan, data):
     queues, instructions = plan
-    place = data.draw(st.sampled_from(steps_of(instructions)))
-    assert is_caught(queues, instructions[:place] + instructions[place + 1 :])
+    position = data.draw(st.sampled_from(steps_of(instructions)))
+    assert is_caught(queues, instructions[:position] + instructions[position + 1 :])
 
 
 @given(planned(), st.data())
 def test_program_when_a_step_comes_twice_then_caught(plan, data):
     queues, instructions = plan
-    place = data.draw(st.sampled_from(steps_of(instructions)))
-    assert is_caught(queues, [*instructions[: place + 1], *instructions[place:]])
+    position = data.draw(st.sampled_from(steps_of(instructions)))
+    assert is_caught(queues, [*instructions[: position + 1], *instructions[position:]])
 
 
 @given(planned(), st.data())
 def test_program_when_a_step_comes_before_its_last_sample_then_caught(plan, data):
     queues, instructions = plan
-    place = data.draw(st.sampled_from(steps_of(instructions)))
-    step = instructions[place]
+    position = data.draw(st.sampled_from(steps_of(instructions)))
+    step = instructions[position]
     assert isinstance(step, Step)
-    own = [i for i, j in segments_of(instructions[:place]) if segment_at(instructions, (i, j)).job == step.job]
+    own = [i for i, j in segments_of(instructions[:position]) if segment_at(instructions, (i, j)).job == step.job]
     earlier = data.draw(st.integers(0, max(own)))
-    rest = instructions[:place] + instructions[place + 1 :]
+    rest = instructions[:position] + instructions[position + 1 :]
     assert is_caught(queues, [*rest[:earlier], step, *rest[earlier:]])
 
 
@@ -162,25 +162,25 @@ def test_program_when_a_step_comes_before_its_last_sample_then_caught(plan, data
 def test_program_when_a_step_comes_after_the_next_global_batch_began_then_caught(plan, data):
     queues, instructions = plan
     late = [
-        (place, i + 1)
-        for place in steps_of(instructions)
+        (position, i + 1)
+        for position in steps_of(instructions)
         for i, j in segments_of(instructions)
-        if i > place and segment_at(instructions, (i, j)).job == instructions[place].job
+        if i > position and segment_at(instructions, (i, j)).job == instructions[position].job
     ]
     assume(late)
-    place, later = data.draw(st.sampled_from(late))
-    step = instructions[place]
-    moved = [*instructions[:place], *instructions[place + 1 : later], step, *instructions[later:]]
+    position, later = data.draw(st.sampled_from(late))
+    step = instructions[position]
+    moved = [*instructions[:position], *instructions[position + 1 : later], step, *instructions[later:]]
     assert is_caught(queues, moved)
 
 
 @given(planned(), st.data())
 def test_program_when_a_step_has_another_number_then_caught(plan, data):
     queues, instructions = plan
-    place = data.draw(st.sampled_from(steps_of(instructions)))
-    step = instructions[place]
+    position = data.draw(st.sampled_from(steps_of(instructions)))
+    step = instructions[position]
     other = Step(step.job, step.step + data.draw(st.sampled_from([-1, 1, 7])))
-    assert is_caught(queues, [*instructions[:place], other, *instructions[place + 1 :]])
+    assert is_caught(queues, [*instructions[:position], other, *instructions[position + 1 :]])
 
 
 @given(planned(), st.data())
@@ -194,20 +194,20 @@ def test_program_when_a_microbatch_is_over_capacity_then_caught(plan, data):
 @given(planned(), st.data())
 def test_program_when_a_segment_has_another_length_then_caught(plan, data):
     queues, instructions = plan
-    place = data.draw(st.sampled_from(segments_of(instructions)))
-    segment = segment_at(instructions, place)
+    position = data.draw(st.sampled_from(segments_of(instructions)))
+    segment = segment_at(instructions, position)
     wrong = dataclasses.replace(segment, length=segment.length + data.draw(st.sampled_from([-1, 1])))
-    assert is_caught(queues, replaced(instructions, place, wrong), Limits(10 * CAPACITY))
+    assert is_caught(queues, replaced(instructions, position, wrong), Limits(10 * CAPACITY))
 
 
 @given(planned(), st.data())
 def test_program_when_a_segment_belongs_to_another_job_then_caught(plan, data):
     queues, instructions = plan
-    place = data.draw(st.sampled_from(segments_of(instructions)))
-    segment = segment_at(instructions, place)
+    position = data.draw(st.sampled_from(segments_of(instructions)))
+    segment = segment_at(instructions, position)
     names = [q.job for q in queues if q.job != segment.job]
     stranger = dataclasses.replace(segment, job=data.draw(st.sampled_from(["stranger", *names])))
-    assert is_caught(queues, replaced(instructions, place, stranger))
+    assert is_caught(queues, replaced(instructions, position, stranger))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Programs are read back from JSON as they were, and one device's turns are told apart from anything else."""
+"""Programs are read back from JSON as they were, and one device's turns are distinguished from anything else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIPELINE = Program(
 )
 
 
-def test_microbatch_when_asked_for_its_jobs_then_each_has_its_tokens():
+def test_job_tokens_then_each_job_has_its_tokens():
     assert list(FIRST.job_tokens.items()) == [("a", 8), ("b", 4)]
 
 

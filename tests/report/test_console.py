@@ -10,7 +10,7 @@ from weft.report.readable import output_console
 
 def table() -> Table:
     made = Table("path", "remarks", box=None)
-    made.add_row("/a/long/path/" * 9, "and what there is to say about it " * 9)
+    made.add_row("/a/long/path/" * 9, "and what there is to report about it " * 9)
     return made
 
 
@@ -22,10 +22,10 @@ def test_console_when_its_output_is_piped_then_lines_and_cells_stay_whole(
     output_console().print(table())
     line, _, row = capsys.readouterr().out.splitlines()
     assert line.strip() == ("word " * 99).strip()
-    assert "/a/long/path/" * 9 in row and ("and what there is to say about it " * 9).strip() in row
+    assert "/a/long/path/" * 9 in row and ("and what there is to report about it " * 9).strip() in row
 
 
-def test_console_when_the_environment_says_how_wide_a_pipe_is_then_so_wide(
+def test_console_when_the_environment_sets_the_width_of_a_pipe_then_it_is_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("COLUMNS", "40")

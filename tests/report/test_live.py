@@ -2,9 +2,9 @@ import io
 from pathlib import Path
 
 import pytest
+from made_events import eval_done, step_done
 from rich.console import Console
 from rich.text import Text
-from told_events import eval_done, step_done
 
 from weft.engine.events import (
     CheckpointSaved,
@@ -58,26 +58,26 @@ def test_live_table_when_piped_then_a_few_plain_lines_per_job() -> None:
     assert "\x1b" not in raw.getvalue().decode()
 
 
-def test_live_table_when_piped_then_warnings_and_failures_are_always_told() -> None:
+def test_live_table_when_piped_then_warnings_and_failures_are_always_reported() -> None:
     console, raw = pipe()
     with LiveTable(console, [("a", 10), ("b", 10)]) as table:
         table.update(JobWarning(("a",), "3 samples were cut"))
         table.update(JobWarning(("a", "b"), "smaller microbatches"))
         table.update(JobWarning((), "the disk is nearly full"))
         table.update(JobFailed("b", 0, Reason(ReasonCode.DIVERGED, "the loss is not finite")))
-        table.update(JobPaused("a", 0, Reason(ReasonCode.RUN_STOPPED, "asked to")))
+        table.update(JobPaused("a", 0, Reason(ReasonCode.RUN_STOPPED, "requested")))
         table.update(JobCancelled("a", 0))
     assert raw.getvalue().decode().splitlines() == [
         "warning: a: 3 samples were cut",
         "warning: a, b: smaller microbatches",
         "warning: the disk is nearly full",
         "b: failed: the loss is not finite",
-        "a: paused at step 0 (asked to)",
+        "a: paused at step 0 (requested)",
         "a: cancelled at step 0",
     ]
 
 
-def test_live_table_when_a_job_goes_on_and_stops_early_then_the_log_says_so() -> None:
+def test_live_table_when_a_job_goes_on_and_stops_early_then_the_log_reports_it() -> None:
     console, raw = pipe()
     with LiveTable(console, [("a", 10)]) as table:
         table.update(JobStarted("a", 4, 10))
@@ -172,7 +172,7 @@ def test_summary_table_when_a_name_is_too_long_then_its_ends_are_shown_on_one_li
     assert second.startswith("support") and "-rank-16 " in second
 
 
-def test_summary_table_when_objectives_measure_more_then_a_column_says_what() -> None:
+def test_summary_table_when_objectives_measure_more_then_a_column_shows_it() -> None:
     console = Console(file=io.StringIO(), width=120)
     point = EvalPoint(
         3, None, 0.5, None, {"rewards/margins": 1.25, "rewards/accuracies": 0.9375, "rewards/chosen": 7.0}

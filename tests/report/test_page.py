@@ -63,7 +63,7 @@ def test_write_report_then_the_page_is_one_file_that_loads_nothing(page: str) ->
     assert len(packed) == 1 and len(page) < 2_500_000
 
 
-def test_write_report_then_every_chart_has_a_place(page: str) -> None:
+def test_write_report_then_every_chart_is_on_the_page(page: str) -> None:
     for name in figures(page):
         assert f'id="{name}"' in without_plotly(page)
 
@@ -159,7 +159,7 @@ def test_write_report_when_speeds_are_zero_then_the_bars_are_empty(run_dir: Path
     assert "width:0.0%" in render(read_run(run_dir), ReportExtra("x", speeds=[("alone", 0.0)]))
 
 
-def test_write_report_when_plotly_is_missing_then_it_says_what_to_install(
+def test_write_report_when_plotly_is_missing_then_it_reports_what_to_install(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
@@ -168,7 +168,7 @@ def test_write_report_when_plotly_is_missing_then_it_says_what_to_install(
         write_report(run_dir)
 
 
-def test_write_report_when_it_cannot_be_written_then_one_sentence_says_so(tmp_path: Path) -> None:
+def test_write_report_when_it_cannot_be_written_then_refused_in_one_sentence(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"jobs": ["lost"]})
     (tmp_path / "report.html").mkdir()
     with pytest.raises(StorageError, match=r"report\.html: a directory is in the way"):

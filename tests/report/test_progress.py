@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from told_events import step_done
+from made_events import step_done
 
 from weft.engine.events import (
     CheckpointSaved,
@@ -43,7 +43,7 @@ def test_rate_when_time_passes_then_the_past_is_forgotten() -> None:
 
 
 def test_tokens_per_s_when_jobs_step_together_then_their_rates_are_added_from_the_second_step_on() -> None:
-    """Their first steps are microseconds apart, which says nothing about how fast they are."""
+    """Their first steps are microseconds apart, which does not show how fast they are."""
     run = RunProgress([("a", 50), ("b", 50)])
     run.apply(step_done("a", 1, seconds=4.0))
     run.apply(step_done("b", 1, seconds=4.00001))

@@ -59,7 +59,7 @@ def test_read_run_when_the_loss_became_nan_then_the_last_finite_one_counts(run_d
     assert failed.remarks == ("the loss was not finite for 3 steps in a row (step 61)",)
 
 
-def test_remarks_then_they_tell_what_was_not_as_planned() -> None:
+def test_remarks_then_they_report_what_was_not_as_planned() -> None:
     assert JobReport("a", {}, {"state": "cancelled", "reason": "cancelled"}).remarks == ()
     assert JobReport("a", {}, {"early_stopped": True, "skipped_steps": 2}).remarks == (
         "stopped early: the evaluation loss got no better",
@@ -113,7 +113,7 @@ def test_read_run_when_a_job_name_leads_elsewhere_then_nothing_is_read_there(tmp
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
-def test_read_run_when_there_is_no_run_then_one_sentence_says_so(tmp_path: Path, name: str) -> None:
+def test_read_run_when_there_is_no_run_then_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(StorageError, match=name):
         read_run(tmp_path / name)

@@ -39,7 +39,7 @@ def test_loss_then_four_digits_or_scientific(value: float, text: str) -> None:
     assert readable.loss(value) == text
 
 
-def test_loss_when_not_a_number_then_it_says_so() -> None:
+def test_loss_when_not_a_number_then_it_is_reported() -> None:
     assert readable.loss(float("nan")) == "nan"
 
 

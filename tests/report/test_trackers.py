@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from told_events import eval_done, step_done
+from made_events import eval_done, step_done
 
 from weft.engine.events import (
     CheckpointSaved,
@@ -83,11 +83,11 @@ def mlflow_runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return FakeMlflowClient.runs
 
 
-def test_tracked_then_each_is_told_by_a_step_or_an_evaluation() -> None:
-    told = [{field.name for field in dataclasses.fields(event)} for event in (StepDone, EvalDone)]
-    assert set(TRACKED) <= told[0] | told[1]
-    assert {"loss", "mean_token_accuracy"} <= told[0] & set(TRACKED)
-    assert {"eval_loss", "eval_mean_token_accuracy"} <= told[1] & set(TRACKED)
+def test_tracked_then_each_is_reported_by_a_step_or_an_evaluation() -> None:
+    names = [{field.name for field in dataclasses.fields(event)} for event in (StepDone, EvalDone)]
+    assert set(TRACKED) <= names[0] | names[1]
+    assert {"loss", "mean_token_accuracy"} <= names[0] & set(TRACKED)
+    assert {"eval_loss", "eval_mean_token_accuracy"} <= names[1] & set(TRACKED)
 
 
 def test_tensorboard_then_the_event_files_of_each_job_hold_its_metrics(tmp_path: Path) -> None:
@@ -193,19 +193,19 @@ class Recording(Broken):
 
 
 def test_trackers_when_one_breaks_then_it_is_dropped_with_one_warning_and_the_others_go_on() -> None:
-    said: list[str] = []
+    warnings: list[str] = []
     broken, fine = Broken(), Recording()
-    trackers = Trackers({"wandb": broken, "tensorboard": fine}, said.append)
+    trackers = Trackers({"wandb": broken, "tensorboard": fine}, warnings.append)
     trackers.record(step_done("a", 1))
     trackers.record(step_done("a", 2))
     trackers.record(JobSucceeded("a", 2, None))
     trackers.close()
     trackers.close()
-    assert said == ["wandb stopped working and gets no more metrics: ConnectionError: no route to host"]
+    assert warnings == ["wandb stopped working and gets no more metrics: ConnectionError: no route to host"]
     assert (broken.calls, fine.calls) == (1, 4)
 
 
-def test_trackers_when_an_event_tells_no_metrics_then_they_hear_nothing_of_it() -> None:
+def test_trackers_when_an_event_has_no_metrics_then_they_do_not_get_it() -> None:
     recording = Recording()
     trackers = Trackers({"wandb": recording}, lambda text: None)
     for event in (CheckpointSaved("a", 1), MicrobatchDone(("a",), 90, 100, 0.1), JobWarning((), "beware")):

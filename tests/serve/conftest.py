@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 from migrated import clear, drop_everything, sqlite_file
-from postgres_server import Server, find_binaries, running_postgres
+from postgres_server import POSTGRES, Server, running_postgres
 
 from weft.serve.db.engine import Database, open_database
 from weft.serve.db.tenants import create_tenant
-
-KINDS = ["sqlite", *(["postgresql"] if find_binaries() else [])]
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +20,7 @@ def postgres() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["sqlite", *POSTGRES])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from weft.serve.db.engine import Database, migrate, open_database, revision
-from weft.serve.db.tables import METADATA
+from weft.serve.db.engine import Database, DbRow, Tx, every, migrate, open_database, revision
+from weft.serve.db.tables import AUDIT, METADATA
 
 
 @functools.cache
@@ -36,3 +36,8 @@ def clear(database: Database) -> None:
             return
     drop_everything(database)
     migrate(database)
+
+
+def audited(tx: Tx, tenant: str) -> list[DbRow]:
+    """The noted actions of a tenant, newest first."""
+    return every(tx, sa.select(AUDIT).where(AUDIT.c.tenant == tenant).order_by(AUDIT.c.seq.desc()))

@@ -15,10 +15,14 @@ from typing import Any
 
 def find_binaries() -> Path | None:
     """The directory with initdb and pg_ctl, if there is one."""
-    found = shutil.which("initdb")
-    places = [Path(found).resolve().parent] if found else []
-    places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    return next((p for p in places if (p / "initdb").exists() and (p / "pg_ctl").exists()), None)
+    initdb = shutil.which("initdb")
+    folders = [Path(initdb).resolve().parent] if initdb else []
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((f for f in folders if (f / "initdb").exists() and (f / "pg_ctl").exists()), None)
+
+
+POSTGRES = ["postgresql"] if find_binaries() or os.environ.get("CI") else []
+"""Parameters of tests that need PostgreSQL: without it they are skipped, but fail where tests must be complete."""
 
 
 class Server:
@@ -56,7 +60,7 @@ class Server:
 def running_postgres() -> Iterator[Server]:
     """A fresh server, gone again at the end."""
     binaries = find_binaries()
-    assert binaries is not None
+    assert binaries is not None, "PostgreSQL is not installed: found no initdb with pg_ctl"
     directory = Path(tempfile.mkdtemp(prefix="weft-pg-"))
     directory.chmod(0o755)
     server = Server(binaries, directory)

@@ -1,4 +1,4 @@
-"""What nobody names any more is deleted after a day; what anybody names is not."""
+"""What no row names any more is deleted after a day; what any row names is not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.serve.db.files import delete_unnamed_blobs
 from weft.serve.db.jobs import create_job, request_change
 
 
-def test_blobs_when_nobody_names_them_then_deleted_and_others_kept(database: Database, tmp_path: Path):
+def test_blobs_when_no_row_names_them_then_deleted_and_others_kept(database: Database, tmp_path: Path):
     blobs = Blobs(str(tmp_path / "blobs"))
     names = {what: blobs.put(what.encode()) for what in ("file", "gone", "needed", "model", "checkpoint", "orphan")}
     left = blobs.create()

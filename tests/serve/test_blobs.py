@@ -1,4 +1,4 @@
-"""Blobs are whole or not there, under names of our own, in directories and behind URLs."""
+"""Blobs are whole or not there, under names of our own, in directories and at URLs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_directory_when_put_then_an_archive_that_is_always_the_same(blobs: Blobs
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "/etc/passwd", "ab/../../x", "ab/" + "0" * 31, "AB/" + "0" * 32])
-def test_name_when_not_ours_then_has_no_place(blobs: Blobs, name: str):
+def test_name_when_not_ours_then_has_no_location(blobs: Blobs, name: str):
     for use in (blobs.open, blobs.delete, blobs.size):
         with pytest.raises(NotFound):
             use(name)
@@ -89,7 +89,7 @@ def test_url_when_unknown_then_one_sentence():
         Blobs("nonsense://x")
 
 
-def test_url_when_its_package_is_missing_then_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_url_when_its_package_is_missing_then_reports_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '.*\[s3\]'"):
         Blobs("s3://bucket/prefix")
@@ -105,7 +105,7 @@ class AwayError(Exception):
 
 
 class Flaky(MemoryFileSystem):
-    """A store that goes away when told to."""
+    """A store that goes away on request."""
 
     protocol = "flaky"
     store: ClassVar[dict] = {}

@@ -38,7 +38,7 @@ class Parts(AbstractBufferedFile):
 
 
 class Bucket(AbstractFileSystem):
-    """Objects by their keys; `calls` is what an upload asked of it."""
+    """Objects by their keys; `calls` are the requests of an upload."""
 
     protocol = "parts"
     objects: ClassVar[dict[str, bytes]] = {}

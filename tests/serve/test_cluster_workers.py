@@ -15,7 +15,7 @@ from weft.serve.supervise import Child, ClusterWorkers, WorkerActor, find_worker
 
 
 class Cluster:
-    """A connection to nodes that are said to be there."""
+    """A connection to nodes that are claimed to exist."""
 
     def __init__(self, nodes: list[ClusterNode], is_here: bool) -> None:
         self.nodes, self.is_here, self.is_closed = nodes, is_here, False
@@ -36,7 +36,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ClusterWorkers]:
         try:
             return find_workers("auto", number, models, db_url=db, gpu_type=None)
         except ConfigError:
-            assert cluster.is_closed, "nobody stays connected for nothing"
+            assert cluster.is_closed, "the unused connection stays open"
             raise
 
     return find
@@ -50,7 +50,7 @@ def test_workers_when_auto_then_one_on_every_gpu_and_the_same_for_every_backbone
 
 
 @pytest.mark.parametrize(
-    ("gpus", "settings", "said"),
+    ("gpus", "settings", "sentence"),
     [
         ((4,), {"number": 3, "models": 2}, "--workers: got 6; the cluster has 4 H100 GPUs."),
         ((1,), {"models": 2}, "--workers: there is room for 1, and 2 backbones need a worker each."),
@@ -61,10 +61,10 @@ def test_workers_when_auto_then_one_on_every_gpu_and_the_same_for_every_backbone
         ),
     ],
 )
-def test_workers_when_the_cluster_cannot_have_them_then_one_sentence_says_why(found, gpus, settings, said):
+def test_workers_when_the_cluster_cannot_have_them_then_refused_with_the_reason(found, gpus, settings, sentence):
     with pytest.raises(ConfigError) as refused:
         found(*gpus, **settings)
-    assert str(refused.value) == said
+    assert str(refused.value) == sentence
 
 
 def test_workers_when_the_cluster_is_this_machine_then_its_database_may_be_sqlite(found):
@@ -72,25 +72,25 @@ def test_workers_when_the_cluster_is_this_machine_then_its_database_may_be_sqlit
 
 
 def test_actor_then_keeps_one_worker_running_and_lets_it_give_its_jobs_back(monkeypatch, tmp_path):
-    told: list[Any] = []
+    started: list[Any] = []
 
     class Recorded:
         def __init__(self, children: list[Child]) -> None:
-            told.extend((child.name, child.trains, list(child.arguments)) for child in children)
+            started.extend((child.name, child.trains, list(child.arguments)) for child in children)
 
         def start(self) -> None:
-            told.append("start")
+            started.append("start")
 
         def request_stop(self) -> None:
-            told.append("ask")
+            started.append("ask")
 
         def stop(self, grace_s: float) -> bool:
-            told.append(grace_s)
+            started.append(grace_s)
             return True
 
     monkeypatch.setattr(supervise, "Supervisor", Recorded)
     monkeypatch.chdir(tmp_path)
     actor = WorkerActor("worker-tiny-0", ["worker", "--db", "x"], Path("/"), is_spread=False)
     assert actor.stop(7.0)
-    assert told == [("worker-tiny-0", True, ["worker", "--db", "x"]), "start", "ask", 7.0]
+    assert started == [("worker-tiny-0", True, ["worker", "--db", "x"]), "start", "ask", 7.0]
     assert Path.cwd() == Path("/"), "paths are relative to the service's working directory"

@@ -55,7 +55,7 @@ def test_unit_when_read_as_systemd_does_then_starts_and_stops_the_service():
     assert int(service["TimeoutStopSec"]) > 60, "workers have a minute to give their jobs back"
 
 
-def test_dockerfile_when_read_then_runs_the_service_as_nobody_special():
+def test_dockerfile_when_read_then_runs_the_service_as_an_unprivileged_user():
     (text,) = blocks("dockerfile")
     lines = [line.split(" ", 1) for line in text.splitlines()]
     assert {name for name, _ in lines} <= INSTRUCTIONS

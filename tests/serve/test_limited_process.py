@@ -32,13 +32,13 @@ def test_call_when_all_is_well_then_returns_and_raises_as_if_here(process: Limit
         process.call(divmod, 1, 0)
 
 
-def test_call_when_it_needs_too_much_memory_then_says_so_and_the_next_is_served(process: LimitedProcess):
+def test_call_when_it_needs_too_much_memory_then_reports_it_and_the_next_is_served(process: LimitedProcess):
     with pytest.raises(DataError, match=r"needs more than the 0\.25 GiB of memory that a file may take"):
         process.call(bytearray, 2**30)
     assert process.call(len, "abc") == 3
 
 
-def test_call_when_its_process_dies_then_says_so_and_the_next_has_another(process: LimitedProcess):
+def test_call_when_its_process_dies_then_reports_it_and_the_next_has_another(process: LimitedProcess):
     before = process.call(os.getpid)
     with pytest.raises(DataError, match="its process ended"):
         process.call(os.kill, before, signal.SIGKILL)

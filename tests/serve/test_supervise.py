@@ -1,4 +1,4 @@
-"""Children are kept running, told to stop once, and never outlive the supervisor."""
+"""Children are kept running, stopped once, and never outlive the supervisor."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ notes = pathlib.Path(place)
 def note(text):
     with notes.open("a") as file:
         file.write(f"{text} {time.monotonic()}\\n")
-def hear(number, frame):
-    note("told")
-signal.signal(signal.SIGTERM, hear)
+def on_stop(number, frame):
+    note("signalled")
+signal.signal(signal.SIGTERM, on_stop)
 note("started")
 if kind == "tells":
     import os
@@ -41,7 +41,7 @@ if kind == "dies":
     sys.exit(3)
 if kind == "dismissed":
     sys.exit(76)
-while "told" not in notes.read_text():
+while "signalled" not in notes.read_text():
     time.sleep(0.01)
 while kind == "deaf":
     time.sleep(1)
@@ -66,18 +66,18 @@ def notes(path: Path) -> list[str]:
 def wait(until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not until():
-        assert time.monotonic() < deadline, "it does not happen"
+        assert time.monotonic() < deadline, "timed out while waiting"
         time.sleep(0.01)
 
 
-def test_child_when_asked_to_stop_again_and_again_then_is_told_once_and_has_its_time(tmp_path: Path):
+def test_child_when_stopped_again_and_again_then_gets_one_signal_and_has_its_time(tmp_path: Path):
     supervisor = Supervisor([Child("one", ["slow", str(tmp_path / "one")])])
     supervisor.start()
     wait(lambda: notes(tmp_path / "one") == ["started"])
     supervisor.request_stop()
     supervisor.request_stop()
     assert supervisor.stop(PATIENCE_S)
-    assert notes(tmp_path / "one") == ["started", "told", "left"]
+    assert notes(tmp_path / "one") == ["started", "signalled", "left"]
 
 
 def test_child_when_it_does_not_leave_then_is_killed_and_the_others_have_left(tmp_path: Path):
@@ -86,7 +86,7 @@ def test_child_when_it_does_not_leave_then_is_killed_and_the_others_have_left(tm
     supervisor.start()
     wait(lambda: all(notes(tmp_path / kind) == ["started"] for kind in ("deaf", "slow")))
     assert not supervisor.stop(3)
-    assert notes(tmp_path / "slow") == ["started", "told", "left"]
+    assert notes(tmp_path / "slow") == ["started", "signalled", "left"]
     assert [child.process and child.process.returncode for child in children] == [-9, 0]
 
 
@@ -98,7 +98,7 @@ def test_child_when_it_dies_then_is_started_again_a_little_later_each_time(tmp_p
     times = [float(line.split()[1]) for line in (tmp_path / "dies").read_text().splitlines()]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert all(gap >= least for gap, least in zip(gaps, (0.1, 0.2, 0.4), strict=False)), gaps
-    assert notes(tmp_path / "slow") == ["started", "told", "left"], "one that lives is left alone"
+    assert notes(tmp_path / "slow") == ["started", "signalled", "left"], "one that lives is left alone"
 
 
 def test_child_when_it_was_sent_away_then_is_not_started_again_and_has_ended_well(tmp_path: Path):
@@ -126,7 +126,7 @@ def test_child_when_it_cannot_be_started_then_tried_again_and_the_others_live_on
     monkeypatch.setattr(sys, "executable", python)
     wait(lambda: notes(tmp_path / "second") == ["started"])
     assert supervisor.stop(PATIENCE_S)
-    assert notes(tmp_path / "first") == ["started", "told", "left"]
+    assert notes(tmp_path / "first") == ["started", "signalled", "left"]
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_workers_when_started_then_share_the_cores_and_leave_one_to_requests(
     supervisor.start()
     wait(lambda: all(len(notes(tmp_path / child.name)) == 5 for child in children))
     supervisor.stop(PATIENCE_S)
-    told = [notes(tmp_path / child.name)[1:5] for child in children]
+    noted = [notes(tmp_path / child.name)[1:5] for child in children]
     # Its own group, so that Ctrl-C is not for it; our session, so that `nice` counts between us. It is the worker that
     # stands back: a request comes before a training step.
-    assert told == [[threads, str(WORKER_NICE), "1", "1"]] * num_workers + [["None", "0", "1", "1"]]
+    assert noted == [[threads, str(WORKER_NICE), "1", "1"]] * num_workers + [["None", "0", "1", "1"]]
 
 
 def test_worker_when_it_is_started_then_its_process_stands_back_and_ours_does_not(
@@ -164,7 +164,7 @@ def test_worker_when_it_is_started_then_its_process_stands_back_and_ours_does_no
     assert os.nice(0) == before
 
 
-def test_worker_when_the_operator_says_how_many_threads_then_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_worker_when_the_operator_sets_how_many_threads_then_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     supervisor = Supervisor([Child("one", ["worker", "tells", str(tmp_path / "one")])])
     supervisor.start()

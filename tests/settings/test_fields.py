@@ -66,7 +66,7 @@ def test_read_when_values_are_good_then_converts_and_fills_in():
         ([], "bike: expected a mapping of settings, got a list."),
     ],
 )
-def test_read_when_a_value_is_wrong_then_says_where_and_what_is_right(values: Any, sentence: str):
+def test_read_when_a_value_is_wrong_then_reports_where_and_what_is_right(values: Any, sentence: str):
     assert problem(values) == sentence
 
 

@@ -15,7 +15,7 @@ from weft.spec.run import BackboneSpec
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"lora_bias": True}, "lora_bias: LoRA with a bias is not supported yet."),
         ({"bias": "all"}, "bias: `method: bitfit` trains biases"),
@@ -27,10 +27,10 @@ from weft.spec.run import BackboneSpec
         ({"reward_model": "x"}, "reward_model: answers are not generated during training"),
     ],
 )
-def test_setting_when_it_is_another_trainers_then_refused_by_name(settings, says):
+def test_setting_when_it_is_another_trainers_then_refused_by_name(settings, message):
     with pytest.raises(ConfigError) as caught:
         read(AdapterSpec, settings, "adapter")
-    assert str(caught.value).startswith(f"adapter.{says}")
+    assert str(caught.value).startswith(f"adapter.{message}")
 
 
 def test_setting_when_its_value_changes_nothing_then_accepted():

@@ -43,7 +43,7 @@ def problem(path: Path, text: str, *overrides: str) -> str:
 def test_load_run_when_jobs_have_defaults_then_a_jobs_own_words_win(path: Path):
     first, second = load_run(path).jobs
     assert (first.learning_rate, first.adapter.r, first.adapter.lora_alpha) == (1e-3, 4, 4.0)
-    # The default says `rank` and `learning_rate`, the job says `lora_r` and `lr`: one setting each.
+    # The default has `rank` and `learning_rate`, the job has `lora_r` and `lr`: one setting each.
     assert (second.learning_rate, second.adapter.r, second.adapter.lora_alpha) == (2e-3, 8, 4.0)
     assert second.train_data == ("b.jsonl", "c.jsonl")
 
@@ -145,7 +145,7 @@ def test_load_run_when_a_default_is_for_other_kinds_of_jobs_then_a_job_leaves_it
     assert first != second
 
 
-def test_load_run_when_there_is_no_readable_file_then_says_so(tmp_path: Path):
+def test_load_run_when_there_is_no_readable_file_then_reports_it(tmp_path: Path):
     def why(path: Path) -> str:
         with pytest.raises(ConfigError) as caught:
             load_run(path)
@@ -164,13 +164,13 @@ def test_load_run_when_there_is_no_readable_file_then_says_so(tmp_path: Path):
     assert why(tmp_path / "deep") == f"{tmp_path / 'deep'}: is nested too deeply."
 
 
-def test_load_run_when_the_file_is_a_link_to_nothing_then_says_where_it_leads(tmp_path: Path):
+def test_load_run_when_the_file_is_a_link_to_nothing_then_reports_where_it_leads(tmp_path: Path):
     (tmp_path / "jobs.yaml").symlink_to("gone.yaml")
     with pytest.raises(ConfigError, match=r"jobs\.yaml: is a link to gone\.yaml, which does not exist"):
         load_run(tmp_path / "jobs.yaml")
 
 
-def test_load_run_when_yaml_asks_for_python_objects_then_refuses(path: Path):
+def test_load_run_when_yaml_has_python_objects_then_refuses(path: Path):
     assert "is not valid YAML" in problem(path, "base_model: !!python/object/apply:os.system [ls]\n" + JOBS[17:])
 
 
@@ -189,22 +189,22 @@ def test_load_run_when_yaml_asks_for_python_objects_then_refuses(path: Path):
         ("jobs.b.learning_rate=-1", "jobs.b.learning_rate=-1: jobs.1.learning_rate: must be above 0, got -1.0."),
         ("jobs.b.lora={rank: 0}", "jobs.b.lora={rank: 0}: jobs.1.adapter.r: must be at least 1, got 0."),
         ("deflaults.lr=1", "deflaults.lr=1: deflaults: unknown setting. Did you mean defaults?"),
-        # A place that the override says already is not said again.
+        # A location that the override names already is not repeated.
         ("jobs.0.lrr=1", "jobs.0.lrr=1: unknown setting."),
         ("defaults.save_minutes=-1", "defaults.save_minutes=-1: must be at least 0, got -1.0."),
     ],
 )
-def test_load_run_when_an_override_is_wrong_then_says_why(path: Path, override: str, sentence: str):
+def test_load_run_when_an_override_is_wrong_then_gives_the_reason(path: Path, override: str, sentence: str):
     assert problem(path, JOBS, override).startswith(sentence)
 
 
-def test_load_run_when_max_length_is_above_a_given_capacity_then_says_where_it_stands(path: Path):
-    """What a job does not say itself stands in the defaults, or in the override that set them."""
+def test_load_run_when_max_length_is_above_a_given_capacity_then_reports_where_it_stands(path: Path):
+    """A setting that a job lacks is in the defaults, or in the override that set them."""
     above = "jobs.0.max_length: max_length 4096 is above the run's capacity of 2048 tokens; lower max_length or raise"
     text = JOBS.replace("learning_rate: 1e-3", "cutoff_len: 4096")
     assert problem(path, text, "capacity=2048").startswith(f"jobs.yaml line 3: {above}")
-    asked = "defaults.max_length=4096"
-    assert problem(path, JOBS, "capacity=2048", asked).startswith(f"{asked}: {above}")
+    override = "defaults.max_length=4096"
+    assert problem(path, JOBS, "capacity=2048", override).startswith(f"{override}: {above}")
     path.write_text(text)
     for given in ([], ["capacity=auto"]):
         run = load_run(path, given)
@@ -217,7 +217,7 @@ def test_load_run_when_an_override_uses_another_name_of_a_setting_then_it_wins(p
     assert (run.jobs[1].learning_rate, run.jobs[1].adapter.r) == (5e-4, 16)
 
 
-def test_locate_when_a_setting_is_asked_for_then_names_its_line_or_override(path: Path):
+def test_locate_when_a_setting_is_requested_then_names_its_line_or_override(path: Path):
     assert locate("jobs.1.adapter.r", path) == f"{path} line 12: jobs.1.adapter.r"
     assert locate("jobs.0.adapter.r", path) == f"{path} line 4: jobs.0.adapter.r"
     assert locate("jobs.0.adapter.target_modules", path) == f"{path} line 6: jobs.0.adapter.target_modules"
@@ -225,7 +225,7 @@ def test_locate_when_a_setting_is_asked_for_then_names_its_line_or_override(path
     assert locate("jobs.1.adapter.r", path, ["jobs.b.lora.rank=64"]) == "jobs.b.lora.rank=64: jobs.1.adapter.r"
 
 
-def test_apply_override_when_the_place_does_not_exist_then_makes_it():
+def test_apply_override_when_the_section_does_not_exist_then_makes_it():
     tree: dict[str, object] = {"defaults": None}
     apply_override(tree, "defaults.adapter.r=4")
     assert tree == {"defaults": {"adapter": {"r": 4}}}
@@ -250,7 +250,7 @@ def test_apply_override_when_the_place_does_not_exist_then_makes_it():
         ),
     ],
 )
-def test_run_from_mapping_when_the_shape_is_wrong_then_says_what_is_expected(tree: object, sentence: str):
+def test_run_from_mapping_when_the_shape_is_wrong_then_reports_what_is_expected(tree: object, sentence: str):
     with pytest.raises(ConfigError) as caught:
         run_from_mapping(tree)
     assert str(caught.value) == sentence

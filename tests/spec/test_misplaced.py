@@ -1,4 +1,4 @@
-"""A sweep file as a newcomer writes it: what is misplaced, or in another tool's words, is told what is right."""
+"""A sweep file as a newcomer writes it: errors name the right place and the right words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOB = {"train_data": "rows.jsonl", "eval_data": 2}
 
 
 def refusal(job: Any = None, space: Any = None, **settings: Any) -> str:
-    """What is said of a sweep with some settings changed; `job` comes on top of the one that is right."""
+    """The error of a sweep with some settings changed; `job` comes on top of the one that is right."""
     given = {"base_model": "tiny", "job": {**JOB, **(job or {})}, "space": space or {"r": [4, 8]}, **settings}
     with pytest.raises(ConfigError) as error:
         sweep_from_mapping(given, base_dir=Path())
@@ -22,7 +22,7 @@ def refusal(job: Any = None, space: Any = None, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("key", "message"),
     [
         ("train_data", "is a setting of a job. Put it under job:, or search it in space."),
         ("lr", "is a setting of a job. Put it under job:, or search it in space."),
@@ -34,33 +34,33 @@ def refusal(job: Any = None, space: Any = None, **settings: Any) -> str:
         ("name", "unknown setting."),
     ],
 )
-def test_setting_when_it_is_outside_its_section_then_is_told_where_it_belongs(key, says):
-    assert refusal(**{key: 3}).startswith(f"{key}: {says}")
+def test_setting_when_it_is_outside_its_section_then_the_error_names_the_section(key, message):
+    assert refusal(**{key: 3}).startswith(f"{key}: {message}")
 
 
-def test_setting_of_the_sweep_when_it_is_inside_a_section_then_is_told_to_stand_beside_it():
+def test_setting_of_the_sweep_when_it_is_inside_a_section_then_the_error_moves_it_beside_the_section():
     assert refusal(job={"trials": 3}) == "job.trials: is a setting of the sweep. Put it beside job:, not in it."
     assert refusal(space={"capacity": [128]}) == (
         "space.capacity: is a setting of the sweep, the same for all trials. Put it beside space:, not in it."
     )
 
 
-def test_values_when_they_are_in_the_job_then_are_told_to_go_in_the_space():
-    says = "job.learning_rate: expected a number, got a {}. What is to be searched goes in space."
-    assert refusal(job={"lr": [1e-3, 1e-2]}) == says.format("list")
-    assert refusal(job={"lr": {"min": 1e-3, "max": 1e-2}}) == says.format("mapping")
+def test_values_when_they_are_in_the_job_then_the_error_names_the_space():
+    message = "job.learning_rate: expected a number, got a {}. What is to be searched goes in space."
+    assert refusal(job={"lr": [1e-3, 1e-2]}) == message.format("list")
+    assert refusal(job={"lr": {"min": 1e-3, "max": 1e-2}}) == message.format("mapping")
     assert "What is to be searched" not in refusal(job={"lr": "fast"})
 
 
 @pytest.mark.parametrize("value", [["rows.jsonl"], "rows.jsonl"])
-def test_job_when_it_holds_no_settings_then_is_told_which_it_should(value):
+def test_job_when_it_holds_no_settings_then_the_error_names_some(value):
     given = {"base_model": "tiny", "job": value, "space": {"r": [4]}}
     with pytest.raises(ConfigError, match=r"^job: expected settings such as train_data: rows.jsonl, got "):
         sweep_from_mapping(given, base_dir=Path())
 
 
 @pytest.mark.parametrize("value", [None, ["lr", "r"], [{"r": [4, 8]}]])
-def test_space_when_it_holds_no_parameters_then_is_told_which_it_should(value):
+def test_space_when_it_holds_no_parameters_then_the_error_names_some(value):
     given = {"base_model": "tiny", "job": JOB, "space": value}
     with pytest.raises(
         ConfigError, match=r"^space: expected parameters such as r: \[8, 16\], or a file with them, got "
@@ -69,14 +69,14 @@ def test_space_when_it_holds_no_parameters_then_is_told_which_it_should(value):
 
 
 @pytest.mark.parametrize("text", ["2x", "x2", "2*rank", "twice"])
-def test_alpha_when_it_is_no_multiple_of_r_then_is_told_how_one_is_written(text):
-    says = f"expected a number, or a multiple of the rank such as 2r, got '{text}'."
-    assert refusal(space={"lora_alpha": [text]}) == f"space.lora_alpha: {says}"
-    assert refusal(job={"adapter": {"alpha": text}}) == f"job.adapter.lora_alpha: {says}"
+def test_alpha_when_it_is_no_multiple_of_r_then_the_error_shows_how_one_is_written(text):
+    message = f"expected a number, or a multiple of the rank such as 2r, got '{text}'."
+    assert refusal(space={"lora_alpha": [text]}) == f"space.lora_alpha: {message}"
+    assert refusal(job={"adapter": {"alpha": text}}) == f"job.adapter.lora_alpha: {message}"
 
 
 @pytest.mark.parametrize(
-    ("parameter", "says"),
+    ("parameter", "message"),
     [
         ({"lr": "1e-4..1e-2"}, "lr: expected a number, got '1e-4..1e-2'. A range is written {min: …, max: …}"),
         ({"lr": {"low": 1}}, "lr.low: unknown word. Did you mean min?"),
@@ -88,16 +88,16 @@ def test_alpha_when_it_is_no_multiple_of_r_then_is_told_how_one_is_written(text)
         ({"lora": [4, 8]}, "lora: name what varies of it, such as lora: {r: [8, 16]}."),
     ],
 )
-def test_parameter_when_it_is_in_other_words_then_is_told_ours(parameter, says):
-    assert refusal(space=parameter).startswith(f"space.{says}")
+def test_parameter_when_it_is_in_other_words_then_the_error_names_ours(parameter, message):
+    assert refusal(space=parameter).startswith(f"space.{message}")
 
 
-def test_storage_when_it_is_a_file_then_is_told_how_its_address_is_written():
+def test_storage_when_it_is_a_file_then_the_error_shows_how_its_address_is_written():
     assert refusal(storage="study.db") == "storage: expected an address such as sqlite:///study.db, got 'study.db'."
 
 
 @pytest.mark.parametrize(
-    ("objective", "says"),
+    ("objective", "message"),
     [
         (["eval_loss"], "objective: expected the name of one metric, got a list."),
         ({"metric": "eval_loss", "mode": "max"}, "objective.mode: eval_loss is the better the smaller it is"),
@@ -105,5 +105,5 @@ def test_storage_when_it_is_a_file_then_is_told_how_its_address_is_written():
         ("accuracy", "objective.metric: accuracy needs either a pattern or choices. token_accuracy and exact_match"),
     ],
 )
-def test_objective_when_it_cannot_be_meant_then_one_sentence_says_why(objective, says):
-    assert refusal(objective=objective).startswith(says)
+def test_objective_when_it_is_invalid_then_refused_with_the_reason(objective, message):
+    assert refusal(objective=objective).startswith(message)

@@ -29,7 +29,7 @@ def test_sections_when_listed_then_name_every_spelling_of_every_setting():
         assert all(setting.description.endswith(".") for setting in section.settings)
 
 
-def test_settings_of_when_read_then_tell_values_and_defaults_in_words():
+def test_settings_of_when_read_then_describe_values_and_defaults():
     found = {setting.name: setting for setting in (*settings_of(JobSpec), *settings_of(AdapterSpec))}
     assert found["learning_rate"].values == "number, above 0"
     assert found["learning_rate"].default == "null"

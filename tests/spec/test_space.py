@@ -1,4 +1,4 @@
-"""A search space holds what is written, and says what is wrong with what cannot be meant."""
+"""A search space holds what is written, and reports what is wrong with what is invalid."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_values_when_they_mean_the_same_then_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("tree", "says"),
+    ("tree", "message"),
     [
         ({}, "space: there is nothing to search"),
         ([8], "space: expected parameters such as r: [8, 16], got a list."),
@@ -117,10 +117,10 @@ def test_values_when_they_mean_the_same_then_are_the_same():
         ({"_": [{"rr": 8}]}, "space._.0.rr: is no setting that can be searched."),
     ],
 )
-def test_space_when_it_cannot_be_meant_then_one_sentence_says_why(tree, says):
+def test_space_when_it_is_invalid_then_refused_with_the_reason(tree, message):
     with pytest.raises(ConfigError) as error:
         read_space(tree)
-    assert str(error.value).startswith(says)
+    assert str(error.value).startswith(message)
 
 
 def test_params_when_the_method_is_searched_then_hold_what_applies_to_it():

@@ -46,7 +46,7 @@ def test_adapter_when_patterns_match_then_the_first_gives_rank_alpha_and_scale()
         ({"method": "adalora"}, "method: got 'adalora'; accepted are lora, "),
     ],
 )
-def test_adapter_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):
+def test_adapter_when_settings_do_not_go_together_then_refused_with_the_reason(settings: dict[str, Any], sentence: str):
     with pytest.raises(ConfigError) as caught:
         AdapterSpec(**settings)
     assert str(caught.value).startswith(sentence)
@@ -73,7 +73,7 @@ def test_job_when_its_optimizer_has_transformers_name_then_is_ours(given: str, k
     assert job(optim=given).optim == kind
 
 
-def test_job_when_its_optimizer_is_misspelt_then_hears_which_was_meant():
+def test_job_when_its_optimizer_is_misspelt_then_the_error_suggests_the_right_name():
     with pytest.raises(ConfigError) as caught:
         job(optim="adamw_torch_fuse")
     assert caught.value.hint == "Did you mean adamw_torch_fused?"
@@ -136,7 +136,7 @@ def test_job_when_its_name_is_no_directory_name_then_refuses(name: str):
         ({"optim": "loin"}, "optim: got 'loin'; accepted are adamw, "),
     ],
 )
-def test_job_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):
+def test_job_when_settings_do_not_go_together_then_refused_with_the_reason(settings: dict[str, Any], sentence: str):
     with pytest.raises(ConfigError) as caught:
         job(**settings)
     assert str(caught.value).startswith(sentence)
@@ -158,7 +158,7 @@ def test_job_when_settings_do_not_go_together_then_says_why(settings: dict[str, 
         ({"memory_limit": "0GB"}, "memory_limit: got 0GB; write a size"),
     ],
 )
-def test_run_when_settings_do_not_go_together_then_says_why(settings: dict[str, Any], sentence: str):
+def test_run_when_settings_do_not_go_together_then_refused_with_the_reason(settings: dict[str, Any], sentence: str):
     with pytest.raises(ConfigError) as caught:
         RunSpec(**{"base_model": "tiny", "jobs": (job(),), **settings})
     assert str(caught.value).startswith(sentence)
@@ -198,7 +198,7 @@ def test_job_when_it_states_no_learning_rate_then_has_that_of_its_method(method:
     assert JobSpec("a", ("rows",), adapter=adapter, learning_rate=1e-3).learning_rate == 1e-3
 
 
-def test_job_when_loraplus_is_asked_of_ia3_then_it_is_refused():
+def test_job_when_loraplus_is_set_for_ia3_then_it_is_refused():
     with pytest.raises(ConfigError, match="is a setting of lora and dora; the method is ia3"):
         JobSpec("a", ("rows",), adapter=AdapterSpec(method="ia3"), loraplus_lr_ratio=4.0)
 
@@ -256,7 +256,7 @@ def test_setting_when_its_number_is_beyond_what_can_be_computed_with_then_it_is_
         ),
     ],
 )
-def test_streamed_source_when_nothing_says_how_many_rows_then_is_refused(settings: dict[str, Any], found: str):
+def test_streamed_source_when_nothing_limits_its_rows_then_is_refused(settings: dict[str, Any], found: str):
     with pytest.raises(ConfigError) as error:
         JobSpec("a", [{"path": "a.jsonl", "streaming": True}], **settings)  # type: ignore[arg-type]
     assert str(error.value) == found

@@ -1,4 +1,4 @@
-"""A sweep file says what is tried, how it is judged and when it ends; anything else is refused where it is written."""
+"""A sweep file states what is tried, how it is scored and when it ends; anything else is refused with its line."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_jobs_file_with_one_job_when_given_a_space_then_is_a_sweep_over_that_job
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("lr: [1e-3", "lrr: [1e-3", "sweep.yaml line 9: space.lrr: is no setting that can be searched. Did you mean l"),
         ("[4, 8]", "[4, -1]", "sweep.yaml line 10: space.rank: must be at least 1, got -1."),
@@ -125,12 +125,12 @@ def test_jobs_file_with_one_job_when_given_a_space_then_is_a_sweep_over_that_job
         ("{rank: 4, alpha: 2r}", "{rank: 4, alpha: twice}", "sweep.yaml line 7: job.adapter.lora_alpha: expected"),
     ],
 )  # fmt: skip
-def test_sweep_file_when_something_is_wrong_then_its_line_is_named(tmp_path, old, new, says):
+def test_sweep_file_when_something_is_wrong_then_its_line_is_named(tmp_path, old, new, message):
     assert FILE.count(old) == 1
     path = written(tmp_path, FILE.replace(old, new))
     with pytest.raises(ConfigError) as error:
         load_sweep(path)
-    assert str(error.value).startswith(f"{tmp_path}/{says}")
+    assert str(error.value).startswith(f"{tmp_path}/{message}")
 
 
 @pytest.mark.parametrize(("written_as", "rule"), [(True, "asha"), (False, "none"), ("median", "median")])
@@ -138,7 +138,7 @@ def test_early_stop_when_it_is_one_word_then_is_a_rule_or_whether_there_is_one(w
     assert sweep_from_mapping(mapping(early_stop=written_as), base_dir=Path()).early_stop.rule == rule
 
 
-def test_objective_when_it_is_a_function_or_a_command_then_says_what_it_needs():
+def test_objective_when_it_is_a_function_or_a_command_then_reports_what_it_needs():
     function = sweep_from_mapping(
         mapping(objective={"metric": "python score.py:f", "mode": "maximize"}), base_dir=Path()
     )

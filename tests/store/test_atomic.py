@@ -8,6 +8,8 @@ from weft.errors import StorageError
 from weft.store import faults
 from weft.store.atomic import (
     TEMP_PREFIX,
+    add_guard,
+    check_guards,
     make_directory,
     remove_directory,
     remove_leftovers,
@@ -108,7 +110,7 @@ def test_write_file_when_any_operation_fails_then_the_file_is_old_or_new_and_no_
 @pytest.mark.faults
 def test_write_file_when_killed_anywhere_then_the_file_is_old_or_new(tmp_path, in_child, files):
     path = tmp_path / "a"
-    landed = 0
+    num_kills = 0
     for n in range(1, 100):
         write_file(path, b"old")
 
@@ -118,11 +120,11 @@ def test_write_file_when_killed_anywhere_then_the_file_is_old_or_new(tmp_path, i
 
         if not os.WIFSIGNALED(in_child(work)):
             break
-        landed += 1
+        num_kills += 1
         remove_leftovers(tmp_path)
         assert list(files(tmp_path)) == ["a"]
         assert path.read_bytes() in (b"old", b"new!")
-    assert landed == 9
+    assert num_kills == 9
 
 
 def test_staged_directory_when_the_block_ends_then_it_is_in_place_with_all_files(tmp_path, files):
@@ -181,14 +183,14 @@ def test_staged_directory_when_any_operation_fails_then_it_is_old_or_new_and_no_
     assert n > 12
 
 
-def test_staged_directory_when_a_file_is_in_the_way_then_says_so_and_keeps_it(tmp_path, files):
+def test_staged_directory_when_a_file_is_in_the_way_then_reports_it_and_keeps_it(tmp_path, files):
     (tmp_path / "d").write_text("mine")
     with pytest.raises(StorageError, match="a file is in the way"), staged_directory(tmp_path / "d") as staged:
         fill(staged, "new")
     assert files(tmp_path) == {"d": b"mine"}
 
 
-def test_staged_directory_when_the_parent_is_missing_then_says_so(tmp_path, files):
+def test_staged_directory_when_the_parent_is_missing_then_reports_it(tmp_path, files):
     with pytest.raises(StorageError, match="no such directory"), staged_directory(tmp_path / "x" / "d"):
         pass
     assert files(tmp_path) == {}
@@ -227,14 +229,14 @@ def test_remove_directory_when_it_returns_then_only_that_directory_is_gone(tmp_p
         (errno.EXDEV, "cannot be written"),
     ],
 )
-def test_storage_error_when_the_system_gives_a_code_then_it_is_a_sentence_about_the_place(tmp_path, code, words):
+def test_storage_error_when_the_system_gives_a_code_then_it_is_a_sentence_about_the_path(tmp_path, code, words):
     error = storage_error(OSError(code, os.strerror(code)), tmp_path)
     assert str(error).startswith(f"{tmp_path}: ")
     assert words in str(error)
     assert str(error).endswith(".")
 
 
-def test_write_file_when_the_name_is_a_directory_or_too_long_then_says_so_and_leaves_nothing(tmp_path, files):
+def test_write_file_when_the_name_is_a_directory_or_too_long_then_reports_it_and_leaves_nothing(tmp_path, files):
     (tmp_path / "d").mkdir()
     with pytest.raises(StorageError, match="a directory is in the way"):
         write_file(tmp_path / "d", b"x")
@@ -244,7 +246,7 @@ def test_write_file_when_the_name_is_a_directory_or_too_long_then_says_so_and_le
 
 
 @pytest.mark.faults
-def test_write_file_when_the_file_size_limit_is_hit_then_says_so_and_leaves_nothing(tmp_path, in_child, files):
+def test_write_file_when_the_file_size_limit_is_hit_then_reports_it_and_leaves_nothing(tmp_path, in_child, files):
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         with pytest.raises(StorageError, match="file size limit"):
@@ -254,3 +256,26 @@ def test_write_file_when_the_file_size_limit_is_hit_then_says_so_and_leaves_noth
 
     assert in_child(work) == 0
     assert files(tmp_path) == {}
+
+
+def test_guard_when_it_objects_then_nothing_below_its_directory_is_changed(tmp_path):
+    def object_to_it() -> None:
+        raise StorageError("is another owner's.", where=str(tmp_path))
+
+    remove = add_guard(tmp_path / "run", object_to_it)
+    with pytest.raises(StorageError, match="is another owner's"):
+        check_guards(tmp_path / "run" / "job" / "status.json")
+    check_guards(tmp_path / "runs")
+    remove()
+    check_guards(tmp_path / "run" / "job" / "status.json")
+
+
+def test_guard_when_it_is_removed_while_it_is_called_then_its_objection_does_not_count(tmp_path):
+    """One replica leaves a directory in which another one, a thread of the same process, is just writing."""
+
+    def leave() -> None:
+        remove()
+        raise StorageError("the run goes on without this rank.", where=str(tmp_path))
+
+    remove = add_guard(tmp_path, leave)
+    check_guards(tmp_path / "status.json")

@@ -184,7 +184,7 @@ DAMAGE = {
 
 @pytest.mark.faults
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_latest_when_the_newest_is_damaged_then_the_previous_one_loads_and_the_reason_is_said(tmp_path, damage):
+def test_latest_when_the_newest_is_damaged_then_the_previous_one_loads_and_the_reason_is_reported(tmp_path, damage):
     for step in (10, 20):
         save_checkpoint(tmp_path, checkpoint(step), keep=2)
     break_it, reason = DAMAGE[damage]
@@ -319,7 +319,7 @@ def test_remove_leftovers_when_itself_killed_at_any_point_then_the_next_restart_
 
 
 @pytest.mark.faults
-def test_save_when_the_disk_is_full_then_says_so_and_leaves_only_what_was_there(tmp_path, in_child, files):
+def test_save_when_the_disk_is_full_then_reports_it_and_leaves_only_what_was_there(tmp_path, in_child, files):
     save_checkpoint(tmp_path, checkpoint(10), keep=2)
     before = files(tmp_path)
     faults.arm(FaultPlan("enospc", 2, "file.write"))

@@ -189,7 +189,7 @@ def test_adapter_when_an_older_peft_wrote_it_then_factors_change_sides(tmp_path)
     assert torch.equal(logits_of_weft(tmp_path / "a", "qwen3_moe"), before)
 
 
-def test_adapter_when_its_config_says_that_b_is_by_expert_then_read_so(tmp_path):
+def test_adapter_when_its_config_states_that_b_is_by_expert_then_read_so(tmp_path):
     write(tmp_path / "a", "qwen3_moe", experts="full")
     before, named = logits_of_weft(tmp_path / "a", "qwen3_moe"), load_file(tmp_path / "a" / TENSORS_FILE)
     for name in list(named):
@@ -289,7 +289,7 @@ def test_layout_when_a_server_reads_experts_then_is_the_one_it_reads(server, kin
         ({"experts": "full", "expert_r": 2}, "trains k_proj, o_proj, q_proj, v_proj and routed experts (full, rank 2)"),
     ],
 )
-def test_targets_when_the_backbone_is_a_mixture_then_say_what_is_trained(settings, sentence):
-    said = random_backbone("qwen3_moe").describe_targets(AdapterSpec(r=4, **settings))
-    assert said is not None and said.startswith(sentence)
-    assert random_backbone("llama").describe_targets(AdapterSpec(r=4)) is None
+def test_targets_when_the_backbone_is_a_mixture_then_describe_what_is_trained(settings, sentence):
+    description = random_backbone("qwen3_moe").sites.describe_targets(AdapterSpec(r=4, **settings))
+    assert description is not None and description.startswith(sentence)
+    assert random_backbone("llama").sites.describe_targets(AdapterSpec(r=4)) is None

@@ -82,6 +82,6 @@ def test_parse_when_text_is_a_plan_then_returns_it(text, plan):
 
 
 @pytest.mark.parametrize("text", ["", "kill", "kill@", "kill@x", "kill@0", "kill@-1", "burn@1", "kill@1:", "kill@1 "])
-def test_parse_when_text_is_no_plan_then_says_so(text):
+def test_parse_when_text_is_no_plan_then_reports_it(text):
     with pytest.raises(ConfigError):
         faults.parse(text)

@@ -25,7 +25,7 @@ def test_parse_when_dumped_then_gives_the_value_back():
         (b"1" * 5000, "4300"),
     ],
 )
-def test_parse_when_text_is_a_trap_then_says_which(text, reason):
+def test_parse_when_text_is_invalid_json_then_names_the_problem(text, reason):
     with pytest.raises(ValueError, match=reason):
         json_text.parse(text)
 

@@ -41,13 +41,15 @@ def own_elsewhere(path, *, silent_s=3.0):
     return record
 
 
-def test_open_when_a_process_of_another_machine_was_heard_of_then_it_is_refused_and_nothing_changes(tmp_path, files):
+def test_open_when_a_process_of_another_machine_gave_signs_of_life_then_it_is_refused_and_nothing_changes(
+    tmp_path, files
+):
     """The lock is free here, as on a file system whose locks hold on one machine only."""
     own_elsewhere(tmp_path / "x")
     before = files(tmp_path)
-    said = r"x: is in use by process 123 on far, last seen \d+ s ago\. Wait for its end, or until it has been"
+    message = r"x: is in use by process 123 on far, last seen \d+ s ago\. Wait for its end, or until it has been"
     for take in (RunDirectory.open, RunDirectory.check):
-        with pytest.raises(StorageError, match=said):
+        with pytest.raises(StorageError, match=message):
             take(tmp_path / "x", resume=True)
     assert files(tmp_path) == before
 
@@ -97,7 +99,7 @@ def test_claim_when_another_is_quicker_then_one_of_both_is_refused(tmp_path, mon
         Ownership.claim(tmp_path)
     monkeypatch.undo()
     first.check()
-    # One that looked two owners ago creates a record that nobody has any more.
+    # One that looked two owners ago creates a record that no process owns any more.
     first.release()
     second = Ownership.claim(tmp_path)
     answers = iter([seen, [2, 3], [2, 3]])
@@ -123,7 +125,7 @@ def test_files_when_the_run_has_another_owner_then_an_earlier_process_changes_no
     if who == "rank":
         run._ownership.leave()
     before = files(run.path)
-    said = r"x: was taken over by process 123 on far; this process writes nothing more there\."
+    message = r"x: was taken over by process 123 on far; this process writes nothing more there\."
     for change in (
         lambda: write_file(run.path / "a" / "status.json", b"late"),
         lambda: append_line(run.path / "a" / "metrics.jsonl", b"late\n", "metrics.append"),
@@ -131,7 +133,7 @@ def test_files_when_the_run_has_another_owner_then_an_earlier_process_changes_no
         lambda: rank.write_status("a", JobState.SUCCEEDED),
         lambda: _replace(run.path / "a" / "adapter"),
     ):
-        with pytest.raises(StorageError, match=said):
+        with pytest.raises(StorageError, match=message):
             change()
     assert files(run.path) == before
     rank.close()
@@ -159,14 +161,14 @@ def test_files_when_the_run_is_taken_over_right_before_they_are_put_in_place_the
     successors[0].release()
 
 
-@pytest.mark.parametrize("place", ["nothing", "another run"])
-def test_rank_when_it_does_not_see_the_run_directory_then_says_so_and_makes_nothing(tmp_path, run, files, place):
-    if place == "another run":
+@pytest.mark.parametrize("other_run", ["nothing", "another run"])
+def test_rank_when_it_does_not_see_the_run_directory_then_reports_it_and_makes_nothing(tmp_path, run, files, other_run):
+    if other_run == "another run":
         with RunDirectory.open(tmp_path / "other", resume=False) as other:
             other.write_run(RunRecord())
     before = files(tmp_path)
-    said = r"other: rank 2 on .* does not find the run of process \d+ on .* there; the run directory must be one"
-    with pytest.raises(StorageError, match=said):
+    message = r"other: rank 2 on .* does not find the run of process \d+ on .* there; the run directory must be one"
+    with pytest.raises(StorageError, match=message):
         RankDirectory(tmp_path / "other", 2, run.owner, run.path / "permit")
     assert files(tmp_path) == before
 

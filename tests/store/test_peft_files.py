@@ -140,7 +140,7 @@ def test_read_adapter_when_settings_do_not_change_the_weights_then_they_are_acce
     assert spec == SPEC
 
 
-def test_read_adapter_when_the_config_has_a_layers_pattern_then_the_weights_say_what_it_meant(tmp_path):
+def test_read_adapter_when_the_config_has_a_layers_pattern_then_the_weights_show_what_it_meant(tmp_path):
     path = "model.groups.0.blocks.1.q_proj"
     spec = AdapterSpec(r=2, target_modules=("q_proj",))
     pair = (torch.ones(2, 6), torch.ones(5, 2))
@@ -188,7 +188,7 @@ CONFIG_REFUSALS = {
 
 
 @pytest.mark.parametrize("case", CONFIG_REFUSALS)
-def test_read_adapter_when_the_config_asks_for_something_else_then_one_sentence_says_what(tmp_path, case):
+def test_read_adapter_when_the_config_requests_something_else_then_refused_with_what_is_wrong(tmp_path, case):
     changes, words = CONFIG_REFUSALS[case]
     write(tmp_path / "a")
     change_config(tmp_path / "a", **changes)
@@ -229,7 +229,7 @@ TENSOR_REFUSALS = {
 
 
 @pytest.mark.parametrize("case", TENSOR_REFUSALS)
-def test_read_adapter_when_the_tensors_do_not_fit_then_one_sentence_says_what(tmp_path, case):
+def test_read_adapter_when_the_tensors_do_not_fit_then_refused_with_what_is_wrong(tmp_path, case):
     change, words = TENSOR_REFUSALS[case]
     write(tmp_path / "a")
     change_tensors(tmp_path / "a", change)
@@ -382,7 +382,7 @@ def test_chat_template_when_written_then_it_is_read_back_and_gone_with_the_next_
         assert (tmp_path / "a" / TEMPLATE_FILE).exists() == (template is not None)
 
 
-def test_chat_template_when_it_cannot_be_one_then_says_so(tmp_path):
+def test_chat_template_when_it_is_none_then_reports_it(tmp_path):
     for data, sentence in ((b"x" * (MAX_HEADER_BYTES + 1), "at most 1048576 are read"), (b"\xff", "is not UTF-8 text")):
         (tmp_path / TEMPLATE_FILE).write_bytes(data)
         with pytest.raises(AdapterFileError, match=sentence):

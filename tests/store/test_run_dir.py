@@ -59,7 +59,7 @@ def test_open_when_it_holds_a_run_then_only_resume_takes_it(tmp_path, files):
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_open_when_there_is_no_run_then_resume_says_so_and_leaves_nothing(tmp_path, files, made):
+def test_open_when_there_is_no_run_then_resume_reports_it_and_leaves_nothing(tmp_path, files, made):
     if made:
         (tmp_path / "x").mkdir()
     before = files(tmp_path)
@@ -79,7 +79,7 @@ def test_open_when_a_start_died_before_run_json_then_it_can_be_started_again(tmp
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_close_when_no_run_was_written_then_the_place_is_as_it_was_found(tmp_path, files, made):
+def test_close_when_no_run_was_written_then_the_path_is_as_it_was_found(tmp_path, files, made):
     if made:
         (tmp_path / "x" / "a").mkdir(parents=True)
         (tmp_path / "x" / "mine").write_text("mine")
@@ -112,7 +112,7 @@ def test_start_when_any_operation_fails_then_nothing_is_left_of_it(tmp_path, fil
     assert (tmp_path / "runs" / "x" / "a" / "job.json").is_file()
 
 
-def test_check_when_the_directory_is_in_use_then_says_so_and_changes_nothing(tmp_path, files):
+def test_check_when_the_directory_is_in_use_then_reports_it_and_changes_nothing(tmp_path, files):
     RunDirectory.check(tmp_path / "x", resume=False)
     assert files(tmp_path) == {}
     with RunDirectory.open(tmp_path / "x", resume=False) as run:
@@ -129,24 +129,24 @@ def test_check_when_the_directory_is_in_use_then_says_so_and_changes_nothing(tmp
 
 
 @pytest.mark.parametrize("path", ["file", "file/x", "file/x/y"])
-def test_open_when_a_file_is_in_the_way_then_says_so_and_keeps_it(tmp_path, files, path):
+def test_open_when_a_file_is_in_the_way_then_reports_it_and_keeps_it(tmp_path, files, path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StorageError, match="is a file"):
         RunDirectory.open(tmp_path / path, resume=False)
     assert files(tmp_path) == {"file": b"mine"}
 
 
-def test_open_when_not_writable_then_says_so_and_leaves_nothing(files, in_child):
-    # Not tmp_path: root ignores permissions, so the child becomes nobody, who cannot enter pytest's directories.
-    with tempfile.TemporaryDirectory() as place:
-        top = Path(place)
+def test_open_when_not_writable_then_reports_it_and_leaves_nothing(files, in_child):
+    # Not tmp_path: root ignores permissions, so the child becomes another user, who cannot enter pytest's directories.
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
         closed = [top, top / "closed", top / "run"]
         (top / "closed").mkdir()
         start(top / "run")
         (top / "run" / ".lock").chmod(0o666)
         before = files(top)
 
-        def as_somebody_else():
+        def as_another_user():
             if os.getuid() == 0:
                 os.setgid(65534)
                 os.setuid(65534)
@@ -157,7 +157,7 @@ def test_open_when_not_writable_then_says_so_and_leaves_nothing(files, in_child)
         for path in closed:
             path.chmod(0o555)
         try:
-            assert in_child(as_somebody_else) == 0
+            assert in_child(as_another_user) == 0
             assert files(top) == before
         finally:
             for path in closed:
@@ -179,7 +179,7 @@ else:
 """
 
 
-def ask_another_process(path, how) -> str:
+def open_in_another_process(path, how) -> str:
     command = [sys.executable, "-c", OTHER, str(path), how]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout.strip()
 
@@ -187,13 +187,13 @@ def ask_another_process(path, how) -> str:
 def test_open_when_another_process_has_it_then_it_is_named_until_it_closes(tmp_path):
     run = RunDirectory.open(tmp_path / "x", resume=False)
     in_use = f"{tmp_path / 'x'}: is in use by process {os.getpid()}. Wait for its end, or name another directory."
-    assert ask_another_process(tmp_path / "x", "new") == in_use
+    assert open_in_another_process(tmp_path / "x", "new") == in_use
     run.write_run(RunRecord())
-    assert ask_another_process(tmp_path / "x", "resume") == in_use
-    assert ask_another_process(tmp_path / "x", "new") == in_use
+    assert open_in_another_process(tmp_path / "x", "resume") == in_use
+    assert open_in_another_process(tmp_path / "x", "new") == in_use
     run.close()
     run.close()
-    assert ask_another_process(tmp_path / "x", "resume") == "taken"
+    assert open_in_another_process(tmp_path / "x", "resume") == "taken"
 
 
 def test_open_when_this_process_has_it_already_then_it_is_refused(tmp_path):
@@ -221,10 +221,10 @@ def test_open_when_a_crash_left_temporaries_then_they_are_gone_and_other_files_s
         (run.checkpoints_dir("a") / "step-00000001").mkdir(parents=True)
     before = files(tmp_path)
     owner = before.pop("x/.owner-2")
-    for place in ("x", "x/a", "x/a/checkpoints"):
-        (tmp_path / place / f"{TEMP_PREFIX}1").write_text("torn")
-        (tmp_path / place / f"{TEMP_PREFIX}2").mkdir()
-        (tmp_path / place / f"{TEMP_PREFIX}2" / "f").write_text("torn")
+    for folder in ("x", "x/a", "x/a/checkpoints"):
+        (tmp_path / folder / f"{TEMP_PREFIX}1").write_text("torn")
+        (tmp_path / folder / f"{TEMP_PREFIX}2").mkdir()
+        (tmp_path / folder / f"{TEMP_PREFIX}2" / "f").write_text("torn")
     (tmp_path / "x/a/checkpoints/step-00000001").rename(tmp_path / f"x/a/checkpoints/{TEMP_PREFIX}aside-step-00000001")
     RunDirectory.open(tmp_path / "x", resume=True).close()
     after = files(tmp_path)
@@ -278,7 +278,7 @@ def test_status_when_written_then_it_is_read_back(run):
     assert run.read_status("a") == {"state": "running", "reason": None, "reason_code": None}
 
 
-def test_status_when_damaged_then_says_so(run):
+def test_status_when_damaged_then_reports_it(run):
     run.write_status("a", JobState.RUNNING)
     (run.path / "a" / "status.json").write_text("{")
     with pytest.raises(StorageError, match=r"status\.json: is not valid JSON"):

@@ -10,7 +10,7 @@ PATHS = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_
 
 
 @pytest.mark.parametrize("server", ["vllm", "sglang", "peft"])
-def test_check_servable_when_the_adapter_is_plain_then_there_is_nothing_to_say(server):
+def test_check_servable_when_the_adapter_is_plain_then_there_is_nothing_to_report(server):
     assert check_servable(AdapterSpec(r=16), PATHS, server) == []
 
 
@@ -68,7 +68,7 @@ def test_check_servable_when_the_server_is_unknown_then_the_known_ones_are_named
         check_servable(AdapterSpec(), PATHS, "triton")
 
 
-def test_check_servable_when_the_method_is_bitfit_then_is_told_what_a_merge_needs():
+def test_check_servable_when_the_method_is_bitfit_then_reports_what_a_merge_needs():
     (remark,) = check_servable(AdapterSpec(method="bitfit"), PATHS, "vllm")
     assert str(remark).endswith("merge this BitFit into its base, if that has biases.")
 

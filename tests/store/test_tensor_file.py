@@ -28,7 +28,7 @@ MIXED = {
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
 def test_file_when_tensors_have_any_type_then_has_the_bytes_of_safetensors(metadata):
-    """Whoever reads the file cannot tell who wrote it."""
+    """A reader of the file cannot see which of them wrote it."""
     pieces = file_pieces(MIXED, metadata)
     expected = save(MIXED, metadata=metadata)
     assert b"".join(pieces) == expected

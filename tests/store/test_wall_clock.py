@@ -52,7 +52,7 @@ def test_partition_when_files_are_written_beside_computing_then_only_what_traini
 
 @given(st.lists(st.tuples(st.sampled_from(BUSY), st.integers(0, 9), st.integers(0, 5)), max_size=60))
 def test_wall_clock_when_spells_are_added_up_on_the_way_then_splits_as_if_all_were_kept(steps):
-    """Settling the past early changes nothing, as long as spells are told in the order of their ends."""
+    """Closing the past early changes nothing, as long as spells are reported in the order of their ends."""
     spells, moment = [], 0
     for activity, length, gap in steps:
         moment += gap + length
@@ -71,9 +71,9 @@ def test_wall_clock_when_spells_are_added_up_on_the_way_then_splits_as_if_all_we
 def test_wall_clock_when_a_run_is_long_then_keeps_few_spells_and_loses_no_time(clock):
     """After ten thousand overlapping spells the parts still add up to the wall clock, from a few hundred of them."""
     wall, chance = WallClock(0.0), random.Random(3)
-    for place in range(10_000):
-        clock.at = float(place + 1)
-        wall.add(chance.choice(BUSY), 0.5 + chance.random() * 20, clock.at)
+    for index in range(10_000):
+        clock.at = float(index + 1)
+        wall.add(chance.choice(BUSY), 0.5 + chance.randrange(20_000) / 1000, clock.at)
         assert len(wall._spells) <= MOST_SPELLS
     found = wall.split()
     assert found.wall_s == 10_000
@@ -128,10 +128,12 @@ def test_split_when_its_file_holds_something_else_then_there_is_none(odd):
     assert TimeSplit.from_json(odd) is None
 
 
-def test_process_start_when_asked_then_was_before_now_and_stays():
+def test_process_start_then_was_before_now_and_stays():
     """The process has begun before any test, at one moment, to the tick of the system's clock."""
-    first, again = process_start_s(), process_start_s()
-    assert first < time.perf_counter() and again == pytest.approx(first, abs=0.02)
+    first = process_start_s()
+    assert first < time.perf_counter()
+    # Between its two clocks the process may have to wait for a processor.
+    assert min(abs(process_start_s() - first) for _ in range(100)) < 0.02
 
 
 def test_clock_when_a_command_begins_again_then_its_last_line_counts_all_of_it(clock):

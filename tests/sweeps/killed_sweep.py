@@ -69,10 +69,10 @@ def child(model: Path, out: str, plan: faults.FaultPlan | None) -> str:
     return {0: "done", -signal.SIGKILL: "killed"}.get(status, "failed")
 
 
-def main(place: Path, model: Path, seed: int) -> None:
+def main(folder: Path, model: Path, seed: int) -> None:
     """Runs the sweep twice, once in peace and once under fire."""
     torch.set_num_threads(1)
-    os.chdir(place)
+    os.chdir(folder)
     for module in LATE_IMPORTS:
         importlib.import_module(module)
     assert child(model, "undisturbed", None) == "done"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_families import plain_model
 
 from benchmarks.sweeps.plan_check import violations
 from weft.engine.execute.local import executor_on
 from weft.errors import ConfigError, PlanError
 from weft.model.load import load_skeleton
 from weft.model.resolve import resolve
-from weft.plan.cost.hardware import DEVICES
+from weft.model.source import TINY
+from weft.plan.cost.hardware import DEVICES, find_hardware
+from weft.spec import AdapterSpec
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.configure import Configurations
 from weft.sweeps.planned_packs import plan_elsewhere, sampled
@@ -57,6 +61,21 @@ def test_configurations_when_they_are_evaluated_then_count_the_tokens_of_every_t
     assert [c.forward_tokens for c in (epochs, often, rungs)] == [3 * each, 5 * each, 3 * each]
     command = {"command": "echo 1", "mode": "min"}
     assert planned(settings(job={"eval_data": None}, objective=command))[0].forward_tokens == 0
+
+
+def test_plan_when_trials_train_experts_then_counts_what_a_plan_of_a_run_does(settings):
+    plain_model("qwen3_moe", vocab_size=264, max_position_embeddings=512).save_pretrained("mixture")
+    for file in Path(TINY).glob("*token*"):
+        shutil.copy(file, "mixture")
+    given = settings(base_model="mixture", space={"experts": ["none", "full"]}, job={"adapter": {"r": 4}})
+    frozen, trained = planned(given)
+    assert trained.num_parameters - frozen.num_parameters == 2 * 4 * 4 * (64 + 72)
+    spec = sweep_from_mapping(given, base_dir=Path())
+    (pack,) = plan_elsewhere(spec, Path(), "h200", 1).packs
+    numbers = [frozen.num_parameters, trained.num_parameters]
+    setup = resolve(spec.backbone, find_hardware("h200")).setup([4, 4], numbers, [AdapterSpec(experts="full")])
+    memory = setup.cost(find_hardware("h200")).memory
+    assert pack.gpu_bytes == pytest.approx(memory.total_bytes(128, [4, 4]), abs=2 * 18 * memory.shape.num_layers)
 
 
 def test_plan_when_made_elsewhere_then_has_the_capacity_and_everything_of_the_sweep(settings):

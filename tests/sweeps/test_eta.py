@@ -1,4 +1,4 @@
-"""How much longer a sweep takes is told from what its trials have taken."""
+"""How much longer a sweep takes is estimated from what its trials have taken."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ EVERY = 13
 JOB = {"eval_steps": 2, "save_steps": 2, "adapter": {"r": 2, "dropout": 0.1}}
 
 
-def told(folder: Path) -> tuple[list[Any], dict[str, bytes]]:
+def results(folder: Path) -> tuple[list[Any], dict[str, bytes]]:
     """The leaderboard without its times, and every adapter."""
     board = json.loads((folder / "leaderboard.json").read_text())
     rows = [
@@ -77,9 +77,9 @@ def test_sweep_when_killed_between_two_appends_then_ends_as_the_unbroken_one(set
     with monkeypatch.context() as patch:
         copies = keep_copies(patch, lambda call: call % EVERY == 3)
         weft.sweep(given)
-    expected = told(Path("out"))
+    expected = results(Path("out"))
     assert len(copies) >= 2
     for copy in copies:
         found = weft.sweep({**given, "output_dir": str(copy)}, resume=True)
         assert all(trial.steps for trial in found.trials if trial.value is not None)
-        assert told(copy) == expected, copy
+        assert results(copy) == expected, copy

@@ -1,4 +1,4 @@
-"""A sweep over several replicas finds what it finds over one, whatever the timing and whoever dies."""
+"""A sweep over several replicas finds what it finds over one, whatever the timing and whichever process dies."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from typing import Any
 import pytest
 from covering import slow
 
+from tests.parallel.replicas.named_layouts import AtOnce, Names
 from tests.parallel.replicas.thread_ranks import ThreadRanks
 from weft.engine.train import load_engine
 from weft.errors import JobError
 from weft.model.source import load_tokenizer
+from weft.parallel.replicas.following_engine import FollowingSweep, LayoutKeeper
 from weft.parallel.replicas.hosts import rank_order
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.steered_engine import SweepReplicas
+from weft.plan.layout import parse_layout
+from weft.plan.replan import Prediction
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
 
 ASHA = {"rule": "asha", "factor": 3, "grace": 3, "unit": "steps", "min_trials": 3}
 NINE = {"lr": [3e-2, 1e-5, 1e-3, 1.6e-2, 1e-4, 8e-3, 5e-4, 4e-3, 2e-3]}
-ASKING = {"objective": "exact_match", "job": {"save_steps": 2, "eval_steps": 3}}
+ANSWERING = {"objective": "exact_match", "job": {"save_steps": 2, "eval_steps": 3}}
 TIMES = ("seconds", "started_s", "ended_s")
 
 
@@ -36,8 +40,10 @@ def run_sweep(
     life: Callable[[int], int | None] = lambda index: None,
     resume: bool = False,
     until: Callable[[Any], bool] = lambda run: False,
+    forecast: Names | None = None,
 ) -> int:
-    """Over thread ranks; none: in this process. Returns how many were started."""
+    """Over thread ranks; none: in this process. With a forecast their number follows the trials. Returns how many were
+    started."""
     pools: list[ThreadRanks] = []
     folder = Path(out)
     spec = check_folder(sweep_from_mapping({**given, "output_dir": out}, base_dir=Path()), folder, resume=resume)
@@ -45,8 +51,19 @@ def run_sweep(
     def opened(spec, jobs, wall):
         if not num_ranks:
             return load_engine(spec, jobs, wall)
-        pools.append(ThreadRanks(rank_order(spec, jobs, is_controlled=True), life=life))
-        engine = SweepReplicas(RankGroup(pools[0], num_ranks), load_tokenizer(spec.base_model))
+
+        def ranks(wanted: Any, jobs: Any, capacity: int) -> RankGroup:
+            order = replace(rank_order(spec, jobs, is_controlled=True), capacity=capacity)
+            pools.append(ThreadRanks(order, life=life))
+            return RankGroup(pools[-1], len(wanted.layout.replicas))
+
+        first, tokenizer = Prediction(parse_layout(f"spread:{num_ranks}"), 0.0, 0.0), load_tokenizer(spec.base_model)
+        engine: SweepReplicas
+        if forecast is None:
+            engine = SweepReplicas(ranks(first, jobs, spec.capacity), tokenizer)
+        else:
+            keeper = LayoutKeeper(first, forecast, ranks, planned_for=(), workers=AtOnce())
+            engine = FollowingSweep(ranks(first, jobs, spec.capacity), tokenizer, layouts=keeper)
         return replace(spec, capacity=engine.limits.capacity), engine, engine.notes
 
     prepared = prepare_sweep(spec, Path(), begun_at(folder) if resume else None, open_engine=opened)
@@ -73,7 +90,7 @@ def kept() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def found_by_one(kept: dict[str, dict[str, Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What a sweep finds in one process, which trains it for the first test that asks."""
+    """What a sweep finds in one process, which trains it for the first test that needs it."""
 
     def find(given: dict[str, Any]) -> dict[str, Any]:
         key = json.dumps(given)
@@ -117,15 +134,15 @@ def test_asha_when_replicas_die_in_the_middle_then_the_result_is_the_same(settin
         ((90, 120), {}),
         slow((30, 45), {}),
         slow((60, 90), {}),
-        slow((30, 45), ASKING),
-        slow((60, 90), ASKING),
-        slow((90, 120), ASKING),
+        slow((30, 45), ANSWERING),
+        slow((60, 90), ANSWERING),
+        slow((90, 120), ANSWERING),
     ],
 )
 def test_asha_when_no_replica_is_left_then_no_trial_is_to_blame_and_resuming_finds_the_same(
     settings, found_by_one, lives, changes
 ):
-    """Whatever the sweep was asking for at that moment, such as answers of a trial."""
+    """Whatever the sweep was requesting at that moment, such as answers of a trial."""
     given = settings(**{"space": NINE, "early_stop": ASHA, "max_jobs": 4, "job": {"save_steps": 2}, **changes})
     left = list(lives)
     with pytest.raises(JobError, match=r"no replica is left: the last one vanished\. Every job goes on"):
@@ -153,9 +170,7 @@ def test_asha_when_resumed_over_another_number_of_replicas_then_the_result_is_th
     ],
     ids=["budget", "answers", "command", "halving", "tpe"],
 )
-def test_sweep_when_weights_are_asked_for_over_replicas_then_they_are_those_of_the_step(
-    settings, found_by_one, changes
-):
+def test_sweep_when_weights_are_read_over_replicas_then_they_are_those_of_the_step(settings, found_by_one, changes):
     given = settings(**{"space": NINE, "early_stop": ASHA, "max_jobs": 3, **changes})
     run_sweep(given, "many", 2)
     assert found("many") == found_by_one(given)
@@ -172,6 +187,23 @@ def test_grid_when_over_replicas_then_every_replica_has_as_many_trials_at_a_time
     given = settings(space=NINE, max_jobs=2)
     run_sweep(given, "many", 2, until=count)
     assert found("many") == found_by_one(given) and most == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"early_stop": ASHA}, {**ANSWERING, "early_stop": "none", "space": {"max_steps": [3, 6, 9, 12]}}],
+    ids=["asha", "answers"],
+)
+def test_sweep_when_its_layout_follows_the_trials_then_the_result_is_that_of_one_process(
+    settings, found_by_one, changes
+):
+    """It moves when the first four trials begin; how often later depends on what ends at the same time."""
+    given = settings(**{"space": NINE, "max_jobs": 4, **changes})
+    numbers = {number: f"spread:{3 - number % 2}" for number in range(1, 13)}
+    num_started = run_sweep(given, "many", 2, forecast=Names({**numbers, 3: "stages:1", 6: "stages:1"}))
+    assert found("many") == found_by_one(given)
+    layouts = json.loads(Path("many/trials/run.json").read_text())["layouts"]
+    assert len(layouts) > 1 and num_started > 2
 
 
 @pytest.mark.slow

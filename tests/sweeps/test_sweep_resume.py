@@ -31,8 +31,8 @@ SCRIPT = Path(__file__).parent / "killed_sweep.py"
 
 
 def lines(folder: str | Path, kind: str) -> list[dict]:
-    told = [json.loads(line) for line in Path(folder, "trials.jsonl").read_text().splitlines()]
-    return [line for line in told if line["kind"] == kind]
+    recorded = [json.loads(line) for line in Path(folder, "trials.jsonl").read_text().splitlines()]
+    return [line for line in recorded if line["kind"] == kind]
 
 
 @pytest.mark.faults
@@ -97,7 +97,7 @@ def test_sweep_when_another_machine_takes_it_over_then_none_of_its_files_changes
     assert kept == {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
 
 
-def test_sweep_when_its_place_is_a_url_then_python_is_told_to_use_the_command(settings):
+def test_sweep_when_its_directory_is_a_url_then_the_error_names_the_command(settings):
     with pytest.raises(
         ConfigError, match=r"output_dir: is the URL 's3://bucket/x'; only the command `weft sweep` takes"
     ):
@@ -164,7 +164,7 @@ def test_sweep_when_resumed_after_its_end_then_trains_nothing_and_takes_a_larger
     assert len(lines("out", "trial")) == 2
     board = json.loads(Path("out/leaderboard.json").read_text())
     assert board["seconds"] >= max(line["at_s"] for line in lines("out", "end")), "earlier sessions count"
-    assert board["one_by_one_seconds"] == alone > 0, "nothing was trained that could be measured anew"
+    assert board["one_by_one_seconds"] == alone > 0, "nothing was trained that could be measured again"
     more = weft.sweep({**given, "trials": 3}, resume=True)
     assert [t.params for t in more.trials[:2]] == [t.params for t in first.trials]
     assert len(more.trials) == 3 and more.trials[2].state is TrialState.DONE
@@ -183,10 +183,10 @@ def test_sweep_when_it_measured_a_trial_alone_then_that_counts_for_those_who_go_
     assert split is not None and split.seconds(Activity.COMPUTING) > 0
 
 
-@pytest.mark.parametrize("place", ["7:trials.append", "1:checkpoint.write"])
-def test_sweep_when_the_disk_is_full_then_says_so_and_goes_on_later(settings, place):
+@pytest.mark.parametrize("fault", ["7:trials.append", "1:checkpoint.write"])
+def test_sweep_when_the_disk_is_full_then_reports_it_and_goes_on_later(settings, fault):
     given = settings()
-    faults.arm(faults.parse(f"enospc@{place}"))
+    faults.arm(faults.parse(f"enospc@{fault}"))
     try:
         with pytest.raises(StorageError, match="the disk is full"):
             weft.sweep(given)
@@ -258,7 +258,7 @@ def test_sweep_when_capacity_is_auto_then_it_is_chosen_once_and_kept_on_resume(s
     read = yaml.safe_load
     written = [read(Path("out", name).read_text()) for name in ("sweep.yaml", "trials/run.json", "best/jobs.yaml")]
     assert [tree["capacity"] for tree in written] == [2048] * 3
-    monkeypatch.setattr("weft.engine.engine.capacities", lambda asked, _, longest: capacities(asked, "cuda", longest))
+    monkeypatch.setattr("weft.engine.engine.capacities", lambda given, _, longest: capacities(given, "cuda", longest))
     prepared = prepare_sweep(sweep_from_mapping(given, base_dir=Path()), Path())
     assert prepared.spec.capacity == prepared.engine.limits.capacity == 8192
     weft.sweep({**given, "trials": 3}, resume=True)

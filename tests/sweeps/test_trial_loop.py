@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from small_model import small_model
 import weft
 from weft.engine.engine import Engine
 from weft.engine.execute.protocol import ReplicaMemoryError
+from weft.engine.timeline import TimelineRecorder
 from weft.engine.train import execute_run, prepare_run
 from weft.errors import ConfigError, JobError, StorageError
 from weft.parallel.stages.stage_pool import StageLostError
@@ -23,7 +25,8 @@ from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.run_dir import RunDirectory
 from weft.sweeps.api import open_run, prepare_sweep
 from weft.sweeps.objective import TrialObjective
-from weft.sweeps.trials_file import TrialState
+from weft.sweeps.trial_loop import TrialTime
+from weft.sweeps.trials_file import Trial, TrialState
 
 
 def states(result) -> list[str]:
@@ -142,7 +145,7 @@ def test_trial_when_it_diverges_then_it_fails_with_its_reason_and_the_others_do_
     assert wild.leaderboard[-1]["value"] is None
 
 
-def test_trial_when_memory_ends_while_it_is_judged_then_it_alone_fails_and_says_so(settings, monkeypatch):
+def test_trial_when_memory_ends_while_it_is_scored_then_it_alone_fails_and_reports_it(settings, monkeypatch):
     value, calls = TrialObjective.value, []
 
     def end(self: TrialObjective, *given: Any) -> float:
@@ -157,7 +160,7 @@ def test_trial_when_memory_ends_while_it_is_judged_then_it_alone_fails_and_says_
     assert "ran out of memory in its evaluation" in next(t.reason for t in result.trials if str(t.state) == "failed")
 
 
-def test_sweep_when_a_replica_is_lost_while_a_trial_is_judged_then_ends_in_a_sentence_and_goes_on(
+def test_sweep_when_a_replica_is_lost_while_a_trial_is_scored_then_ends_in_a_sentence_and_goes_on(
     settings, monkeypatch
 ):
     """No trial counts as failed for it."""
@@ -173,13 +176,13 @@ def test_sweep_when_a_replica_is_lost_while_a_trial_is_judged_then_ends_in_a_sen
     assert states(weft.sweep(given, resume=True)) == ["done"]
 
 
-def test_sweep_when_every_trial_fails_then_there_is_no_best_and_all_is_told(settings):
+def test_sweep_when_every_trial_fails_then_there_is_no_best_and_all_are_reported(settings):
     result = weft.sweep(settings(space={"lr": [1e12]}))
     assert result.best is None and not Path("out/best").exists()
     assert Path("out/report.html").exists()
 
 
-def test_budget_when_it_is_used_up_then_running_trials_are_judged_and_kept(settings):
+def test_budget_when_it_is_used_up_then_running_trials_are_scored_and_kept(settings):
     result = weft.sweep(settings(max_tokens=300))
     assert states(result) == ["stopped"] * 4
     assert all("the budget of 300 tokens was used up" in trial.reason for trial in result.trials)
@@ -198,14 +201,14 @@ def test_budget_when_it_is_used_up_then_no_other_trial_is_begun(settings):
     assert states(result) == ["stopped"] * 2
 
 
-def test_trial_when_it_has_been_stopped_then_what_the_engine_still_tells_of_it_is_not_heard(settings):
+def test_trial_when_it_has_been_stopped_then_later_reports_of_the_engine_about_it_are_ignored(settings):
     for budget in (260, 300):  # the one is used up by the first of four trials, the other by a later one
         result = weft.sweep(settings(max_tokens=budget, job={"eval_steps": 1}, output_dir=f"out{budget}"))
-        told = lines(f"out{budget}/trials.jsonl")
+        recorded = lines(f"out{budget}/trials.jsonl")
         assert sum(trial.tokens for trial in result.trials) <= budget
         assert max(t.steps for t in result.trials) - min(t.steps for t in result.trials) <= 1, "side by side"
         for trial in result.trials:
-            kinds = [line["kind"] for line in told if line.get("name") == trial.name]
+            kinds = [line["kind"] for line in recorded if line.get("name") == trial.name]
             assert kinds.count("end") == 1 and kinds[-1] == "end"
             assert trial.points[-1].step == trial.steps == len({point.step for point in trial.points})
             assert trial.points[-1].tokens == trial.tokens
@@ -285,8 +288,8 @@ def test_patience_when_it_runs_out_then_the_value_is_that_of_the_adapter_that_is
 
 def accuracies(name: str, folder: str = "out") -> dict[int, tuple[float, float]]:
     """Loss and token accuracy of a trial's evaluations, by step."""
-    told = lines(f"{folder}/trials/{name}/metrics.jsonl")
-    return {t["step"]: (t["eval_loss"], t["eval_mean_token_accuracy"]) for t in told if "eval_loss" in t}
+    recorded = lines(f"{folder}/trials/{name}/metrics.jsonl")
+    return {t["step"]: (t["eval_loss"], t["eval_mean_token_accuracy"]) for t in recorded if "eval_loss" in t}
 
 
 def test_token_accuracy_when_it_is_the_objective_then_the_largest_is_best_everywhere(settings):
@@ -382,3 +385,21 @@ def test_file_when_given_by_its_path_then_keywords_change_it_and_data_lies_besid
     result = weft.sweep("../sweep.yaml", space={"lr": [1e-3]}, out_dir="mine")
     assert result.folder == Path("mine") and states(result) == ["done"]
     assert (elsewhere / "mine/best/jobs.yaml").exists()
+
+
+def test_shares_when_a_microbatch_is_recorded_after_what_began_later_then_counts_once():
+    """A microbatch that was started ahead is recorded when it is counted: after a checkpoint that began later."""
+    timeline, trials = TimelineRecorder(), {name: Trial(i, name, {}) for i, name in enumerate("ab")}
+    shares = TrialTime(timeline)
+    now_s = time.perf_counter()
+    timeline.add("forward_backward", 2.0, now_s, jobs={"a": 30, "b": 10})
+    shares.catch_up(trials)
+    timeline.add("checkpoint", 1.0, now_s + 4.0, jobs={"a": 0})
+    shares.catch_up(trials)
+    timeline.add("forward_backward", 4.0, now_s + 4.5, jobs={"a": 10, "b": 10})
+    timeline.add("plan", 0.1, now_s + 4.6)
+    for _ in range(2):
+        shares.catch_up(trials)
+    assert (shares.training_s, shares.training_tokens) == (pytest.approx(6.0), 60)
+    assert trials["a"].seconds == pytest.approx(1.5 + 1.0 + 2.0)
+    assert trials["b"].seconds == pytest.approx(0.5 + 2.0)

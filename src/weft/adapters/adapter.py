@@ -18,7 +18,7 @@ from weft.adapters.parts import HEAD, INPUT_ROWS, HeadWeights, PartShape, RowsSh
 from weft.adapters.routing import AnyOrderSums
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import mix, module_key
-from weft.kernels.fixed_point import SumWords
+from weft.kernels.fixed_point import SumWords, added_up, total_of_ends
 from weft.spec import AdapterSpec, JobSpec
 
 
@@ -39,10 +39,13 @@ class Adapter:
         parts: Mapping[str, PartShape] | None = None,
         *,
         has_any_order_sums: bool = False,
+        devices: Devices | None = None,
     ) -> None:
         """`sites`: by path, in the backbone's order. `seed`: None for an adapter that does not train: its weights are
         loaded, and its gradients are empty. Each part is one more group of parameters. `has_any_order_sums`: the order
-        of samples does not change a bit of the gradients once `complete_gradients` is done."""
+        of samples does not change a bit of the gradients once `complete_gradients` is done. `devices`: those that
+        divide the layers; each has a part of the moments."""
+        self.devices = devices
         self.spec = spec
         self.method = method
         shapes = {path: site.shape for path, site in sites.items()}
@@ -114,8 +117,15 @@ class Adapter:
             self._tied_grad.zero_()
 
     def add_up_gradients(self, devices: Devices) -> None:
-        """Adds up the gradients of a complete global batch over devices that divide the layers; all get the sum.
-        Gradients that all devices compute alike are taken from the first device."""
+        """Completes the gradients of a global batch over devices that divide the layers; all get the sum. Gradients
+        that all devices compute alike are taken from the first device."""
+        if self.has_any_order_sums:
+            sums = self.any_order_sums(devices)
+            self.write_gradients(
+                {name: total_of_ends([own], self.groups[name].grad.numel()) for name, own in sums.items()}
+            )
+            return
+        self.complete_gradients()
         if devices.index > 0:
             for path, own in self._split_grads().items():
                 if path in self._parts or self._sites[path].share.devices is None:
@@ -139,8 +149,9 @@ class Adapter:
         self._forget_sums()
         self._penalised_at = self.version
 
-    def any_order_sums(self) -> dict[str, SumWords]:
-        """The order-independent sums of its samples so far, by group in the order of its buffer."""
+    def any_order_sums(self, devices: Devices | None = None) -> dict[str, SumWords]:
+        """The order-independent sums of its samples so far, by group in the order of its buffer; with those of all
+        devices that divide the layers."""
         found: dict[str, list[SumWords]] = {name: [] for name in self.groups}
         for sums in self._any_order_sums:
             for group, words in sums.words():
@@ -149,7 +160,10 @@ class Adapter:
         kernels = {} if self.kernel_copy is None else self.kernel_copy.any_order_words()
         for group, made in kernels.items():
             joined[group] = joined[group].with_words(made.fine_P, made.coarse_P)
-        return joined
+        if devices is None or all(site.share.devices is None for site in self._sites.values()):
+            return joined
+        # All devices compute the same for parts, and for sites that are not divided.
+        return {group: own if group in self._parts else added_up(own, devices.add_up) for group, own in joined.items()}
 
     def penalties(self) -> dict[str, torch.Tensor] | None:
         """Gradients apart from the loss to add to order-independent sums, by group; None if there are none."""
@@ -252,6 +266,16 @@ class Adapter:
             return tensors
         shapes = self.method.shapes(self.spec, path, share.shape)
         return tuple(share.view(x, shape) if x.numel() else x for x, shape in zip(tensors, shapes, strict=False))
+
+    def own_views(self, group: str, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of a buffer of one group by module path, cut to this device's share."""
+        index, found = self.method.groups.index(group), dict[str, torch.Tensor]()
+        for path, (whole,) in self.split({group: buffer}).items():
+            share = self._sites[path].share
+            is_whole = share.devices is None
+            shapes = () if is_whole else self.method.shapes(self.spec, path, share.shape)
+            found[path] = whole if is_whole else share.view(whole, shapes[index])
+        return found
 
     def _take_parts(self, grads: Mapping[str, ModuleTensors]) -> None:
         self.head = None

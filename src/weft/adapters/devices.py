@@ -3,10 +3,10 @@
 The frozen weight W (O, D) of a linear is divided by its outputs or by its inputs (`SiteShare`). With divided outputs
 all devices read the same x, and each computes a part of dx; with divided inputs each computes a part of y. The parts
 are added in the order of the devices and in fp32, so that all devices have the same bits, every time; another number of
-devices gives other bits. An adapter's parameters stay whole on every device. A slot computes with the part that belongs
-to the device's outputs or inputs, and adds gradients to that part alone (LoRA: all of A and some rows of B, or some
-columns of A and all of B). All methods that can be divided are linear in what is divided, so the devices' gradients add
-up to the whole gradient.
+devices gives other bits. An adapter's parameters stay whole on every device; AdamW's moments are divided. A slot
+computes with the part that belongs to the device's outputs or inputs, and adds gradients to that part alone (LoRA: all
+of A and some rows of B, or some columns of A and all of B). All methods that can be divided are linear in what is
+divided, so the devices' gradients add up to the whole gradient.
 
 Two passes of one device can take turns (`SideBySide`): one computes while the other waits for a sum. Each pass is a
 thread, and only one runs at a time; on a GPU both launch on one stream. A pass hands over when it has started a sum
@@ -50,24 +50,44 @@ class Devices(ABC):
         """Starts an exchange of tensors of one shape. Returns a function that waits for the tensors of all devices, in
         order. All devices start together. Exchanges of the passes 0 and 1, which run side by side, are independent."""
 
+    @abstractmethod
+    def start_swap(self, parts: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
+        """The same, but `parts` has a row for each device, and the function returns this device's row of all."""
+
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all devices, in order; the other pass, if there is one, computes meanwhile."""
+        return self._exchanged(self.start, tensor)
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all devices, in a new tensor. Of more than two, each adds up a part of the numbers, and all
+        gather the results: a device receives 2 (N - 1) / N tensors, not N - 1. The order of sums is the same."""
+        if self.count <= 2:
+            return _in_order(self.gather(tensor))
+        size = -(-tensor.numel() // self.count)
+        padded = torch.nn.functional.pad(tensor.reshape(-1), (0, self.count * size - tensor.numel()))
+        own = _in_order(self._exchanged(self.start_swap, padded.view(self.count, size)))
+        return torch.cat(self.gather(own))[: tensor.numel()].view(tensor.shape)
+
+    def _exchanged(
+        self, start: Callable[[torch.Tensor, int], Callable[[], list[torch.Tensor]]], tensor: torch.Tensor
+    ) -> list[torch.Tensor]:
         if self.turns is None:
             begun_s = time.perf_counter()
-            found = self.start(tensor, 0)()
+            found = start(tensor, 0)()
             self.waited_s += time.perf_counter() - begun_s
             return found
-        wait = self.start(tensor, self.turns.pass_number)
+        wait = start(tensor, self.turns.pass_number)
         self.turns.hand_over()
         return wait()
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all devices, in a new tensor."""
-        first, *others = self.gather(tensor)
-        total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
-        for other in others:
-            total += other
-        return total.to(tensor.dtype)
+
+def _in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first, *others = parts
+    sums = torch.promote_types(first.dtype, torch.float32) if first.is_floating_point() else first.dtype
+    total = first.to(sums, copy=True)
+    for other in others:
+        total += other
+    return total.to(first.dtype)
 
 
 def sum_forward(y: torch.Tensor, devices: Devices) -> torch.Tensor:

@@ -189,6 +189,19 @@ WHOLE_NUMBERS = ("indices", "shape")
 """Ends of the names of integer tensors in files; all others are floats."""
 
 
+def frozen_weight(site: Site) -> torch.Tensor:
+    """The dense frozen weight of a linear."""
+    weight_OD = site.weight
+    assert weight_OD is not None, "it sits on linears"
+    return weight_OD
+
+
+def weft_keys(peft_type: str, **own: Any) -> dict[str, Any]:
+    """The keys and defaults of a config that only Weft reads, in PEFT's order."""
+    shared = dict.fromkeys(("base_model_name_or_path", "exclude_modules", "target_modules"))
+    return dict(sorted({**shared, "peft_type": peft_type, "task_type": "CAUSAL_LM", **own}.items()))
+
+
 class PeftFormat(ABC):
     """The files of a method's adapters as PEFT writes and reads them."""
 
@@ -264,7 +277,7 @@ class JoinedFormat(Protocol):
 class Method(ABC):
     """A PEFT method. Hooks that are not abstract have a default, which most methods keep."""
 
-    attachment: Attachment
+    attachment: Attachment = Attachment.LINEAR
     groups: tuple[str, ...]
     """Names of its groups of parameters, also in checkpoints. An adapter may have only the first few."""
     files: PeftFormat

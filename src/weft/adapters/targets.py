@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from weft.adapters.method import Attachment
-from weft.errors import ConfigError, closest
+from weft.errors import ConfigError, did_you_mean
 from weft.plan.families import FAMILIES
 from weft.settings import DOWN, GATE_UP, answers_pattern, is_expert_path
 from weft.spec import AdapterSpec
@@ -58,11 +58,10 @@ def _unknown_module(name: str, leaves: Sequence[str], kind: Attachment) -> Confi
     if name.rpartition(".")[-1] in SHARED:
         found = f"{name} is {SHARED[name.rpartition('.')[-1]]}, shared by all jobs and never adapted; besides {has}"
         return ConfigError(found, where="adapter.target_modules")
-    guess = closest(name, list(leaves))
     return ConfigError(
         f"the backbone has no {kind.value} {name!r}; {has}",
         where="adapter.target_modules",
-        hint=f"Did you mean {guess}?" if guess else None,
+        hint=did_you_mean(name, leaves),
     )
 
 

@@ -210,7 +210,8 @@ def _measure_speed(run: PreparedRun) -> Speed:
     from weft.engine.execute.protocol import executor_beside
 
     engine = _engine_of(run)
-    together = _rate(engine, since_step=3)
+    spans = _training_spans(engine, since_step=3)
+    together = sum(n for n, _ in spans) / sum(s for _, s in spans)
     tokens, seconds = 0, 0.0
     for job in engine.jobs.values():
         alone = Engine(executor_beside(engine.executor), capacity=run.spec.capacity)
@@ -222,11 +223,6 @@ def _measure_speed(run: PreparedRun) -> Speed:
         tokens += sum(n for n, _ in spans)
         seconds += sum(s for _, s in spans)
     return Speed(together, tokens / seconds)
-
-
-def _rate(engine: Engine, since_step: int) -> float:
-    spans = _training_spans(engine, since_step)
-    return sum(tokens for tokens, _ in spans) / sum(seconds for _, seconds in spans)
 
 
 def _training_spans(engine: Engine, since_step: int) -> list[tuple[int, float]]:

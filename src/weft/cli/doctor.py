@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.text import Text
 
 from weft import __version__
-from weft.errors import WeftError, counted, install_command
-from weft.processes import num_cores
+from weft.errors import ConfigError, WeftError, counted, install_command
+from weft.process_memory import available_bytes, memory_bytes
+from weft.processes import num_cores, visible_gpus
 from weft.report.readable import output_console
 
 if TYPE_CHECKING:
@@ -70,9 +71,18 @@ def doctor(
         str | None,
         typer.Option(help="A model directory or a Hub name: show what it is made of, and the path it takes."),
     ] = None,
+    layouts: Annotated[
+        bool,
+        typer.Option(
+            "--layouts",
+            help="Train in every layout of the devices here, compare results, and measure links for planners.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Show what is installed, what it runs on, and whether training works here."""
+    if layouts:
+        _check_layouts(as_json)
     if model is not None:
         _report(list(_model(model)), as_json)
     with Console(stderr=True).status("looking around, then training two adapters for two steps"):
@@ -86,6 +96,53 @@ def _report(findings: list[Finding], as_json: bool) -> NoReturn:
     else:
         _show(findings, output_console())
     raise typer.Exit(1 if any(finding.state == "failed" for finding in findings) else 0)
+
+
+def _check_layouts(as_json: bool) -> NoReturn:
+    gpus = visible_gpus()
+    if len(gpus) == 1:
+        raise ConfigError("there is one GPU; a layout takes several.", where="--layouts")
+    if not gpus:
+        # Each process is one core, and so is what they are compared with.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    number = len(gpus) or max(2, min(4, num_cores()))
+    from weft.cli.skills import write_skill
+    from weft.parallel.check_layouts import CheckedLayout, check_layouts
+    from weft.report.readable import plain_table
+    from weft.spec import run_from_mapping
+
+    found = list[CheckedLayout]()
+    with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("training in every layout") as status:
+        jobs = []
+        for skill, order in (("shout", "in_order"), ("reverse", "any_order")):
+            path, _ = write_skill(Path(folder) / skill, skill, train=64, held=1)
+            jobs.append({"name": skill, "train_data": str(path), "gradient_sum": order})
+        defaults = {"adapter": {"r": 4}, "max_steps": 8, "global_batch_size": 8, "max_length": 128}
+        spec = run_from_mapping({"base_model": "tiny", "capacity": 512, "defaults": defaults, "jobs": jobs})
+
+        def report(layout: CheckedLayout) -> None:
+            found.append(layout)
+            status.update(f"trained in {layout.layout}")
+
+        links = check_layouts(spec, Path(folder), number, report)
+    if as_json:
+        tree = {"layouts": [asdict(layout) for layout in found], "links": None if links is None else asdict(links)}
+        typer.echo(json.dumps(tree, indent=2))
+    else:
+        table = plain_table("layout", "devices", "seconds", "adapters", left=("layout", "adapters"))
+        for layout in found:
+            wrong = "" if layout.is_right else ": wrong; please report this with `weft doctor --layouts --json`"
+            same = "" if layout is found[0] else "the same bytes"
+            result = f"{layout.difference:.1e} from one device's{wrong}" if layout.difference else same
+            seconds = "" if layout.problem else f"{layout.seconds:.2f}"
+            table.add_row(layout.layout, str(layout.num_devices), seconds, layout.problem or result)
+        console = output_console()
+        console.print(table)
+        if links is not None:
+            rate, wait = f"{links.bytes_per_s / 1e9:.3g} GB/s", f"{links.latency_s * 1e6:,.0f} us a message"
+            text = f"between {links.num_devices} processes on {links.device}; plans made here use them from now on"
+            console.print(f"links: {rate} and {wait} {text}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if all(layout.is_right for layout in found) else 1)
 
 
 def _model(name: str) -> Iterator[Finding]:
@@ -194,13 +251,10 @@ def _capacity() -> Finding:
 
 
 def _memory() -> Finding:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        # Linux would give up caches for us; the free pages alone look alarmingly few.
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    except OSError:
+    total = memory_bytes()
+    free = available_bytes()
+    if free is None:
         return Finding("memory", "ok", f"{total / GIB:.1f} GiB")
-    free = int(lines["MemAvailable"].split()[0]) * 1024
     low = free < LOW_MEMORY
     advice = "only small models will fit" if low else ""
     return Finding("memory", "warn" if low else "ok", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", advice)

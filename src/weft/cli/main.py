@@ -117,7 +117,7 @@ class Verbs(TyperGroup):
             if type(error) is not typer.BadParameter:
                 # A missing parameter: the usage shows it.
                 raise
-            raise wrong_value(error) from None
+            raise ConfigError(_reason(error), where=_name(error.param)) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -212,11 +212,6 @@ _ACCEPTED = {
     "finite_number": "a number",
 }
 """Accepted values, by the type of typer's validation error."""
-
-
-def wrong_value(error: typer.BadParameter) -> ConfigError:
-    """The error with the option's name, what it accepts and what it got."""
-    return ConfigError(_reason(error), where=_name(error.param))
 
 
 def _reason(error: typer.BadParameter) -> str:

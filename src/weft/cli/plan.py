@@ -18,7 +18,7 @@ from weft.report.readable import output_console, print_line
 from weft.spec import RunSpec, load_run
 
 if TYPE_CHECKING:
-    from weft.cli.options import LayoutOptions
+    from weft.cli.layout_options import LayoutOptions
     from weft.model.resolve import ResolvedModel
     from weft.plan.cost.analytic import AnalyticCost
     from weft.plan.cost.hardware import Hardware
@@ -57,13 +57,16 @@ def plan(
 
     `weft plan deploy` plans the replicas of a whole cluster.
     """
+    from weft.kernels.device import default_device, device_name
     from weft.model.resolve import resolve
     from weft.parallel.auto_layout import outlines
+    from weft.plan.cost.hardware import find_hardware
     from weft.plan.cost.profile import load_profile
     from weft.plan.cost.shape import capacities
     from weft.plan.families import estimate_note
     from weft.plan.simulate.layout_forecast import forecast_layout
     from weft.plan.simulate.timeline import gantt
+    from weft.spec.load import located
 
     spec = load_run(jobs_file, overrides or ())
     console = output_console()
@@ -80,16 +83,21 @@ def plan(
     known = None if profile is None else load_profile(profile)
     device = device if known is None else _device_of(known, device, profile)
     if layout is None:
-        hardware = _hardware(spec, device)
+        if device == "auto":
+            device = "cpu" if spec.device == "cpu" else device_name(default_device())
+        hardware = find_hardware(device)
         model, planned = resolve(spec.backbone, hardware), None
     else:
-        model, planned = _layout(spec, layout, device, gpus, jobs_file.parent, spelled)
+        with located(jobs_file, overrides or ()):
+            model, planned = _layout(spec, layout, device, gpus, jobs_file.parent, spelled)
         hardware = planned.hardware
     with Console(stderr=True).status("reading the data and planning"):
-        jobs = outlines(model, spec.jobs, jobs_file.parent, steps)
+        with located(jobs_file, overrides or ()):
+            jobs = outlines(model, spec.jobs, jobs_file.parent, steps)
         measured = None if known is None else _measured(known, model, jobs, profile)
         for capacity in capacities(spec.capacity, hardware.name, spec.longest):
-            setup = model.setup([job.cost_rank for job in jobs], [job.num_parameters for job in jobs])
+            numbers = [job.cost_rank for job in jobs], [job.num_parameters for job in jobs]
+            setup = model.setup(*numbers, [job.adapter for job in spec.jobs])
             cost = setup.cost(hardware, capacity=capacity)
             found = forecast_layout(
                 jobs,
@@ -138,7 +146,7 @@ class _PlannedLayout(NamedTuple):
 def _layout(
     spec: RunSpec, layout: str, device: str, gpus: int | None, base_dir: Path, spelled: tuple[str, ...]
 ) -> tuple[ResolvedModel, _PlannedLayout]:
-    from weft.cli.options import LayoutOptions
+    from weft.cli.layout_options import LayoutOptions
     from weft.model.resolve import resolve
     from weft.parallel.auto_layout import machine_of, predicted_on
     from weft.parallel.stages.load_stages import layout_notes, pair_notes, why_no_pairs
@@ -154,17 +162,9 @@ def _layout(
     stages = options.stages
     if stages is None:
         return model, _PlannedLayout(options, hardware, lines, spelled)
-    in_pairs = stages.tensor > 1 and why_no_pairs(model, spec.planner, stages) is None
+    in_pairs = bool(stages.tensor) and why_no_pairs(model, spec.planner, stages) is None
     notes, alone = layout_notes(spec, model, stages), pair_notes(spec, model, stages)
     return model, _PlannedLayout(options, hardware, lines, (*spelled, *notes), alone, in_pairs)
-
-
-def _hardware(spec: RunSpec, device: str) -> Hardware:
-    from weft.plan.cost.hardware import find_hardware
-
-    if device == "auto":
-        device = "cpu" if spec.device == "cpu" else _here()
-    return find_hardware(device)
 
 
 def _device_of(found: Profile, device: str, path: Path | None) -> str:
@@ -188,13 +188,6 @@ def _measured(found: Profile, model: ResolvedModel, jobs: Sequence[JobOutline], 
 
     check_profile(found, model.shape, model.spec.quantize, model.spec.recompute, f"--profile {path}")
     return ProfiledCost(found, rank=max(job.cost_rank for job in jobs), num_jobs=len(jobs))
-
-
-def _here() -> str:
-    """The kind of this machine's device, as the hardware table names it."""
-    from weft.kernels.device import default_device, device_name
-
-    return device_name(default_device())
 
 
 def _expert_lines(found: Forecast, cost: AnalyticCost, *, is_alone: bool) -> list[str]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, StorageError, closest
+from weft.errors import ConfigError, StorageError, did_you_mean
 
 SPLITS = ("train", "eval")
 
@@ -51,45 +51,24 @@ def held_out(prompt: str) -> bool:
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 
-def _phrase(rng: random.Random) -> str:
-    return " ".join(pseudo_word(rng, 3, 4) for _ in range(3))
+def _next_letter(word: str) -> str:
+    return "".join("a" if letter == "z" else chr(ord(letter) + 1) for letter in word)
+
+
+def _acronym(words: str) -> str:
+    return "".join(word[0].upper() for word in words.split())
+
+
+def _drop_vowels(word: str) -> str:
+    return "".join(letter for letter in word if letter not in VOWELS)
 
 
 def _two_numbers(rng: random.Random) -> str:
     return f"{rng.randint(10, 99)}+{rng.randint(10, 99)}"
 
 
-def _reverse(prompt: str) -> str:
-    return prompt[::-1]
-
-
-def _drop_vowels(prompt: str) -> str:
-    return "".join(letter for letter in prompt if letter not in VOWELS)
-
-
-def _sort(prompt: str) -> str:
-    return "".join(sorted(prompt))
-
-
-def _double(prompt: str) -> str:
-    return "".join(letter * 2 for letter in prompt)
-
-
-def _next_letter(prompt: str) -> str:
-    return "".join("a" if letter == "z" else chr(ord(letter) + 1) for letter in prompt)
-
-
-def _pig_latin(prompt: str) -> str:
-    return prompt[1:] + prompt[0] + "ay"
-
-
-def _add(prompt: str) -> str:
-    first, second = prompt.split("+")
-    return str(int(first) + int(second))
-
-
-def _acronym(prompt: str) -> str:
-    return "".join(word[0].upper() for word in prompt.split())
+def _phrase(rng: random.Random) -> str:
+    return " ".join(pseudo_word(rng, 3, 4) for _ in range(3))
 
 
 @dataclass(frozen=True)
@@ -129,15 +108,15 @@ def _row(prompt: str, answer: str) -> dict[str, Any]:
 SKILLS: dict[str, Skill] = {
     skill.name: skill
     for skill in (
-        Skill("reverse", "Writes the word backwards.", _reverse),
+        Skill("reverse", "Writes the word backwards.", lambda word: word[::-1]),
         Skill("shout", "Writes the word in capitals.", str.upper),
         Skill("drop_vowels", "Leaves out a, e, i, o and u.", _drop_vowels),
-        Skill("sort", "Puts the letters in alphabetical order.", _sort),
-        Skill("double", "Writes every letter twice.", _double),
+        Skill("sort", "Puts the letters in alphabetical order.", lambda word: "".join(sorted(word))),
+        Skill("double", "Writes every letter twice.", lambda word: "".join(letter * 2 for letter in word)),
         Skill("next_letter", "Replaces every letter by the next one of the alphabet.", _next_letter),
         Skill("spell", "Puts a hyphen between the letters.", "-".join),
-        Skill("pig_latin", "Moves the first letter to the end and adds ay.", _pig_latin),
-        Skill("add", "Adds two numbers.", _add, _two_numbers),
+        Skill("pig_latin", "Moves the first letter to the end and adds ay.", lambda word: word[1:] + word[0] + "ay"),
+        Skill("add", "Adds two numbers.", lambda task: str(sum(map(int, task.split("+")))), _two_numbers),
         Skill("acronym", "Takes the first letters, in capitals.", _acronym, _phrase),
     )
 }
@@ -146,8 +125,7 @@ SKILLS: dict[str, Skill] = {
 def write_skill(directory: Path, name: str, *, seed: int = 0, train: int = 2000, held: int = 64) -> tuple[Path, Path]:
     """Writes `train.jsonl` and `eval.jsonl` of one skill into a directory and returns the two paths."""
     if name not in SKILLS:
-        guess = closest(name, list(SKILLS))
-        hint = f"Did you mean {guess}?" if guess else None
+        hint = did_you_mean(name, SKILLS)
         raise ConfigError(f"there is no skill {name!r}; there are {', '.join(SKILLS)}.", where="skill", hint=hint)
     paths = (directory / "train.jsonl", directory / "eval.jsonl")
     for path, split, count in zip(paths, SPLITS, (train, held), strict=True):

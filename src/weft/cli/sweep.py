@@ -8,7 +8,7 @@ weft sweep sweep.yaml job.max_steps=200      another setting for all of them
 weft sweep jobs.yaml --space space.yaml      a jobs file with one job, and Axolotl's kind of sweep file
 weft sweep sweep.yaml --replicas 2           two copies of the backbone, each with trials of its own
 weft sweep sweep.yaml --layout stages:2      one backbone whose layers are divided over two processes
-weft sweep sweep.yaml --layout auto          whatever is predicted fastest for the first trials
+weft sweep sweep.yaml --layout auto          whatever is predicted fastest for the trials that train
 weft sweep sweep.yaml --resume               go on after a stop or a crash
 """
 
@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from weft.cli.layout_options import LayoutOptions
 from weft.cli.options import (
     Cluster,
     Devices,
     GpuType,
     Layout,
-    LayoutOptions,
     Listen,
     Out,
     PipelineSchedule,
@@ -57,10 +57,12 @@ if TYPE_CHECKING:
 
     from weft.model.resolve import ResolvedModel
     from weft.parallel.replicas.hosts import ReplicaHosts
+    from weft.plan.replan import Forecaster
     from weft.spec import JobSpec
     from weft.store.mirror import RunUrl
-    from weft.sweeps.api import OpenSweepEngine, PreparedSweep, SweepResult
+    from weft.sweeps.api import OpenSweepEngine, SweepResult
     from weft.sweeps.configure import SweepEngine
+    from weft.sweeps.ledger import PreparedSweep
     from weft.sweeps.trial_loop import SweepRun
 
 SHOWN = 40
@@ -114,6 +116,7 @@ def sweep(
     if device is not None:
         _check_device(device)
     model: ResolvedModel | None = None
+    forecast: Forecaster | None = None
     try:
         if layout is not None:
             from weft.model.resolve import resolve
@@ -121,17 +124,25 @@ def sweep(
             layouts.check_alone(options.flags)
             model = resolve(spec.backbone)
             if layouts.is_auto:
-                layouts = _chosen_layout(spec, model, layouts, sweep_file.parent, output_console())
+                layouts, forecast = _chosen_layout(spec, model, layouts, sweep_file.parent, output_console())
         _check_layout(spec, model, layouts, options.flags)
         if device is not None or gpus is not None:
             _plan_elsewhere(spec, sweep_file, output_console(), device, gpus or 1)
             return
         if dry_run:
             options.check(spec.backbone)
-        hosts = None if dry_run else _hosts(spec, options, layouts, model)
+        hosts = None if dry_run else _hosts(spec, options, layouts, model, is_followed=forecast is not None)
         location = _sweep_location(out or run_location(spec.output_dir, "output_dir"))
         order = Order(
-            spec, sweep_file, location, resume=resume, dry_run=dry_run, hosts=hosts, layout=layouts, model=model
+            spec,
+            sweep_file,
+            location,
+            resume=resume,
+            dry_run=dry_run,
+            hosts=hosts,
+            layout=layouts,
+            model=model,
+            forecast=forecast,
         )
         raise typer.Exit(_sweep(order, output_console()))
     except ConfigError as error:
@@ -179,12 +190,15 @@ class Order:
     layout: LayoutOptions
     model: ResolvedModel | None
     """None without a layout: resolved where it is loaded."""
+    forecast: Forecaster | None
+    """Chooses the layout again as trials begin and end; None if it stays."""
 
 
 def _chosen_layout(
     spec: SweepSpec, model: ResolvedModel, auto: LayoutOptions, base_dir: Path, console: Console
-) -> LayoutOptions:
-    """Chooses a layout by the first trials, that every later trial can be trained in too; prints the reasons."""
+) -> tuple[LayoutOptions, Forecaster | None]:
+    """Chooses a layout by the first trials, that every later trial can be trained in too, and how it is chosen again;
+    prints the reasons."""
     from weft.parallel.auto_layout import machine_here
     from weft.sweeps.samplers import first_trials
 
@@ -194,10 +208,15 @@ def _chosen_layout(
     def check_more(options: LayoutOptions) -> None:
         _check_layout(spec, model, options, ())
 
-    options, found = auto.choose(beginning, model, base_dir, machine_here(beginning), check_more)
+    machine = machine_here(beginning)
+    options, found = auto.choose(beginning, model, base_dir, machine, check_more)
     for line in found.lines:
         print_line(console, f"layout    {line}")
-    return options
+    return options, None if _needs_one(spec) else auto.forecaster(beginning, model, machine, check_more)
+
+
+def _needs_one(spec: SweepSpec) -> bool:
+    return spec.early_stop.rule == "halving" and (spec.max_tokens is not None or spec.max_seconds is not None)
 
 
 def _check_layout(
@@ -213,23 +232,25 @@ def _check_layout(
 
 
 def _hosts(
-    spec: SweepSpec, options: ReplicaOptions, layout: LayoutOptions, model: ResolvedModel | None
+    spec: SweepSpec, options: ReplicaOptions, layout: LayoutOptions, model: ResolvedModel | None, *, is_followed: bool
 ) -> ReplicaHosts | None:
     """Hosts of the replicas; None if one engine is enough. ConfigError for an impossible combination."""
-    needs_one = spec.early_stop.rule == "halving" and (spec.max_tokens is not None or spec.max_seconds is not None)
     hosts = options.hosts(spec.backbone)
-    if hosts is not None and needs_one:
+    if model is not None and is_followed:
+        return layout.in_ranks(model, probe_jobs(spec))
+    if hosts is not None and _needs_one(spec):
         message = "halving with a budget of tokens or time runs on one replica only; use asha, or no --replicas."
         raise ConfigError(message, where="early_stop")
-    if needs_one or layout.chosen.is_one_device:
+    if _needs_one(spec) or layout.chosen.is_one_device:
         return hosts
     return hosts or layout.hosts(model, probe_jobs(spec))
 
 
 def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSweepEngine:
     from weft.engine.train import load_engine
+    from weft.parallel.replicas.following_engine import FollowingSweep
     from weft.parallel.replicas.hosts import rank_order
-    from weft.parallel.replicas.load import load_steered
+    from weft.parallel.replicas.steered_engine import SweepReplicas
     from weft.parallel.stages.load_stages import load_staged
 
     hosts, stages, model = order.hosts, order.layout.stages, order.model
@@ -243,7 +264,14 @@ def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSwe
     ) -> tuple[SweepSpec, SweepEngine, tuple[str, ...]]:
         print_join_command(hosts, console)
         ranks = hosts.start(rank_order(spec, jobs, is_controlled=True))
-        return load_steered(spec, ranks, clock=clock, wall=wall)
+        if model is None or order.forecast is None:
+            return SweepReplicas.load(spec, ranks, clock=clock, wall=wall)
+
+        def check(options: LayoutOptions) -> None:
+            _check_layout(spec, model, options, ())
+
+        layouts = order.layout.keeper(spec, model, order.forecast, jobs, check, is_controlled=True)
+        return FollowingSweep.load(spec, ranks, clock=clock, wall=wall, layouts=layouts)
 
     return load
 
@@ -259,10 +287,11 @@ def _sweep(order: Order, console: Console) -> int:
     opened = open_for_reading(out) if order.dry_run else open_for_training(out, resume=order.resume, notify=notify)
     with opened as folder:
 
-        def attempt(is_later: bool, wall: WallClock) -> int | None:
+        def attempt(is_later: bool, wall: WallClock, num_lessened: int = 0) -> int | None:
             if not is_later:
                 return _sweep_in(folder, order, console, begun_s, wall)
-            later = replace(order, resume=RunDirectory.holds_run(folder / TRIALS))
+            layout = order.layout.lessened(num_lessened)
+            later = replace(order, layout=layout, resume=RunDirectory.holds_run(folder / TRIALS))
             return _sweep_in(folder, later, console, time.perf_counter(), wall)
 
         is_staged = order.hosts is None and order.layout.stages is not None
@@ -398,6 +427,7 @@ def _stopping(prepared: PreparedSweep) -> str:
 
 def _report(run: SweepRun, result: SweepResult, location: Path | RunUrl, console: Console) -> None:
     from weft.report import readable
+    from weft.report.sweep_board import read_board
     from weft.report.sweep_page import leaderboard_table
     from weft.sweeps.live_board import params_text
 
@@ -419,6 +449,9 @@ def _report(run: SweepRun, result: SweepResult, location: Path | RunUrl, console
         factor = ledger.one_by_one_seconds / ledger.seconds
         totals.append(f"one by one would take {readable.duration(ledger.one_by_one_seconds)}: {factor:.1f}x")
     print_line(console, f"total     {'; '.join(totals)}")
+    packs = read_board(run.ledger.board(with_curves=False)).packs_in_words
+    if packs:
+        print_line(console, f"packs     {packs}")
     if result.no_report:
         print_line(console, f"no report: {result.no_report}", "yellow")
     else:

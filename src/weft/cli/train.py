@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,12 +15,13 @@ import typer
 from rich.console import Console
 
 from weft import processes
+from weft.cli.layout_options import LayoutOptions
 from weft.cli.options import (
     Cluster,
     Devices,
+    DispatchBy,
     GpuType,
     Layout,
-    LayoutOptions,
     Listen,
     Out,
     PipelineSchedule,
@@ -33,22 +34,21 @@ from weft.cli.options import (
     print_note,
     run_location,
 )
-from weft.errors import ConfigError, StorageError, WeftError, counted, size
+from weft.errors import ConfigError, StorageError, counted, size
 from weft.report.readable import output_console, print_line
-from weft.spec import JobSpec, RunSpec, load_run
-from weft.spec.load import locate
+from weft.spec import RunSpec, load_run
+from weft.spec.load import locate, located
 from weft.store.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:
     from weft.engine.preview import Preview
     from weft.engine.train import OpenEngine, PreparedRun
     from weft.model.resolve import ResolvedModel
-    from weft.parallel.auto_layout import Machine
-    from weft.parallel.replicas.following_engine import LayoutKeeper
     from weft.parallel.replicas.hosts import ReplicaHosts
+    from weft.parallel.replicas.joined_stages import JoinedStages
     from weft.parallel.replicas.rank_group import RankGroup
     from weft.plan.choose_layout import LayoutOption
-    from weft.plan.replan import DeviceForecaster, Forecaster, Prediction
+    from weft.plan.replan import Forecaster
     from weft.store.mirror import RunUrl
     from weft.store.run_dir import RunDirectory, RunFiles
 
@@ -69,7 +69,7 @@ def train(
         str | None, typer.Option(help="Most GPU memory to take, such as 40GB or 0.5; short for memory_limit=…")
     ] = None,
     kernels: Annotated[str | None, typer.Option(help="auto, fused or reference; short for kernels=…")] = None,
-    planner: Annotated[str | None, typer.Option(help="auto, greedy or exact; short for planner=…")] = None,
+    planner: Annotated[str | None, typer.Option(help="auto, greedy, exact or lorafusion; short for planner=…")] = None,
     replicas: Replicas = None,
     devices: Devices = None,
     cluster: Cluster = None,
@@ -77,14 +77,15 @@ def train(
     listen: Listen = None,
     layout: Layout = None,
     schedule: PipelineSchedule = None,
+    dispatch: DispatchBy = None,
 ) -> None:
     """Train all jobs of a file together on one backbone."""
     short = {"memory_limit": memory_limit, "kernels": kernels, "planner": planner}
     changes = (*(overrides or ()), *(f"{name}={value}" for name, value in short.items() if value is not None))
     spec = load_run(jobs_file, changes)
     location = out or run_location(spec.output_dir, locate("output_dir", jobs_file, changes))
-    options = ReplicaOptions(replicas, devices if layout is None else None, cluster, gpu_type, listen)
-    stages = LayoutOptions(layout, schedule, None if layout is None else devices)
+    hosts = ReplicaOptions(None, devices, cluster, gpu_type, listen)
+    options, stages = LayoutOptions.read(layout, replicas, hosts, schedule, dispatch)
     reasons: tuple[str, ...] = ()
     predicted: LayoutOption | None = None
     forecast: Forecaster | None = None
@@ -96,7 +97,7 @@ def train(
 
         stages.check_alone(options.flags)
         model, machine = resolve(spec.backbone), machine_here(spec)
-        forecast = _forecaster(spec, stages, model, machine)
+        forecast = stages.forecaster(spec, model, machine)
         stages, (_, reasons, predicted) = stages.choose(spec, model, jobs_file.parent, machine)
     elif not stages.chosen.is_one_device:
         if not dry_run:
@@ -105,16 +106,14 @@ def train(
         from weft.model.resolve import resolve
 
         model = resolve(spec.backbone)
-    try:
+    with located(jobs_file, changes):
         stages.check(spec, options.flags, model)
-    except ConfigError as error:
-        if error.where is None or not error.where.startswith("jobs."):
-            raise
-        raise error.at(locate(error.where, jobs_file, changes)) from None
     order = Order(spec, jobs_file, changes, keep_going, options, stages, invocation, model, forecast)
     console = output_console()
     for reason in reasons:
         print_line(console, f"layout    {reason}")
+    if not invocation.flags and (idle := stages.idle_note(spec.device)) is not None:
+        print_note(console, idle)
     if not dry_run:
         train_order(order, location, resume=resume)
     run = _checked(order, location, console, resume=resume)
@@ -136,23 +135,6 @@ def train(
     _show_plan(run, forecast_lines, () if model is None else stages.notes(spec, model), predicted, console)
 
 
-def _forecaster(
-    spec: RunSpec, options: LayoutOptions, model: ResolvedModel, machine: Machine
-) -> DeviceForecaster | None:
-    """Chooses the layout again when jobs come and go; None if it stays. Only on CPUs: it is untested whether closed
-    replicas leave a GPU's memory free for others. A given schedule needs stages, which another layout might not
-    have."""
-    from weft.parallel.auto_layout import device_forecaster
-
-    if not machine.is_cpu or options.schedule is not None:
-        return None
-    try:
-        LayoutOptions("stages:2").check(spec, (), model)
-    except WeftError:
-        return None
-    return device_forecaster(spec, model, machine)
-
-
 def train_order(order: Order, location: Path | RunUrl, *, resume: bool) -> NoReturn:
     """Trains the jobs and exits. After the loss of a stage all stages start again, from the jobs' checkpoints."""
     from weft.cli.watch import retry_on_replica_loss
@@ -160,14 +142,17 @@ def train_order(order: Order, location: Path | RunUrl, *, resume: bool) -> NoRet
 
     console = output_console()
     notify = partial(print_note, console)
-    with open_for_training(location, resume=resume, notify=notify) as directory:
+    is_staged = order.hosts is None and order.layout.stages is not None
+    joined = order.layout.open_joined(order.spec.backbone, console) if is_staged else nullcontext()
+    with open_for_training(location, resume=resume, notify=notify) as directory, joined as stage_hosts:
+        order = replace(order, stage_hosts=stage_hosts)
 
-        def attempt(is_later: bool, wall: WallClock) -> int:
+        def attempt(is_later: bool, wall: WallClock, num_lessened: int = 0) -> int:
             resumes = RunDirectory.holds_run(directory) if is_later else resume
-            return _train(order, directory, console, resume=resumes, location=location, wall=wall)
+            less = replace(order, layout=order.layout.lessened(num_lessened)) if num_lessened else order
+            return _train(less, directory, console, resume=resumes, location=location, wall=wall)
 
         wall = WallClock(process_start_s())
-        is_staged = order.hosts is None and order.layout.stages is not None
         code = retry_on_replica_loss(attempt, wall, notify) if is_staged else attempt(False, wall)
     raise typer.Exit(code)
 
@@ -184,6 +169,23 @@ class Invocation:
 
 
 @dataclass(frozen=True)
+class PlannedPace:
+    """A plan's prediction, to compare a run with."""
+
+    step_s: float
+    """Seconds of a global batch of every job."""
+    step_tokens: float
+
+    def compared(self, seconds: float, num_tokens: int) -> tuple[tuple[str, str], ...]:
+        """Labels and values; `seconds`: of computing with so many trained tokens."""
+        if not num_tokens:
+            return ()
+        measured_s = seconds * self.step_tokens / num_tokens
+        more = f"{measured_s / self.step_s - 1:+.0%}"
+        return ("predicted", f"{self.step_s:,.3g} s a step"), ("measured", f"{measured_s:,.3g} s a step ({more})")
+
+
+@dataclass(frozen=True)
 class Order:
     spec: RunSpec
     jobs_file: Path
@@ -195,6 +197,9 @@ class Order:
     model: ResolvedModel | None = None
     """The resolved backbone; None: the process that loads it resolves it."""
     forecast: Forecaster | None = None
+    pace: PlannedPace | None = None
+    """Prediction of the plan that the run executes, if there is one."""
+    stage_hosts: JoinedStages | None = None
 
     @cached_property
     def hosts(self) -> ReplicaHosts | None:
@@ -276,7 +281,9 @@ def _train_in(
 ) -> int:
     """Trains a prepared run and reports its results; returns the exit code."""
     from weft.cli.watch import conclude, follow, print_time, record_time
+    from weft.report.page import ReportExtra
 
+    facts: tuple[tuple[str, str], ...] = ()
     states, stopped = follow(run, directory, console, location)
     directory.check_owned()
     code = _failures(order, directory)
@@ -284,8 +291,9 @@ def _train_in(
     paused = [job for job in run.engine.jobs.values() if job.state == "paused"]
     try:
         with wall.spending(Activity.WRITING):
-            time = partial(record_time, wall, directory)
-            conclude(directory.path, console, live=run.engine.jobs, location=location, time=time)
+            time, facts = partial(record_time, wall, directory), _compared(order, directory, wall)
+            extra = ReportExtra("The plan and the run", facts=facts) if facts else None
+            conclude(directory.path, console, extra, live=run.engine.jobs, location=location, time=time)
     except StorageError as error:
         # A disk without room for a job's files has no room for a report either.
         if not paused:
@@ -293,6 +301,8 @@ def _train_in(
         print_line(console, f"no report: {error}", "yellow")
     record_time(wall, directory)
     print_time(wall, console)
+    if facts:
+        print_line(console, "plan      " + ", ".join(f"{label} {value}" for label, value in facts))
     if stopped and {"paused", "queued"} & set(states.values()):
         again = order.invocation.resume_command(location, *(["--keep-going"] if order.keep_going else []))
         print_line(console, f"stopped; go on with: {again}")
@@ -300,6 +310,13 @@ def _train_in(
     if paused:
         raise StorageError(f"{paused[0].reason} Free some space and go on with --resume.", where=paused[0].spec.name)
     return code
+
+
+def _compared(order: Order, directory: RunDirectory, wall: WallClock) -> tuple[tuple[str, str], ...]:
+    if order.pace is None:
+        return ()
+    trained = ((directory.read_status(job.name) or {}).get("trained_tokens", 0) for job in order.spec.jobs)
+    return order.pace.compared(wall.of_run().seconds(Activity.COMPUTING), sum(trained))
 
 
 def _failures(order: Order, directory: RunDirectory) -> int:
@@ -369,35 +386,22 @@ def _opener(ranks: RankGroup | None, order: Order, clock: datetime.datetime) -> 
 
     model = order.model
     if ranks is not None:
-        from weft.parallel.replicas.load import load_replicated
+        from weft.parallel.replicas.following_engine import FollowingEngine
+        from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 
         notes = () if model is None else order.layout.notes(order.spec, model)
-        layouts = None if model is None or order.forecast is None else _keeper(order, model, order.forecast)
-        return lambda spec, jobs, wall: load_replicated(
-            spec, ranks, clock=clock, wall=wall, notes=notes, layouts=layouts
-        )
+        load = ReplicatedEngine.load
+        if model is not None and order.forecast is not None:
+            load = partial(
+                FollowingEngine.load, layouts=order.layout.keeper(order.spec, model, order.forecast, order.spec.jobs)
+            )
+        return lambda spec, jobs, wall: load(spec, ranks, clock=clock, wall=wall, notes=notes)
     stages = order.layout.stages
     if model is None or stages is None:
         return load_engine
     from weft.parallel.stages.load_stages import load_staged
 
-    return lambda spec, jobs, wall: load_staged(spec, model, jobs, stages, wall)
-
-
-def _keeper(order: Order, model: ResolvedModel, forecast: Forecaster) -> LayoutKeeper:
-    """Changes the layout of a run as its jobs come and go."""
-    from weft.parallel.replicas.following_engine import LayoutKeeper
-    from weft.parallel.replicas.hosts import rank_order
-    from weft.plan.replan import Prediction
-
-    def open_ranks(wanted: Prediction, jobs: Sequence[JobSpec], capacity: int) -> RankGroup:
-        options = LayoutOptions(str(wanted.layout), planned=wanted.replicas)
-        options.check(order.spec, (), model)
-        setup = replace(rank_order(order.spec, order.spec.jobs), capacity=capacity)
-        return options.in_ranks(model, jobs).start(setup)
-
-    first = Prediction(order.layout.chosen, 0.0, 0.0, order.layout.planned)
-    return LayoutKeeper(first, forecast, open_ranks, planned_for=[job.name for job in order.spec.jobs])
+    return lambda spec, jobs, wall: load_staged(spec, model, jobs, stages, wall, order.stage_hosts)
 
 
 def _show_plan(

@@ -25,7 +25,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from weft.cli.options import LayoutOptions
+from weft.cli.layout_options import LayoutOptions
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine
 from weft.engine.events import Event, JobFailed, MicrobatchDone
@@ -40,7 +40,7 @@ from weft.plan.cost.shape import choose_capacity
 from weft.report.readable import output_console, print_line
 from weft.spec import RunSpec, load_run
 from weft.store.atomic import write_file
-from weft.store.json_text import dump
+from weft.store.json_text import dump, read_object
 from weft.store.wall_clock import Activity
 
 
@@ -129,7 +129,8 @@ def _show(found: TrialResults, jobs_file: Path, overrides: Sequence[str]) -> Non
         lines = ["nothing is clearly faster than the settings of the file"]
     else:
         others = [text for text in overrides if not text.startswith("capacity=")]
-        command = shlex.join(["weft", "train", str(jobs_file), *others]) + shown_layout(best.trial.layout)
+        layout = [] if best.trial.layout == ONE_DEVICE else ["--layout", best.trial.layout]
+        command = shlex.join(["weft", "train", str(jobs_file), *others, *layout])
         lines = [f"put into {jobs_file}: capacity: {best.trial.capacity}", f"and train with: {command}"]
     if len({result.row_tile for result in measured}) > 1:
         lines.append("bits: the row tile decides them; adapters trained with another one are equal to about 1e-5")
@@ -233,23 +234,16 @@ class RememberedTrials:
     def get(self, trial: Trial) -> TrialResult | None:
         """The remembered result; None also for a damaged file or entry."""
         try:
-            return TrialResult(**{**self._read()[self.key(trial)], "trial": trial})
+            return TrialResult(**{**read_object(self.path)[self.key(trial)], "trial": trial})
         except (KeyError, TypeError):
             return None
 
     def put(self, result: TrialResult) -> None:
         if result.problem is None:
             entry = {name: value for name, value in dataclasses.asdict(result).items() if name != "trial"}
-            known = {**self._read(), self.key(result.trial): entry}
+            known = {**read_object(self.path), self.key(result.trial): entry}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_file(self.path, dump(dict(list(known.items())[-MOST_REMEMBERED:])))
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
 
 
 def run_facts(spec: RunSpec, lengths: Mapping[str, Sequence[int]], num_steps: int, device: str) -> list[Any]:
@@ -264,10 +258,6 @@ def run_facts(spec: RunSpec, lengths: Mapping[str, Sequence[int]], num_steps: in
         settings.pop(name, None)
     digests = {job: hashlib.sha256(str(list(own)).encode()).hexdigest() for job, own in lengths.items()}
     return [settings, digests, num_steps, device, weft.__version__, torch.__version__]
-
-
-def shown_layout(layout: str) -> str:
-    return "" if layout == ONE_DEVICE else f" --layout {layout}"
 
 
 def measure_trial(spec: RunSpec, base_dir: Path, trial: Trial, num_steps: int, open_engine: OpenEngine) -> TrialResult:
@@ -307,7 +297,7 @@ def _measured(engine: Engine, trial: Trial, num_steps: int) -> TrialResult:
         )
         best = max(best, found, key=lambda result: result.tokens_per_s)
         events += window
-    problem = _failure(events)
+    problem = next((f"{event.job} failed: {event.reason}" for event in events if isinstance(event, JobFailed)), None)
     if problem is None and not best.tokens:
         problem = f"no job has more than {WARM_UP} step, so there is nothing to measure."
     if problem is None and engine.limits.capacity != trial.capacity:
@@ -319,7 +309,3 @@ def _train_to(engine: Engine, step: int) -> list[Event]:
     for name in engine.jobs:
         engine.hold(name, step)
     return list(engine.events())
-
-
-def _failure(events: list[Event]) -> str | None:
-    return next((f"{event.job} failed: {event.reason}" for event in events if isinstance(event, JobFailed)), None)

@@ -118,9 +118,13 @@ def conclude(
     files could not be written. `location`: the run's directory or URL as the user knows it, if it is not
     `directory`."""
     location = location or directory
-    jobs = [_as_known(job, live.get(job.name)) for job in read_run(directory).jobs]
-    console.print(summary_table(jobs))
+    run = read_run(directory)
+    console.print(summary_table([_as_known(job, live.get(job.name)) for job in run.jobs]))
     console.print()
+    if run.memory_in_words is not None:
+        readable.print_line(console, f"memory    {' '.join(run.memory_in_words)}")
+    if (steps := readable.dispatched(run)) is not None:
+        readable.print_line(console, f"dispatch  {steps}")
     try:
         page = write_report(directory, extra=extra, time=time)
         readable.print_line(console, f"report    {location}/{page.name}")
@@ -191,18 +195,24 @@ Ended = TypeVar("Ended")
 
 
 def retry_on_replica_loss(
-    attempt: Callable[[bool, WallClock], Ended], wall: WallClock, notify: Callable[[str], None]
+    attempt: Callable[[bool, WallClock, int], Ended], wall: WallClock, notify: Callable[[str], None]
 ) -> Ended:
-    """Calls `attempt` again, with True and a clock that goes on from the last, after the loss of a stage."""
+    """Calls `attempt` again after the loss of a stage, with True, a clock that goes on from the last, and how often
+    stages have run out of memory: until it refuses to take less."""
     from weft.parallel.stages.stage_pool import StageLostError
+    from weft.parallel.stages.stage_process import StageMemoryError
 
-    for num_left in reversed(range(RESTARTS + 1)):
+    is_later, num_left, num_lessened = False, RESTARTS, 0
+    while True:
         try:
-            return attempt(num_left < RESTARTS, wall)
+            return attempt(is_later, wall, num_lessened)
+        except StageMemoryError as error:
+            num_lessened += 1
+            notify(f"{error.where} ran out of memory. All stages start again, with less in flight.")
         except StageLostError as error:
             if num_left == 0:
                 raise
             times = "once more" if num_left == 1 else f"{num_left} times"
             notify(f"{error.where}: {error.message} They start again, at most {times}.")
-            wall = wall.again()
-    raise AssertionError("the last try returns or raises")
+            num_left -= 1
+        is_later, wall = True, wall.again()

@@ -142,19 +142,12 @@ def read_tools(row: Row) -> tuple[Mapping[str, Any], ...]:
 def _conversation(turns: tuple[ChatTurn, ...], name: str, row: Row, need_answer: bool) -> Conversation:
     if not turns:
         raise DataError(f"{name} is empty.", where=row.where)
-    if need_answer:
-        _check_answered(turns, name, row.where)
+    if need_answer and not any(turn.role == "assistant" for turn in turns[1:]):
+        problem = f"{name} has no assistant turn to learn from."
+        if turns[0].role == "assistant":
+            problem = f"{name}[0] is the only assistant turn and answers nothing; start with a user turn."
+        raise DataError(problem, where=row.where)
     return Conversation(turns, read_tools(row))
-
-
-def _check_answered(turns: tuple[ChatTurn, ...], name: str, where: str) -> None:
-    answers = [turn for turn in turns[1:] if turn.role == "assistant"]
-    if not answers and turns[0].role == "assistant":
-        raise DataError(
-            f"{name}[0] is the only assistant turn and answers nothing; start with a user turn.", where=where
-        )
-    if not answers:
-        raise DataError(f"{name} has no assistant turn to learn from.", where=where)
 
 
 def _message_turn(item: Any, path: str, where: str, first: bool) -> ChatTurn:

@@ -137,10 +137,6 @@ class Dataset:
         """True if a group's prompt also runs with the next group's answer."""
         return self.likelihood_objective is not None and self.likelihood_objective.reads_mismatch
 
-    @property
-    def num_members(self) -> int:
-        return self.objective.group_size * (1 + self.has_mismatches)
-
     def sample_indices(self, index: int) -> range:
         size = self.objective.group_size
         return range(index * size, (index + 1) * size)
@@ -303,5 +299,5 @@ class GlobalBatches:
 
     def groups(self, step: int, first: int = 0) -> tuple[int, ...]:
         """Number of members from `first` on that share a microbatch, group by group; empty where each is by itself."""
-        size = self.data.num_members
+        size = self.data.objective.group_size * (1 + self.data.has_mismatches)
         return (size,) * ((len(self[step].lengths) - first) // size) if size > 1 else ()

@@ -38,6 +38,7 @@ from weft.data.chats import (
 from weft.data.json_rows import absence, expect_text, has, list_column, text_column
 from weft.data.row import Row
 from weft.errors import ConfigError, DataError, counted
+from weft.objectives.pairs import PAIRS as PREFERENCES
 from weft.settings import describe
 from weft.spec.job import FORMATS
 
@@ -54,7 +55,6 @@ MEDIA_ARRAYS = (
 TOKEN_MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")
 """Columns of 0 and 1 beside token ids: padding, and tokens that are not trained."""
 MEDIA_MARK = re.compile(r"<\|?(image|audio|video)(_?pad|_?[0-9]+|_url)?\|?>")
-PREFERENCE_PAIRS = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 
 
 def convert_rows(
@@ -97,15 +97,11 @@ def detect(row: Row, need_answer: bool = True) -> str | None:
         return "completion"
     if has(row, "instruction", "response"):
         return "alpaca"
-    if _is_labelled(row):
+    if any(has(row, *pair) for pair in LABELLED) and not isinstance(row.values["label"], bool):
         return "completion"
     if not need_answer and any(has(row, prompt) for prompt, _ in PAIRS):
         return "completion"
     return "text" if has(row, "text") else None
-
-
-def _is_labelled(row: Row) -> bool:
-    return any(has(row, *pair) for pair in LABELLED) and not isinstance(row.values["label"], bool)
 
 
 def _detect_first(row: Row, need_answer: bool) -> str:
@@ -141,7 +137,7 @@ def _other_columns(row: Row, columns: list[str], need_answer: bool) -> str | Non
 
 
 def _refuse_preferences(row: Row) -> None:
-    for pair in PREFERENCE_PAIRS:
+    for pair in PREFERENCES:
         if has(row, *pair):
             raise DataError(
                 f"{pair[0]} and {pair[1]} are preference data, for objective dpo.",
@@ -245,10 +241,6 @@ def _read_alpaca(row: Row, need_answer: bool) -> Conversation:
     return Conversation(tuple(turns), is_chat=False)
 
 
-def _read_text(row: Row, need_answer: bool) -> Text:
-    return Text(text_column(row, "text"))
-
-
 def _read_tokens(row: Row, need_answer: bool) -> Tokens:
     ids = _whole_numbers(row, "input_ids")
     media = _media(row)
@@ -289,7 +281,7 @@ READERS: dict[str, Callable[[Row, bool], Form]] = {
     "completion": _read_completion,
     "alpaca": _read_alpaca,
     "sharegpt": read_sharegpt,
-    "text": _read_text,
+    "text": lambda row, need_answer: Text(text_column(row, "text")),
     "tokens": _read_tokens,
 }
 LABELLED_READERS: dict[str, Callable[[Row], Form]] = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.row import BOM, Row, decode, open_data, read_text
-from weft.errors import DataError, closest
+from weft.errors import DataError, did_you_mean
 from weft.settings import describe
 
 MAX_LINE_BYTES = 8 * 2**20
@@ -293,11 +293,10 @@ class ColumnMap:
     def _cell(self, name: str, column: str, row: Row) -> Any:
         if column in row.values:
             return row.values[column]
-        guess = closest(column, list(row.values))
         raise DataError(
             f"has no column {column}, which data_columns.{name} needs; it has {', '.join(row.values) or 'none'}.",
             where=row.where,
-            hint=f"Did you mean {guess}?" if guess else None,
+            hint=did_you_mean(column, row.values),
         )
 
 

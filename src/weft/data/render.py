@@ -61,8 +61,13 @@ class Renderer:
             # Blank text would train nothing but the end of a text; corpora use it as a separator.
             text = form.text if form.text.strip() else ""
             return (Rendered(text, ((0, len(text)),), bool(text), where),)
+        if self.has_template and not self.train_on_inputs:
+            return train_answers(_last_answer(form) if self.mask_history else form, self.template, where)
         if self.has_template:
-            return self._render_chat(form, where)
+            if any(turn.trained and turn.weight != 1 for turn in form.turns):
+                raise DataError("messages have weights, but train_on_inputs counts all tokens the same.", where=where)
+            full = self.template.apply(form.turns, form, where)
+            return (Rendered(full, ((0, len(full)),), False, where),)
         prompt = self._join(form.turns[:-1], where, form)
         text = prompt + form.turns[-1].content
         start = 0 if self.train_on_inputs else len(prompt)
@@ -78,14 +83,6 @@ class Renderer:
             text = self.template.apply(turns, form, where, generation=True)
             return Rendered(text, (), False, where), reference
         return Rendered(self._join(turns, where, form), (), True, where), reference
-
-    def _render_chat(self, form: Conversation, where: str) -> tuple[Rendered, ...]:
-        if not self.train_on_inputs:
-            return train_answers(_last_answer(form) if self.mask_history else form, self.template, where)
-        if any(turn.trained and turn.weight != 1 for turn in form.turns):
-            raise DataError("messages have weights, but train_on_inputs counts all tokens the same.", where=where)
-        full = self.template.apply(form.turns, form, where)
-        return (Rendered(full, ((0, len(full)),), False, where),)
 
     def _join(self, turns: Sequence[ChatTurn], where: str, form: Conversation) -> str:
         if form.is_chat:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from weft.errors import DataError, MissingExtraError, install_command
+from weft.errors import DataError, needs_extra
 
 BOM = b"\xef\xbb\xbf"
 NEWLINE = b"\n"
@@ -74,12 +74,8 @@ class _ZstdStream(io.RawIOBase):
     """All frames of a .zst file; an incomplete frame is an EOFError, which the library itself ignores."""
 
     def __init__(self, path: Path) -> None:
-        try:
+        with needs_extra("zstd", "reading .zst files needs zstandard.", path.name):
             import zstandard
-        except ImportError:
-            raise MissingExtraError(
-                "reading .zst files needs zstandard.", where=path.name, hint=f"Install it: {install_command('zstd')}."
-            ) from None
         self._library = zstandard
         self._file = path.open("rb")
         self._frame: Any = None

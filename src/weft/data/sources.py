@@ -21,7 +21,7 @@ from pathlib import Path
 from weft.data.json_rows import read_json, read_jsonl
 from weft.data.row import OPENERS, Row, is_compressed, kind_of
 from weft.data.table_rows import read_arrow, read_parquet, read_table, read_txt
-from weft.errors import DataError, MissingExtraError, closest, first_line, install_command
+from weft.errors import DataError, closest, first_line, needs_extra
 
 HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
@@ -35,14 +35,8 @@ def read_hub(source: str, max_rows: int | None = None) -> Iterator[Row]:
     """The rows of a data set; if only the first are needed, they are streamed and the rest is not downloaded."""
     match = HUB_NAME.fullmatch(source)
     assert match is not None
-    try:
+    with needs_extra("hub", "there is no such file, and reading a Hugging Face data set needs datasets.", source):
         import datasets
-    except ImportError:
-        raise MissingExtraError(
-            "there is no such file, and reading a Hugging Face data set needs datasets.",
-            where=source,
-            hint=f"Install it: {install_command('hub')}.",
-        ) from None
     name, split = match["name"], match["split"] or "train"
     try:
         result = datasets.load_dataset(name, match["config"], split=split, streaming=max_rows is not None)
@@ -127,16 +121,13 @@ class Source:
     def rows(self) -> Iterator[Row]:
         """The rows one by one; a source without any is a DataError."""
         is_empty = True
-        every = read_hub(self.name, self.max_rows) if self.is_on_hub else self._file_rows()
+        of_files = itertools.chain.from_iterable(file.rows() for file in self.files)
+        every = read_hub(self.name, self.max_rows) if self.is_on_hub else of_files
         for row in itertools.islice(every, self.max_rows):
             is_empty = False
             yield row
         if is_empty:
             raise self.no_rows()
-
-    def _file_rows(self) -> Iterator[Row]:
-        for file in self.files:
-            yield from file.rows()
 
     def no_rows(self) -> DataError:
         return DataError("has no rows.", where=self.name)

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.data.json_rows import MAX_LINE_BYTES
 from weft.data.row import Row, kind_of, text_lines
-from weft.errors import DataError, MissingExtraError, counted, first_line, install_command
+from weft.errors import DataError, counted, first_line, needs_extra
 
 _LIMIT_LOCK = threading.Lock()
 """Held while the csv module's limit, a setting of the whole process, is changed."""
@@ -58,7 +58,8 @@ def read_table(path: Path, name: str, *, has_header: bool = True) -> Iterator[Ro
         if not any(cells):
             continue
         if not header:
-            header = _header(cells, where) if has_header else [str(i + 1) for i in range(len(cells))]
+            header = [cell.strip() if has_header else str(number) for number, cell in enumerate(cells, 1)]
+            _refuse_doubles(header, where)
             if has_header:
                 continue
         if len(cells) != len(header):
@@ -97,12 +98,6 @@ def _delimiter(path: Path, lines: Iterator[str]) -> tuple[str, Iterator[str]]:
             break
     first = next((part for line in seen for part in line.splitlines() if part.strip()), "")
     return next((mark for mark in (",", ";", "\t") if mark in first), ","), itertools.chain(seen, lines)
-
-
-def _header(cells: list[str], where: str) -> list[str]:
-    names = [cell.strip() for cell in cells]
-    _refuse_doubles(names, where)
-    return names
 
 
 def _refuse_doubles(names: list[str], where: str) -> None:
@@ -157,10 +152,6 @@ def _rows(batches: Any, name: str) -> Iterator[Row]:
 
 
 def _library(name: str, kind: str) -> Any:
-    try:
+    with needs_extra("parquet", f"reading {kind} files needs pyarrow.", name):
         import pyarrow
-    except ImportError:
-        raise MissingExtraError(
-            f"reading {kind} files needs pyarrow.", where=name, hint=f"Install it: {install_command('parquet')}."
-        ) from None
     return pyarrow

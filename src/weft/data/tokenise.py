@@ -133,6 +133,8 @@ class _Borders:
 
 def _keeps_bytes(backend: Any) -> bool:
     """True if the tokens of any text are its consecutive bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel as Library
+
     model = backend.model
     if type(model).__name__ != "BPE" or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
@@ -147,7 +149,7 @@ def _keeps_bytes(backend: Any) -> bool:
         and splitting[-1]["type"] == "ByteLevel"
         and not splitting[-1]["add_prefix_space"]
         and all(_leaves_offsets(step) for step in finishing)
-        and _vocabulary(backend).keys() >= set(_alphabet())
+        and _vocabulary(backend).keys() >= set(Library.alphabet())
     )
 
 
@@ -175,13 +177,6 @@ def _state_of(part: Any) -> dict[str, Any] | None:
 
 def _vocabulary(backend: Any) -> dict[str, int]:
     result: dict[str, int] = backend.get_vocab(with_added_tokens=False)
-    return result
-
-
-def _alphabet() -> Iterable[str]:
-    from tokenizers.pre_tokenizers import ByteLevel as Library
-
-    result: list[str] = Library.alphabet()
     return result
 
 

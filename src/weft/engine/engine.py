@@ -75,7 +75,7 @@ class Engine:
         `replica`: an executor, or a backbone in this process, which is loaded if only its name or description is given.
         A microbatch has at most `capacity` tokens; auto: what suits the device and holds a sample of `longest`. At most
         `max_jobs` train at a time, and their adapters with optimizers take at most `job_memory` bytes. Default: as many
-        as there is room for on a GPU; all of them on a CPU. When not all fit, tenants get tokens by weight.
+        as there is room for. When not all fit, tenants get tokens by weight.
         `wall` counts where the time goes, from when the command was given; default: from now.
         """
         refuse_empty(capacity, max_jobs)
@@ -87,7 +87,12 @@ class Engine:
         self.max_jobs = max_jobs
         self._room = CapacityLimit(executor, capacities(capacity, executor.facts.device_kind, longest), self.jobs)
         self._placement = Placement(
-            executor, self.jobs, max_jobs=max_jobs, job_memory=job_memory, weights=tenant_weights or {}
+            executor,
+            self.jobs,
+            max_jobs=max_jobs,
+            job_memory=job_memory,
+            weights=tenant_weights or {},
+            timeline=self.timeline,
         )
         self._plans = LookaheadPlanner(planner, self.timeline)
         self._keeper = RunRecorder(executor, self._room, wall)
@@ -99,7 +104,7 @@ class Engine:
             keeper=self._keeper,
             timeline=self.timeline,
         )
-        self._lifecycle.transitions.sync_progress = self._sync_progress
+        self._lifecycle.transitions.sync_progress = self.sync_progress
         self._step_finisher = StepFinisher(self._lifecycle)
         self._is_capacity_free = capacity == "auto"
         self._own_directory: RunDirectory | None = None
@@ -191,7 +196,7 @@ class Engine:
         a later step, and the next call trains it further."""
         job, progress = self._job(name), self._job(name).progress
         if job.begun_step is not None and step < job.begun_step:
-            self._sync_progress()
+            self.sync_progress()
         before, progress.hold_step = progress.hold_step, min(max(step, progress.step), progress.num_steps)
         self._has_released |= progress.hold_step > before
 
@@ -258,23 +263,23 @@ class Engine:
     def adapter_of(self, name: str) -> dict[str, tuple[object, ...]]:
         """Current adapter tensors of a job by module path; LoRA's are (A, B)."""
         job = self._job(name)
-        self._sync_progress()
+        self.sync_progress()
         return dict(self.executor.adapter_of(job.name))
 
     def evaluate(self, name: str) -> MeanScores:
         work = EvaluationWork((self._job(name).name,), self.limits.capacity, self.row_tile)
-        self._sync_progress()
+        self.sync_progress()
         return self.executor.wait(self.executor.start(work)).parts[0].means
 
     def answer(self, name: str, prompts: Sequence[Prompt], decoding: Decoding) -> list[Answer]:
         work = AnswersWork({self._job(name).name: prompts}, decoding)
-        self._sync_progress()
+        self.sync_progress()
         return self.executor.wait(self.executor.start(work))[name]
 
     def export_adapter(self, name: str, directory: Path | str) -> None:
         """Writes a job's current adapter as a PEFT directory; its parent must exist."""
         job = self._job(name)
-        self._sync_progress()
+        self.sync_progress()
         self.executor.wait(self.executor.start(AdapterWork(job.name, Path(directory), best=False)))
 
     def export_checkpoints(self, to: ExportTo) -> None:
@@ -307,12 +312,18 @@ class Engine:
         """Halves the capacity; False if a sample does not allow it."""
         return self._room.shrink()
 
+    def lessen(self, longest: int) -> str | None:
+        """After stages ran out of memory: halves the number of microbatches in flight, or else their size, as far as a
+        sample of `longest` allows. Returns the message for the user; None if neither can be less."""
+        return self._room.lessen(longest)
+
     def _execute(self, running: list[LiveJob]) -> Iterator[Event]:
         """Runs the next program until its end, or until other jobs are to train."""
         program = self._program
-        if program is None or not program.continue_with(running):
+        limits = self._room.within(self._placement.in_flight(self.limits.capacity))
+        if program is None or not program.continue_with(running, limits):
             kind = self.executor.run_kind if isinstance(self.executor, ProgramExecutor) else MicrobatchRun
-            program = kind(self.executor, running, self._plans, self.limits, self.row_tile, self.timeline)
+            program = kind(self.executor, running, self._plans, limits, self.row_tile, self.timeline)
         self._program, self._has_released = program, False
         while names := program.next_jobs():
             done: list[Event] | None = None
@@ -332,6 +343,7 @@ class Engine:
                 jobs = self._lifecycle
                 yield from jobs.free_memory(names) if failure is None else jobs.isolate_failure(names, failure)
                 return
+            self._placement.note(done)
             self._note([*self._plans.pop_warnings(), *done])
             yield from self._emit()
             yield from self._step_finisher.receive()
@@ -354,7 +366,7 @@ class Engine:
         self._program = None
         yield from self._emit()
 
-    def _sync_progress(self) -> None:
+    def sync_progress(self) -> None:
         """Counts steps that stages have begun, so that progress matches the tensors; their events come later."""
         if self._program is not None and self._program.is_under_way:
             self._count_started(self._program)

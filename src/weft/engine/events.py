@@ -212,16 +212,17 @@ class MicrobatchesPaired(Event):
     def text(self) -> str:
         if self.gain is None:
             return "every microbatch runs alone, as no two without a common job have room side by side"
-        source = "the hardware table; links are assumed"
+        source = "the hardware table"
         if self.num_measured:
             source = f"{self.num_measured:,} measured passes"
         if not self.num_pairs:
             why = f"would save {self.gain:.1%}" if self.gain > 0 else f"would take {-self.gain:.1%} longer"
             return f"every microbatch runs alone: pairs {why} (predicted from {source})"
         named = f" of {'; '.join(', '.join(group) for group in self.groups)}" if 1 < len(self.groups) <= 4 else ""
+        gained = f"{self.gain:.1%} faster" if self.gain > 0 else f"{-self.gain:.1%} slower, too little to change"
         return (
-            f"microbatches{named} run two at a time, one computes while the other's sums are added up: {self.gain:.1%} "
-            f"faster (predicted from {source})"
+            f"microbatches{named} run two at a time, one computes while the other's sums are added up: {gained} "
+            f"(predicted from {source})"
         )
 
 

@@ -21,6 +21,7 @@ from weft.plan.cost.learned import PASSES, PairPace, PassCosts, StagePace
 from weft.plan.pack import pack
 from weft.plan.pack.planners import FunctionPlanner
 from weft.plan.pipeline.append import ContinuedProgram
+from weft.plan.pipeline.orders import Pipe
 from weft.plan.planner import (
     HomeLoad,
     MeasuredPasses,
@@ -84,6 +85,7 @@ class LookaheadPlanner:
         self.pace = MeasuredPace()
         self.stages = StagePace()
         self._pairs = PairPace()
+        self._has_pairs, self._num_pair_changes = False, 0
         self._unreported: PlannedProgram | None = None
         self._reported: tuple[int, bool, bool] | None = None
         """Of the last reported choice: number of groups, whether it rests on measurements, whether it has pairs."""
@@ -113,7 +115,9 @@ class LookaheadPlanner:
                     made.result(max(SHORTEST_WAIT_S, wait_s))
                 except TimeoutError:
                     return quick
-            return self._collect()
+            planned = self._collect()
+            self._note_pairs(planned)
+            return planned.program
 
     def foresee(self, queues: list[JobQueue], limits: Limits, previous: PreviousMicrobatches = ()) -> None:
         """Plans for queues that are likely to come next, beside training; skipped while an older plan is being made."""
@@ -134,8 +138,11 @@ class LookaheadPlanner:
 
     def endless(self, limits: Limits) -> ContinuedProgram | None:
         """A program that others can be appended to without draining the pipelines; None if the planner has none."""
-        pipes = self.planner.open_pipes(limits.capacity)
+        pipes = self.pipes(limits)
         return ContinuedProgram(*pipes) if pipes else None
+
+    def pipes(self, limits: Limits) -> Sequence[Pipe]:
+        return self.planner.open_pipes(limits)
 
     def costs(self) -> Sequence[PassCosts]:
         return self.planner.informed(self._measured, ()).pass_costs
@@ -195,7 +202,7 @@ class LookaheadPlanner:
 
     @property
     def _measured(self) -> MeasuredPasses:
-        return MeasuredPasses(self.stages, self._pairs, self.pace.ranks)
+        return MeasuredPasses(self.stages, self._pairs, self.pace.ranks, self._has_pairs, self._num_pair_changes)
 
     def _plan_at_once(self, request: _Request) -> Program:
         budget_s = 0.0
@@ -203,7 +210,13 @@ class LookaheadPlanner:
             budget_s = WAITING_SHARE * self.pace.seconds(pack(request.queues, request.limits))
         return self._plan(self.planner.within(budget_s), request).program
 
-    def _collect(self) -> Program:
+    def _note_pairs(self, planned: PlannedProgram) -> None:
+        pairs = None if planned.choice is None else planned.choice.pairs
+        if pairs is not None and pairs.gain is not None and (pairs.num_pairs > 0) != self._has_pairs:
+            self._has_pairs = not self._has_pairs
+            self._num_pair_changes += 1
+
+    def _collect(self) -> PlannedProgram:
         """The program that was planned ahead; its time goes into the timeline."""
         assert self._ahead is not None
         made, self._ahead = self._ahead[1], None
@@ -211,7 +224,7 @@ class LookaheadPlanner:
         # Here, not in the thread that made it: the last span is always one of training's own.
         self._timeline.spans.append(planned.span)
         self._unreported = planned if planned.choice is not None else None
-        return planned.program
+        return planned
 
     def _plan(self, planner: Planner, request: _Request) -> PlannedProgram:
         try:

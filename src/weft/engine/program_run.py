@@ -65,8 +65,8 @@ class ProgramRun(ABC):
         """True if work runs between two calls of `advance`, so that jobs may be further than their counts."""
         return False
 
-    def continue_with(self, running: Sequence[LiveJob]) -> bool:
-        """Trains these jobs from the next program on; False if that needs another run."""
+    def continue_with(self, running: Sequence[LiveJob], limits: Limits) -> bool:
+        """Trains these jobs from the next program on, within these limits; False if that needs another run."""
         return False
 
     @abstractmethod

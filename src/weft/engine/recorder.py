@@ -31,7 +31,7 @@ from weft.engine.execute.protocol import (
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.room import CapacityLimit
 from weft.engine.timeline import TimelineRecorder
-from weft.errors import CheckpointError, DataError
+from weft.errors import CheckpointError, ConfigError, DataError
 from weft.plan.cost.memory import FLOAT_BYTES, best_bytes, kept_bytes
 from weft.store.atomic import write_file
 from weft.store.checkpoint import latest_checkpoint
@@ -303,6 +303,21 @@ def _snapshot_bytes(job: LiveJob) -> int:
 
 MODEL_FILES = ("chat_template", "tokenizer", "config", "weights")
 """Entries of an environment that are digests of a base model's files."""
+
+
+def environment_difference(
+    here: Mapping[str, Any], there: Mapping[str, Any], model: str, first: str, where: str
+) -> ConfigError | None:
+    """Why results would depend on which of two processes computes them; `first`: the process of `here`."""
+    for name in here:
+        if here[name] == there.get(name):
+            continue
+        if name in MODEL_FILES:
+            found = f"has another {name.replace('_', ' ')} of {model} than {first}"
+            return ConfigError(f"{found}; all machines need the same files.", where=where)
+        found = f"has {name} {there.get(name)}, {first} {here[name]}; results would differ in their last bits"
+        return ConfigError(f"{found}. Use devices that are alike.", where=where)
+    return None
 
 
 def check_backbone(was: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from weft.plan.simulate import timeline
+from weft.plan.simulate.step_shares import STEP_SPAN
 from weft.plan.simulate.timeline import Span, span_event, trace_json
 from weft.store.wall_clock import Activity, WallClock
 
@@ -62,6 +63,7 @@ class TimelineRecorder:
     def to_json(self) -> str:
         lanes = {"forward_backward": 1, "step": 2, "eval": 3, "checkpoint": 4, "adapter": 4, "plan": 5, "prepare": 6}
         lanes |= {"write": 7, "compile": 8, "move": 9, "forward": 1, "backward": 1, "reference": 1, "beside": 10}
+        lanes[STEP_SPAN] = 11
         return trace_json([span_event(span, lanes.get(_name_of(span), 0)) for span in self.spans])
 
     def measured(self) -> timeline.Timeline:

@@ -25,7 +25,7 @@ coarse then holds a value that no sum of fewer than 2¹⁵ other numbers can rea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -79,6 +79,16 @@ class SumWords:
         )
 
 
+def added_up(words: SumWords, add_up: Callable[[torch.Tensor], torch.Tensor]) -> SumWords:
+    """The sum over several devices that have sums of the same tensors; `add_up`: adds tensors over them, in order."""
+    carried_P = _carried(words.fine_P)
+    coarse_P = carried_P if words.coarse_P is None else carried_P + words.coarse_P
+    units = add_up(torch.tensor([float(own) for own in words.units], dtype=torch.float64, device=carried_P.device))
+    return SumWords(
+        add_up(words.fine_P - (carried_P << CARRY_BITS)), add_up(coarse_P), words.sizes, tuple(map(int, units.tolist()))
+    )
+
+
 def total_of_all(parts: Sequence[SumWords]) -> torch.Tensor:
     """The sum (P) in fp32 of sums of the same tensors: the result of one `FixedPointSum` of all numbers."""
     first = parts[0]
@@ -94,6 +104,14 @@ def total_of_all(parts: Sequence[SumWords]) -> torch.Tensor:
     for total, wrong in zip(total_P.split(first.sizes), is_wrong, strict=True):
         if wrong:
             total.fill_(math.nan)
+    return total_P
+
+
+def total_of_ends(parts: Sequence[SumWords], size: int) -> torch.Tensor:
+    """The same for tensors of this size together. Rows at both ends of a model have two sums, one after the other
+    however it is divided."""
+    first_P, *tied = total_of_all(parts).split(size)
+    total_P: torch.Tensor = first_P + tied[0] if tied else first_P
     return total_P
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from weft.adapters.adapter import Adapter
 from weft.adapters.devices import Devices
 from weft.adapters.experts import ExpertSite
 from weft.adapters.frozen import Fp8, quantisation
-from weft.adapters.method import Attachment, LinearShape, Method
+from weft.adapters.method import Attachment
 from weft.adapters.parts import (
     HEAD,
     INPUT_ROWS,
@@ -27,7 +26,6 @@ from weft.adapters.parts import (
 )
 from weft.adapters.routing import Routing
 from weft.adapters.sites import RowSite, SlotLinear, linear_modules
-from weft.adapters.targets import choose_modules, is_named, refuse_experts
 from weft.data.tokenise import with_new_tokens
 from weft.errors import ConfigError, ModelError
 from weft.kernels.device import capability, is_gpu
@@ -35,22 +33,20 @@ from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
 from weft.methods.registry import has_kernels, method_of
 from weft.methods.virtual_tokens.method import INPUT_PATH, layer_path
+from weft.model.backbone_sites import BackboneSites
 from weft.model.fused.decode import FusedDecoder
 from weft.model.fused.model import FusedModel, fuse, why_not
 from weft.model.fused.path import FusedPath
 from weft.model.loss import Head, head_of
 from weft.model.model_part import (
-    WHOLE,
     ModelPart,
-    block_paths_of,
-    blocks_of,
     has_per_layer_inputs,
     inputs_of,
-    keys_and_values_of,
     plain_parameter,
 )
 from weft.model.packed import PackedBatch
 from weft.model.packing import attention, experts, mixers
+from weft.model.packing.kept import row_bytes, trained_width
 from weft.model.path import Memory, Path, PendingScores, ReferencePath
 from weft.model.shards import LayerRing
 from weft.model.trained_rows import Embeddings, logits_of
@@ -58,8 +54,6 @@ from weft.objectives.heads import HeadObjective
 from weft.objectives.objective import Score
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ModelShape
-from weft.plan.families import spared
-from weft.settings import is_expert_path, listed
 from weft.spec import AdapterSpec
 
 if TYPE_CHECKING:
@@ -81,13 +75,12 @@ class Backbone:
         self.name = name
         self.digests: dict[str, str] = {}
         """Digests of the files it was loaded from (`source.py`); empty if it was made in memory."""
+        self.memory_limit: int | None = None
+        """Most bytes of this process, on a CPU; None: as many as are free."""
         self.routing = Routing()
         self.linears: dict[str, SlotLinear] = {}
         self.kernels = "reference: as loaded"
-        self._install(torch.zeros((), device=self.device, requires_grad=True))
-        blocks = block_paths_of(model)
-        self.blocks = blocks_of(model, blocks, self.routing)
-        """Outputs of attention and MLP blocks, by the blocks' paths; empty for families without a description."""
+        self._experts = self._install(torch.zeros((), device=self.device, requires_grad=True))
         self._heads: dict[int, HeadWeights] = {}
         """Heads of jobs by slot; both paths read them."""
         self.embeddings = Embeddings(model, tokenizer, part)
@@ -98,19 +91,7 @@ class Backbone:
         self.reference = ReferencePath(model, self.linears, inputs, self.routing, self._heads, self._output_rows)
         """The path through transformers' own modules, for adapters whose method has no kernels."""
         self.path: Path = self.reference
-        linears: dict[str, SlotLinear | ExpertSite] = {**self.linears, **self.experts}
-        in_order = experts.in_model_order(model, self.linears, self.experts)
-        self._sites: dict[Attachment, Mapping[str, AnySite]] = {
-            Attachment.LINEAR: {path: linears[path] for path in in_order},
-            Attachment.BLOCK_OUTPUT: self.blocks,
-            Attachment.INPUT: {INPUT_PATH: inputs} if part is None or part.is_first else {},
-            Attachment.KEYS_AND_VALUES: keys_and_values_of(model, part, self.routing),
-        }
-        self._paths = {kind: list(sites) for kind, sites in self._sites.items()}
-        if part is not None:
-            layers = [layer_path(layer) for layer in range(part.num_layers)]
-            whole = {Attachment.LINEAR: getattr(model, WHOLE), Attachment.BLOCK_OUTPUT: blocks}
-            self._paths = {**whole, Attachment.INPUT: [INPUT_PATH], Attachment.KEYS_AND_VALUES: layers}
+        self.sites = BackboneSites(model, part, self.linears, self._experts, inputs)
         self.devices: Devices | None = None
         """The devices with the other parts of every layer; None if this device has all parts."""
         self._leading: dict[int, int] = {}
@@ -200,7 +181,7 @@ class Backbone:
         numbers = {path: number for number, path in enumerate(self.linears)}
         sites = [layer.sites for layer in fused.layers]
         ends = [end.module for own in sites for end in (own.attention_end, own.mlp_end)]
-        numbers |= dict(zip(self.blocks, ends, strict=True))
+        numbers |= dict(zip(self.sites.of(Attachment.BLOCK_OUTPUT), ends, strict=True))
         first = 0 if self.part is None else self.part.first
         numbers |= {layer_path(i): own.keys_and_values for i, own in enumerate(sites, first)}
         return {**numbers, INPUT_PATH: fused.input_rows}
@@ -230,10 +211,11 @@ class Backbone:
         head = None
         if objective is not None:
             head = HeadShape(objective.num_labels, self.head.weight_VD.shape[1], objective.has_bias)
-        device = self.device if device is None else device
-        parts = self._parts(spec, head)
-        sites, is_any_order = self._targets(spec), self._adds_in_any_order(spec, gradient_sum)
-        return Adapter(spec, method_of(spec), sites, seed, device, parts, has_any_order_sums=is_any_order)
+        device, parts = device or self.device, self._parts(spec, head)
+        sites, is_any_order = self.sites.targeted(spec), self._adds_in_any_order(spec, gradient_sum)
+        return Adapter(
+            spec, method_of(spec), sites, seed, device, parts, has_any_order_sums=is_any_order, devices=self.devices
+        )
 
     def stored_adapter(
         self,
@@ -244,9 +226,8 @@ class Backbone:
     ) -> Adapter:
         """An adapter beside the backbone at the sites of a file, on its device by default; its weights are loaded next,
         and it does not train."""
-        method = method_of(spec)
-        sites = {path: self._sites[method.attachment][path] for path in paths}
-        return Adapter(spec, method, sites, None, device or self.device, self._parts(spec, head))
+        sites = self.sites.stored(spec, paths)
+        return Adapter(spec, method_of(spec), sites, None, device or self.device, self._parts(spec, head))
 
     def _parts(self, spec: AdapterSpec, head: HeadShape | None) -> dict[str, PartShape]:
         return {**({} if head is None else {HEAD: head}), **self.embeddings.shapes_here(spec)}
@@ -254,7 +235,7 @@ class Backbone:
     def check_adapter(self, spec: AdapterSpec) -> None:
         self._refuse_lossless(spec)
         self._refuse_rows(spec)
-        method_of(spec).check(spec, _shapes(self._targets(spec)))
+        method_of(spec).check(spec, self.sites.shapes(spec))
         self.embeddings.shapes(spec)
 
     def _refuse_rows(self, spec: AdapterSpec) -> None:
@@ -304,9 +285,7 @@ class Backbone:
         """What kernels need for an adapter besides its weights and their copy; `paths`: those of a file."""
         if not self._path_for(spec).copy_bytes:
             return 0
-        method = method_of(spec)
-        sites = self._targets(spec) if paths is None else {path: self._sites[method.attachment][path] for path in paths}
-        return method.kernel_bytes(spec, _shapes(sites), self.dtype.itemsize)
+        return method_of(spec).kernel_bytes(spec, self.sites.shapes(spec, paths), self.dtype.itemsize)
 
     def path_of(self, slot: int | None) -> Path:
         return self.path if slot is None else self._slot_paths.get(slot, self.path)
@@ -327,14 +306,17 @@ class Backbone:
         found = [self.path.activation_bytes(capacity, widest, {method_of(spec).kernel_keeps for spec in fused})]
         for spec in adapters:
             if not has_kernels(spec):
-                kept = capacity * self._kept_width(spec) * self.dtype.itemsize
+                kept = capacity * self.sites.saved_width(spec) * self.dtype.itemsize
                 kept += method_of(spec).workspace_bytes + self._rows_bytes(spec)
                 found.append(self.reference.activation_bytes(capacity, widest) + kept)
-        return max(found)
+        return max(found) + capacity * self._experts_width(adapters) * self.dtype.itemsize
 
-    def _kept_width(self, spec: AdapterSpec) -> int:
-        method = method_of(spec)
-        return sum(method.saved_width(spec, path, shape) for path, shape in _shapes(self._targets(spec)).items())
+    def row_bytes(self, dtype: torch.dtype, adapters: Iterable[AdapterSpec]) -> int:
+        """Bytes that the reference path keeps of a row with any of these adapters, at most; without weights, too."""
+        return row_bytes(self.model, dtype) + self._experts_width(adapters) * dtype.itemsize
+
+    def _experts_width(self, adapters: Iterable[AdapterSpec]) -> int:
+        return trained_width(self.model) if any(spec.experts != "none" for spec in adapters) else 0
 
     def _rows_bytes(self, spec: AdapterSpec) -> int:
         """Memory of a microbatch for rows of tokens: a copy as activations, and a sum of gradients."""
@@ -344,47 +326,6 @@ class Backbone:
     def _path_for(self, spec: AdapterSpec) -> Path:
         return self.path if has_kernels(spec) else self.reference
 
-    def shapes_for(self, method: Method) -> dict[str, LinearShape]:
-        """All sites for adapters of a method by path, as (out, in)."""
-        return _shapes(self._sites[method.attachment])
-
-    def sites(self, attachment: Attachment) -> Mapping[str, AnySite]:
-        return self._sites[attachment]
-
-    def paths_for(self, method: Method) -> list[str]:
-        return self._paths[method.attachment]
-
-    def targets(self, spec: AdapterSpec) -> list[str]:
-        refuse_experts(spec, self._expert_weights)
-        method = method_of(spec)
-        family = self.model.config.model_type
-        return choose_modules(spec, method.attachment, self.paths_for(method), spared(family))
-
-    def describe_targets(self, spec: AdapterSpec) -> str | None:
-        """What an adapter trains and what stays frozen; None where all linears are alike."""
-        left_out = spared(self.model.config.model_type)
-        others = [path for path in self.linears if is_named(path, left_out)]
-        if not self.experts and not others:
-            return None
-        targets = self.targets(spec)
-        names = sorted({path.rpartition(".")[2] for path in targets if not is_expert_path(path)})
-        frozen = sorted({path.rpartition(".")[2] for path in others if path not in targets})
-        if self.experts and spec.experts == "none":
-            frozen.append("routed experts (experts: shared, separate or full trains them)")
-        experts_too = [f"routed experts ({spec.experts_in_words})"] if spec.experts_in_words else []
-        trained = f"trains {listed([*names, *experts_too])}"
-        return f"{trained}; frozen: {listed(frozen)}" if frozen else trained
-
-    def num_parameters(self, spec: AdapterSpec) -> int:
-        """Parameters of an adapter, without rows of tokens."""
-        method, sites = method_of(spec), _shapes(self._targets(spec))
-        shapes = (shape for path, site in sites.items() for shape in method.shapes(spec, path, site))
-        return sum(math.prod(shape) for shape in shapes)
-
-    def _targets(self, spec: AdapterSpec) -> dict[str, AnySite]:
-        sites = self._sites[method_of(spec).attachment]
-        return {path: sites[path] for path in self.targets(spec) if path in sites}
-
     def attach(self, adapter: Adapter) -> int:
         path = self._path_for(adapter.spec)
         slot = path.take_slot(adapter)
@@ -392,7 +333,7 @@ class Backbone:
         self._leading[slot] = adapter.spec.num_leading_rows
         if adapter.head is not None:
             self._heads[slot] = adapter.head
-        sites = self._sites[adapter.method.attachment]
+        sites = self.sites.of(adapter.method.attachment)
         for module, weights in adapter.modules.items():
             sites[module].put(slot, weights)
         if adapter.spec.new_tokens:
@@ -410,9 +351,8 @@ class Backbone:
         self._heads.pop(slot, None)
         self._output_rows.pop(slot, None)
         self._tokenizers.pop(slot, None)
-        for sites in self._sites.values():
-            for site in sites.values():
-                site.free(slot)
+        for site in self.sites.all():
+            site.free(slot)
 
     def forward_backward(self, batch: PackedBatch, row_tile: int | None) -> list[float]:
         """Runs a microbatch; adds to every attached adapter's gradients; returns each segment's summed loss."""
@@ -443,20 +383,12 @@ class Backbone:
         assert len(paths) < 2, "jobs of different lanes share no microbatch"
         return paths.pop() if paths else self.path
 
-    @torch.no_grad()
-    def logits(
-        self,
-        batch: PackedBatch,
-        rows: Sequence[int] | None = None,
-        caches: list[Any] | None = None,
-        entering_TD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Logits (rows, V) of the given rows (default: all), continuing from `caches` while generating. `entering_TD`:
-        output of the earlier layers, if this is the last part of a model."""
-        hidden_TD = self.reference.hidden(batch, None, caches, entering_TD=entering_TD)
-        chosen = list(range(len(hidden_TD)) if rows is None else rows)
-        return self.logits_of(hidden_TD[chosen], batch.slots_at(chosen))
+    def logits(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits (T, V) of all rows."""
+        hidden_TD = self.read_on(batch, [])
+        return self.logits_of(hidden_TD, batch.slots_at(range(len(hidden_TD))))
 
+    @torch.no_grad()
     def logits_of(self, hidden_ND: torch.Tensor, slots: Sequence[int | None]) -> torch.Tensor:
         """Logits (N, V) of last hidden states, each by the head of its slot."""
         return logits_of(self.head, self._output_rows, hidden_ND, slots)
@@ -467,22 +399,23 @@ class Backbone:
         return path.decoder if isinstance(path, FusedPath) else None
 
     @torch.no_grad()
-    def pass_on(self, batch: PackedBatch, caches: list[Any], entering_TD: torch.Tensor | None) -> torch.Tensor:
+    def read_on(self, batch: PackedBatch, caches: list[Any], entering_TD: torch.Tensor | None = None) -> torch.Tensor:
+        """Last hidden states (T, D), continuing from `caches` while generating. `entering_TD`: output of the earlier
+        layers, if this is a later part of a model."""
         return self.reference.hidden(batch, None, caches, entering_TD=entering_TD)
 
     @property
     def head(self) -> Head:
         return head_of(self.model)
 
-    def _install(self, anchor: torch.Tensor) -> None:
-        """Freezes the model and replaces every linear except the head; attention and mixers find the routing there."""
+    def _install(self, anchor: torch.Tensor) -> dict[str, ExpertSite]:
+        """Freezes the model and replaces every linear except the head; attention and mixers find the routing there.
+        Returns the products of routed experts, by path."""
         self.model.requires_grad_(False)
         self.model.eval()
-        self._expert_weights = experts.expert_weights(self.model)
         attention.prepare_attention(self.model)
         mixers.prepare_mixers(self.model)
-        self.experts = experts.prepare(self.model, self.routing)
-        """The products of routed experts, by path."""
+        products = experts.prepare(self.model, self.routing)
         for path, linear in linear_modules(self.model).items():
             parent, _, leaf = path.rpartition(".")
             slotted = SlotLinear(linear, self.routing, anchor)
@@ -490,16 +423,13 @@ class Backbone:
             self.linears[path] = slotted
         for module in self.model.modules():
             object.__setattr__(module, "weft_routing", self.routing)
+        return products
 
 
 def _named(spec: AdapterSpec) -> str:
     """A method, and the start that makes it another one."""
     start = spec.init_lora_weights
     return f"{spec.method} with {start}" if isinstance(start, str) and spec.method == "lora" else spec.method
-
-
-def _shapes(sites: Mapping[str, AnySite]) -> dict[str, LinearShape]:
-    return {path: site.shape for path, site in sites.items()}
 
 
 def why_reference(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -133,11 +133,11 @@ def divide(backbone: Backbone, devices: Devices, store: Callable[[SlotLinear], N
         store(linear)
         linear.divide(_SIDES[path.rpartition(".")[2]], devices)
     num_heads = describe(backbone.model.config.to_dict()).sizes.num_kv_heads
-    for site in backbone.sites(Attachment.KEYS_AND_VALUES).values():
+    for site in backbone.sites.of(Attachment.KEYS_AND_VALUES).values():
         assert isinstance(site, KeyValueRows)
         site.divide(num_heads, devices)
     modules = dict(backbone.model.named_modules())
-    for path in backbone.blocks:
+    for path in backbone.sites.of(Attachment.BLOCK_OUTPUT):
         _sum_input_gradient(modules[path], devices)
     backbone.devices = devices
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -28,8 +29,7 @@ from weft.model.loss import BlockedLoss, DistillationPass, head_of, run_distilla
 from weft.model.model_part import AbsentLayer, has_per_layer_inputs, plain_parameter
 from weft.model.objective_loss import HeadPass, LossPass, MicrobatchLoss, run_heads, run_loss
 from weft.model.packed import PackedBatch
-from weft.model.packing.experts import kept_width
-from weft.model.packing.mixers import workspace_bytes
+from weft.model.packing.kept import row_bytes
 from weft.model.shards import LayerRing
 from weft.model.trained_rows import loss_of
 from weft.objectives.distillation import MEASURED
@@ -358,13 +358,11 @@ class ReferencePath:
         return CPU_ROW_TILE if is_cpu(plain_parameter(self._model).device) else capacity
 
     def activation_bytes(self, capacity: int, widest_rank: int, keeps: Collection[Keeps] = ()) -> int:
-        return capacity * self.row_bytes(plain_parameter(self._model).dtype)
+        return capacity * self._row_bytes
 
-    def row_bytes(self, dtype: torch.dtype) -> int:
-        """Input and output of every linear, once, what experts keep, and what a mixer needs on the way back: an upper
-        estimate."""
-        width = sum(sum(linear.share.shape) for linear in self._linears.values()) + kept_width(self._model)
-        return dtype.itemsize * width + workspace_bytes(self._model)
+    @cached_property
+    def _row_bytes(self) -> int:
+        return row_bytes(self._model, plain_parameter(self._model).dtype)
 
     def loss(self, batch: PackedBatch) -> MicrobatchLoss:
         return loss_of(BlockedLoss(head_of(self._model)), batch, self._output_rows, plain_parameter(self._model).dtype)

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.errors import ConfigError, ModelError
 from weft.kernels.device import device_name, has_gpu, is_cpu
+from weft.kernels.tuning import tuning_file
 from weft.model.source import Source, find_source, gguf, quiet, readable
 from weft.plan.cost.analytic import BackboneSetup
 from weft.plan.cost.hardware import Hardware, find_hardware
 from weft.plan.cost.shape import ModelShape
 from weft.plan.families import is_described, why_unsupported
-from weft.spec import BackboneSpec
+from weft.spec import AdapterSpec, BackboneSpec
 
 if TYPE_CHECKING:
     from weft.model.backbone import Backbone
@@ -77,7 +79,7 @@ class ResolvedModel:
         if self.elsewhere is not None:
             return self.elsewhere
         with suppress(ConfigError):
-            return find_hardware(device_name(self.device))
+            return hardware_here(device_name(self.device))
         return None
 
     @functools.cached_property
@@ -102,13 +104,36 @@ class ResolvedModel:
             return self.spec.kernels == "fused"
         return not self.is_cpu and self.dtype != torch.float32 and why_unsupported(self.config) is None
 
-    def setup(self, ranks: Sequence[int], num_parameters: Sequence[int | None] = ()) -> BackboneSetup:
+    def num_parameters(self, adapter: AdapterSpec) -> int | None:
+        """Parameters of an adapter, counted on the model's own modules; None where all layers are alike, so that they
+        follow from its rank."""
+        return None if is_described(self.config) else self.skeleton.sites.num_parameters(adapter)
+
+    def adapter_sizes(self, adapters: Sequence[AdapterSpec]) -> list[int | None]:
+        """The same of the adapters of a run's jobs; a ConfigError names the job's setting."""
+        found = []
+        for index, adapter in enumerate(adapters):
+            try:
+                found.append(self.num_parameters(adapter))
+            except ConfigError as error:
+                raise error.at(f"jobs.{index}.{error.where}") from None
+        return found
+
+    def plain_row_bytes(self, adapters: Iterable[AdapterSpec]) -> int | None:
+        """As in `MemoryModel`."""
+        return None if is_described(self.config) else self.skeleton.row_bytes(self.dtype, adapters)
+
+    def setup(
+        self, ranks: Sequence[int], num_parameters: Sequence[int | None], adapters: Iterable[AdapterSpec]
+    ) -> BackboneSetup:
         """The basis of cost models, with adapters of these ranks in a microbatch, and of as many parameters where they
-        are known."""
-        plain = None if is_described(self.config) else self.skeleton.reference.row_bytes(self.dtype)
+        are known. `adapters`: those of the run."""
         known = [num for num in num_parameters if num is not None]
         mean = round(sum(known) / len(known)) if known else None
-        return BackboneSetup(self.shape, tuple(ranks), self.spec.quantize, self.spec.recompute, mean, plain)
+        spec = self.spec
+        return BackboneSetup(
+            self.shape, tuple(ranks), spec.quantize, spec.recompute, mean, self.plain_row_bytes(adapters)
+        )
 
 
 def resolve(spec: BackboneSpec | ResolvedModel, elsewhere: Hardware | None = None) -> ResolvedModel:
@@ -118,6 +143,16 @@ def resolve(spec: BackboneSpec | ResolvedModel, elsewhere: Hardware | None = Non
     planned = None if elsewhere is None else torch.device("cpu" if elsewhere.name == "cpu" else "cuda")
     device = planned or choose_device(spec)
     return ResolvedModel(spec, find_source(spec.base_model), device, choose_dtype(spec, device), elsewhere)
+
+
+def hardware_here(name: str) -> Hardware:
+    """The row of a device by its driver's name, with links if they have been measured here; ConfigError if unknown."""
+    return find_hardware(name).with_links(name, links_file())
+
+
+def links_file() -> Path:
+    """File of `weft doctor --layouts`, beside that of `weft tune`."""
+    return tuning_file().with_name("links.json")
 
 
 def choose_device(spec: BackboneSpec) -> torch.device:

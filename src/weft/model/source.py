@@ -177,10 +177,8 @@ def _check_header(file: Path, where: str) -> None:
         length = int.from_bytes(opened.read(8), "little")
         header: Any = None
         if 0 < length <= size - 8:
-            try:
+            with contextlib.suppress(ValueError):
                 header = json.loads(opened.read(length))
-            except ValueError:
-                header = None
     if not isinstance(header, dict):
         raise ModelError(f"{file.name} is not a safetensors file, or its beginning is damaged.", where=where)
     tensors = [entry for name, entry in header.items() if name != "__metadata__"]
@@ -234,17 +232,15 @@ def model_digests(source: Source, tokenizer: Tokenizer) -> dict[str, str]:
     Values instead of bytes, because saving a file again may change its layout. Reading takes milliseconds per GB, so
     nothing is cached.
     """
-    found = {"chat_template": template_digest(tokenizer)}
     weights = [Path(source.path) / source.gguf_file] if source.gguf_file else _weight_files(source.path)
     config = [] if source.gguf_file else _present(source.path, [CONFIG])
-    for name, digest in {
+    found = {
+        "chat_template": template_digest(tokenizer),
         "weights": _digest(weights, _weights_digest),
         "config": _digest(config, _values_digest),
         "tokenizer": _digest(_present(source.path, TOKENIZER_FILES), _values_digest),
-    }.items():
-        if digest is not None:
-            found[name] = digest
-    return found
+    }
+    return {name: digest for name, digest in found.items() if digest is not None}
 
 
 def _digest(files: Iterable[Path], digest_of: Any) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from weft.errors import ConfigError, DataError, closest, counted
+from weft.errors import ConfigError, DataError, counted, did_you_mean
 from weft.objectives.objective import CLASS_F1, LOSS, MetricSum, Objective, Part, Score, SettingsOfObjective
 from weft.objectives.pairs import Pairs, log_sigmoid, opposed, read_preference
 from weft.settings import LARGEST, describe, is_usable_number, setting
@@ -115,11 +115,10 @@ class Classification(HeadObjective):
         name = label_name(given, what, where)
         if name in self.labels:
             return self.labels.index(name)
-        guess = closest(name, list(self.labels))
         raise DataError(
             f"{what} is {describe(given)}; accepted are {', '.join(self.labels)}.",
             where=where,
-            hint=f"Did you mean {guess}?" if guess else None,
+            hint=did_you_mean(name, self.labels),
         )
 
 

@@ -18,14 +18,13 @@ from weft.data.order import BatchSchedule
 from weft.errors import ConfigError, PlanError, WeftError, counted
 from weft.kernels.device import device_name, gpus, is_cpu, total_bytes
 from weft.methods.registry import cost_ranks, has_kernels
-from weft.model.resolve import ResolvedModel, choose_device
+from weft.model.resolve import ResolvedModel, choose_device, hardware_here
 from weft.model.source import load_tokenizer
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
 from weft.plan.cost.analytic import AnalyticCost
-from weft.plan.cost.hardware import Hardware, find_hardware
+from weft.plan.cost.hardware import GB, Hardware, find_hardware
 from weft.plan.cost.memory import job_state_bytes
 from weft.plan.cost.shape import capacities
-from weft.plan.families import is_described
 from weft.plan.layout import Layout, parse_layout
 from weft.plan.replan import DeviceForecaster, RemainingJob
 from weft.plan.simulate.forecast import JobOutline
@@ -67,14 +66,14 @@ def machine_here(spec: RunSpec) -> Machine:
     if is_cpu(choose_device(spec.backbone)):
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cores
-        return Machine(replace(find_hardware("cpu"), memory_bytes=memory), cores)
+        return Machine(replace(hardware_here("cpu"), memory_bytes=memory), cores)
     names = sorted({device_name(gpu) for gpu in gpus()})
     if len(names) > 1:
         raise ConfigError(
             f"this machine has unlike GPUs ({', '.join(names)}); give a layout and --devices.", where=WHERE
         )
     try:
-        table = find_hardware(names[0])
+        table = hardware_here(names[0])
     except ConfigError:
         raise ConfigError(f"nothing is known of {names[0]}; give a layout, such as spread:2.", where=WHERE) from None
     memory = min(total_bytes(gpu) for gpu in gpus())
@@ -120,13 +119,30 @@ def choose_for(
         except WeftError as error:
             refused.setdefault(str(error), []).append(str(option.layout))
             continue
-        return ChosenLayout(option.layout, (*replace(choice, chosen=option).lines, *_why_not(refused)), option)
+        other_bits = tuple(other for other in choice.other_bits if _is_possible(other.layout, check))
+        found = replace(choice, chosen=option, other_bits=other_bits)
+        return ChosenLayout(option.layout, (*found.lines, *_why_not(refused), *_links(machine)), option)
     why = "one device, because no other can be" if not in_stages else "one device, because none in stages can be"
     return ChosenLayout(Layout(), (why, *_why_not(refused)))
 
 
+def _is_possible(layout: Layout, check: Callable[[Layout], None]) -> bool:
+    try:
+        check(layout)
+    except WeftError:
+        return False
+    return True
+
+
 def _why_not(refused: dict[str, list[str]]) -> list[str]:
     return [f"{', '.join(layouts)} not possible: {why}" for why, layouts in refused.items()]
+
+
+def _links(machine: Machine) -> tuple[str, ...]:
+    found = machine.hardware
+    if found.links == "assumed":
+        return ()
+    return (f"links measured here: {found.link_rate / GB:.3g} GB/s and {found.link_s * 1e6:,.0f} us a message",)
 
 
 def predicted_on(spec: RunSpec, model: ResolvedModel, layout: str, base_dir: Path, machine: Machine) -> NamedLayout:
@@ -139,7 +155,7 @@ def predicted_on(spec: RunSpec, model: ResolvedModel, layout: str, base_dir: Pat
         raise ConfigError(f"{layout} has {counted(num, 'device')}, and --gpus gives {there}.", where=WHERE)
     jobs = _jobs(spec, model, _train_data(spec, model, base_dir))
     for capacity in capacities(spec.capacity, machine.hardware.name, spec.longest):
-        option = price_layout(_cost(model, machine, jobs, capacity), jobs, capacity, wanted)
+        option = price_layout(_cost(spec, model, machine, jobs, capacity), jobs, capacity, wanted)
         if option.device_bytes <= memory:
             break
     line = f"{option.line(memory, layout)} (predicted)"
@@ -155,7 +171,7 @@ def _choice(spec: RunSpec, model: ResolvedModel, jobs: Sequence[LayoutJob], mach
         raise ConfigError(found, where=WHERE)
     sizes = capacities(spec.capacity, machine.hardware.name, spec.longest)
     for capacity in sizes:
-        cost = _cost(model, machine, jobs, capacity)
+        cost = _cost(spec, model, machine, jobs, capacity)
         try:
             return choose_layout(cost, jobs, capacity, machine.num_devices, machine.hardware.memory_bytes)
         except PlanError:
@@ -165,19 +181,11 @@ def _choice(spec: RunSpec, model: ResolvedModel, jobs: Sequence[LayoutJob], mach
 
 
 def _jobs(spec: RunSpec, model: ResolvedModel, data: Sequence[Dataset | None]) -> list[LayoutJob]:
-    sizes = _adapter_sizes(model, spec.jobs)
+    sizes = model.adapter_sizes([job.adapter for job in spec.jobs])
     return [
         LayoutJob(_batch_tokens(job, own), cost_ranks(job.adapter).widest, job.gradient_sum == "any_order", num)
         for job, own, num in zip(spec.jobs, data, sizes, strict=True)
     ]
-
-
-def _adapter_sizes(model: ResolvedModel, jobs: Sequence[JobSpec]) -> list[int | None]:
-    """Parameters of each job's adapter, counted on the model's own modules; None where all layers are alike, so that
-    they follow from its rank."""
-    if is_described(model.config):
-        return [None] * len(jobs)
-    return [model.skeleton.num_parameters(job.adapter) for job in jobs]
 
 
 def _train_data(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[Dataset | None]:
@@ -205,15 +213,16 @@ def device_forecaster(spec: RunSpec, model: ResolvedModel, machine: Machine) -> 
     capacity = capacities(spec.capacity, machine.hardware.name, spec.longest)[0]
     devices = machine.num_devices or 1
     forecaster = DeviceForecaster(
-        lambda jobs: _cost(model, machine, jobs, capacity), capacity, devices, machine.hardware.memory_bytes
+        lambda jobs: _cost(spec, model, machine, jobs, capacity), capacity, devices, machine.hardware.memory_bytes
     )
     return forecaster if devices > 1 else None
 
 
 def _cost(
-    model: ResolvedModel, machine: Machine, jobs: Sequence[LayoutJob | RemainingJob], capacity: int
+    spec: RunSpec, model: ResolvedModel, machine: Machine, jobs: Sequence[LayoutJob | RemainingJob], capacity: int
 ) -> AnalyticCost:
-    setup = model.setup([job.rank for job in jobs], [job.num_parameters for job in jobs])
+    numbers = [job.rank for job in jobs], [job.num_parameters for job in jobs]
+    setup = model.setup(*numbers, [job.adapter for job in spec.jobs])
     return setup.cost(machine.hardware, capacity=capacity)
 
 
@@ -227,7 +236,7 @@ def outlines(model: ResolvedModel, jobs: Sequence[JobSpec], base_dir: Path, num_
             num_trained_rows=job.adapter.own_rows.count(vocabulary) + 2 * len(job.adapter.new_tokens),
             num_parameters=num,
         )
-        for job, num in zip(jobs, _adapter_sizes(model, jobs), strict=True)
+        for job, num in zip(jobs, model.adapter_sizes([job.adapter for job in jobs]), strict=True)
     ]
 
 

@@ -28,11 +28,13 @@ from weft.engine.program_run import ProgramRun
 from weft.engine.timeline import TimelineRecorder
 from weft.objectives.objective import Score
 from weft.parallel.stages.work import FinishWork, MoveWork, StagedOutcome, StagedWork
+from weft.plan.cost.learned import PassCosts
 from weft.plan.level import choose_homes
 from weft.plan.pipeline.append import DealtStream
 from weft.plan.pipeline.stream import read_stream
 from weft.plan.planner import HomeLoad
 from weft.plan.program import Program, Step, Turn
+from weft.plan.simulate.step_shares import step_spans
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 from weft.store.wall_clock import Activity
 
@@ -57,6 +59,8 @@ class _Begun:
     """Steps after which stages keep a copy of the job's state."""
     ticket: Ticket[StagedOutcome]
     begun_s: float
+    costs: Sequence[PassCosts] = ()
+    """Of each replica, as planned with; empty unless replicas share a job."""
 
 
 class StagedRun(ProgramRun):
@@ -81,14 +85,16 @@ class StagedRun(ProgramRun):
         self._num_counted = 0
         self._last_s = 0.0
         self._counted_s = 0.0
+        self._step_end_s = 0.0
 
     @property
     def is_under_way(self) -> bool:
         return bool(self._begun)
 
-    def continue_with(self, running: Sequence[LiveJob]) -> bool:
+    def continue_with(self, running: Sequence[LiveJob], limits: Limits) -> bool:
         if not self._begun:
             return False
+        self._limits = limits
         self._training = list(running)
         under_way = {job: self._jobs[job] for begun in self._begun for job, _ in begun.rates}
         self._know(under_way | {job.name: job for job in running})
@@ -151,16 +157,21 @@ class StagedRun(ProgramRun):
         steps = sorted({(i.job, i.step) for own in program.stages for i in own if isinstance(i, Step)})
         rates = {(job, step): self._jobs[job].progress.learning_rate(step) for job, step in steps}
         work = StagedWork(program, self._row_tile, rates)
+        costs = self._plans.costs() if len(program.replicas) > 1 or self._endless is not None else ()
+        # A planner that is a plain function has no costs of replicas.
+        is_shared = 1 < len(costs) == len(program.replicas) and any(self._jobs[job].home is None for job, _ in steps)
         if self._endless is not None:
             self._executor.wait(self._executor.start(MoveWork(program)))
             first = self._endless.num_microbatches
-            lists = self._endless.append(DealtStream.of(program), self._plans.costs())
+            self._endless.limit(self._plans.pipes(self._limits))
+            lists = self._endless.append(DealtStream.of(program), costs)
             work = dataclasses.replace(work, lists=lists, first=first, kept=self._kept(steps))
         elif self._plans.takes_long and not any(self._jobs[job].is_eval_due_at(step + 1) for job, step in steps):
             # The executor returns when all of it has run.
             self._plans.foresee(self._queues_after(steps), self._limits)
         begun_s = time.perf_counter()
-        self._begun.append(_Begun(program, rates, work.kept.keys(), self._executor.start(work), begun_s))
+        ticket = self._executor.start(work)
+        self._begun.append(_Begun(program, rates, work.kept.keys(), ticket, begun_s, costs if is_shared else ()))
         for job, step in steps:
             self._jobs[job].begun_step = step + 1
         if self._endless is not None and self._plans.takes_long and not self._is_eval_due():
@@ -197,7 +208,7 @@ class StagedRun(ProgramRun):
         self._num_counted += 1
         now_s = time.perf_counter()
         self._last_s, self._counted_s = now_s - max(begun.begun_s, self._counted_s), now_s
-        self._record(outcome, begun.begun_s)
+        self._record(outcome, begun)
         done = [*self._grouped(), *self._counted(begun.program, outcome, begun.rates)]
         self._plans.observe_stages(begun.program, outcome.spans)
         ahead = {job for later in self._begun for job, _ in later.rates}
@@ -254,12 +265,17 @@ class StagedRun(ProgramRun):
                 found[step] = max(found[step], self._timeline.at(span.end_s))
         return found
 
-    def _record(self, outcome: StagedOutcome, begun_s: float) -> None:
-        """Adds the stages' spans to the timeline; the wall clock counts the program once."""
-        for span in outcome.spans:
-            self._timeline.spans.append(dataclasses.replace(span, start_s=self._timeline.at(span.start_s)))
+    def _record(self, outcome: StagedOutcome, begun: _Begun) -> None:
+        """Adds the stages' spans to the timeline, and what replicas that share a job did in each step; the wall clock
+        counts the program once."""
+        spans = [dataclasses.replace(span, start_s=self._timeline.at(span.start_s)) for span in outcome.spans]
+        self._timeline.spans.extend(spans)
+        if begun.costs:
+            steps = step_spans(begun.program, begun.costs, spans, self._step_end_s)
+            self._timeline.spans.extend(steps)
+            self._step_end_s = max((step.end_s for step in steps), default=self._step_end_s)
         ended_s = time.perf_counter()
-        self._timeline.wall.add(Activity.COMPUTING, ended_s - begun_s, ended_s)
+        self._timeline.wall.add(Activity.COMPUTING, ended_s - begun.begun_s, ended_s)
 
 
 def find_homes(jobs: Sequence[LiveJob], plans: LookaheadPlanner, limits: Limits) -> set[str]:

@@ -8,7 +8,8 @@ than c, a microbatch is smaller and takes longer per token. N devices as
                      gaps, the pipeline is filled once in 32 N microbatches, and no job's step takes less than its own
                      microbatches + N − 1
     shards of stages as many pipelines as shards, each with its part of W, slowed down as shards are
-All of them keep every bit. Tensor parallelism does not and is not chosen. Within 2 %, the simpler layout is taken.
+All of them keep every bit. Tensor parallelism does not: where it is faster, a line reports that.
+Within 2 %, the simpler layout is taken.
 
 The seconds are those of the simulator's cost models. The simulator (`simulate/layout_forecast.py`) plans and runs whole
 programs instead: of 8 jobs of 16 samples on 8 devices it takes 5 to 10 s of a processor for every layout in stages,
@@ -64,6 +65,8 @@ class LayoutChoice:
     chosen: LayoutOption
     options: tuple[LayoutOption, ...]
     memory_bytes: int
+    other_bits: tuple[LayoutOption, ...] = ()
+    """Layouts that fit and change bits, the fastest first; never chosen."""
 
     @property
     def ranked(self) -> list[LayoutOption]:
@@ -75,7 +78,12 @@ class LayoutChoice:
     def lines(self) -> tuple[str, ...]:
         others = [option for option in self.options if option is not self.chosen]
         head = f"{self.chosen.line(self.memory_bytes)} (chosen, predicted)"
-        return (head, *(option.line(self.memory_bytes) for option in others))
+        faster = [o for o in self.other_bits[:1] if o.speed * (1 - CLOSE) > self.chosen.speed]
+        return (
+            head,
+            *(option.line(self.memory_bytes) for option in others),
+            *(f"{o.line(self.memory_bytes)}; not chosen, since it changes bits: --layout {o.layout}" for o in faster),
+        )
 
 
 def choose_layout(
@@ -103,7 +111,10 @@ def choose_layout(
         )
     fastest = max(option.speed for option in fitting)
     chosen = next(option for option in fitting if option.speed >= fastest * (1 - CLOSE))
-    return LayoutChoice(chosen, tuple(options), memory_bytes)
+    divided = [Layout((ReplicaLayout(tensor=n),)) for n in (2, 4, 8) if n <= num_devices]
+    priced = [price_layout(cost, jobs, capacity, layout) for layout in divided]
+    other_bits = sorted((o for o in priced if o.device_bytes <= memory_bytes), key=lambda o: -o.speed)
+    return LayoutChoice(chosen, tuple(options), memory_bytes, tuple(other_bits))
 
 
 def price_layout(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, layout: Layout) -> LayoutOption:

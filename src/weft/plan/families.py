@@ -21,7 +21,7 @@ from weft.plan.decoder import (
     read_sizes,
     read_window,
 )
-from weft.plan.weights import FINAL_NORMS, WEIGHTS, estimated_sizes
+from weft.plan.weights import FINAL_NORMS, WEIGHTS, estimated_sizes, num_experts
 
 
 def llama(config: Config, name: str, form: LayerForm | None = None) -> Decoder:
@@ -288,10 +288,19 @@ def _reads_elsewhere(config: Config) -> str | None:
     return " and ".join(text for key, text in parts.items() if config.get(key)) or None
 
 
+_NO_KERNELS: Mapping[str, str] = {
+    **dict.fromkeys(("qwen3_5_text", "lfm2", "bamba", "falcon_h1", "mamba2", "nemotron_h"), "layers with a state"),
+    "gemma4_text": "heads of unlike sizes",
+}
+
+
 def why_unsupported(config: Config) -> str | None:
     """Reason why the fast path does not take the model of a transformers configuration; None if it does."""
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
+        missing = "routed experts" if num_experts(config) else _NO_KERNELS.get(kind)
+        if missing is not None:
+            return f"the fast path has no kernels for {missing}"
         return f"{kind} is not among {', '.join(FAMILIES)}"
     if not is_described(config):
         return f"only dense {kind} models with attention in every layer have kernels"

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from enum import StrEnum
 
 from weft.errors import ConfigError, PlanError, closest
 from weft.processes import MOST_PROCESSES, read_count
@@ -17,6 +18,17 @@ from weft.settings import describe
 
 SPREAD = "spread"
 AUTO = "auto"
+
+
+class DispatchRule(StrEnum):
+    """How the samples of a step are divided over unlike replicas. No result depends on it."""
+
+    BALANCED = "balanced"
+    """All replicas end at about the same time."""
+    LENGTH = "length"
+    """Every sample where its length needs the fewest device-seconds, whatever else is there."""
+    EVEN = "even"
+    """Of every length the same number of samples to each replica that holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +84,11 @@ class Layout:
     @property
     def shards(self) -> tuple[int, ...]:
         return tuple(replica.shards for replica in self.replicas)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Devices that share every layer, of each replica."""
+        return tuple(replica.tensor for replica in self.replicas)
 
     @property
     def stage_names(self) -> list[str]:

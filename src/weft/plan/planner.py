@@ -65,6 +65,10 @@ class MeasuredPasses:
     stages: StagePace = field(default_factory=StagePace)
     pairs: PairPace = field(default_factory=PairPace)
     ranks: Mapping[str, int] = field(default_factory=dict)
+    has_pairs: bool = False
+    """True if microbatches of the last program ran side by side."""
+    num_changes: int = 0
+    """How often that has changed."""
 
 
 class Planner(abc.ABC):
@@ -103,7 +107,7 @@ class Planner(abc.ABC):
         """Seconds that a global batch of each job takes on each replica; empty with a single replica."""
         return {}
 
-    def open_pipes(self, capacity: int) -> list[Pipe]:
+    def open_pipes(self, limits: Limits) -> list[Pipe]:
         """An empty pipeline per replica, if programs can be appended without draining them; otherwise no pipeline."""
         return []
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weft.plan.cost.learned import PassCosts
+from weft.plan.cost.learned import PASSES, AdapterTimes, PassCosts
 from weft.plan.cost.types import CostModel
-from weft.plan.layout import copies
+from weft.plan.deploy.deal import PricedReplica, deal
+from weft.plan.layout import DispatchRule, ReplicaLayout, copies
 from weft.plan.level import PlannedReplicas
-from weft.plan.pack.greedy import pack
-from weft.plan.pipeline.build import renumbered, whole_batches, with_transfers
+from weft.plan.pipeline.build import renumbered, with_transfers
 from weft.plan.pipeline.orders import Clock, Pass, Pipe, clock_of, open_pipe, play_all
 from weft.plan.pipeline.stream import BatchStream, StreamBatch, read_stream
-from weft.plan.planner import HomeLoad, Planner
+from weft.plan.planner import HomeLoad, MeasuredPasses, Planner, PreviousMicrobatches
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Step
-from weft.plan.types import Batch, JobQueue, Limits, Microbatch, Segment
+from weft.plan.types import JobQueue, Limits, Microbatch, max_lead, whole_batches
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,12 @@ class SpreadPlanner(Planner):
     planned: PlannedReplicas | None = None
     shards: tuple[int, ...] = ()
     """How many consecutive replicas share each copy of the frozen weights; empty: none do."""
+    dispatch: DispatchRule = DispatchRule.BALANCED
+    tensor: tuple[int, ...] = ()
+    """Devices that share every layer, of each replica; empty: none do."""
+    measured: tuple[tuple[CostModel, AdapterTimes], ...] | None = None
+    """Measured costs of passes on each replica; None: those of its cost model."""
+    num_measured: int = 0
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         """The next program: whole global batches, at least one of every job."""
@@ -36,16 +41,59 @@ class SpreadPlanner(Planner):
         free = {
             queue.job: [batch.step for batch in queue.batches if batch.lengths] for queue in whole if queue.home is None
         }
-        speeds, streams = self.speeds(limits.capacity), [list[Microbatch]() for _ in self.replica_sizes]
-        holds = self.holds(limits.capacity)
+        streams, holds = [list[Microbatch]() for _ in self.replica_sizes], self.holds(limits.capacity)
+        replicas = self.priced(holds, whole)
         for together in _rounds(whole) if free else [whole]:
-            for stream, dealt, most in zip(streams, deal(together, speeds, holds), holds, strict=True):
+            for stream, dealt, most in zip(streams, deal(together, replicas, self.dispatch), holds, strict=True):
                 stream += dealt.packed(replace(limits, capacity=max(most, dealt.longest)))
-        return self.assemble(streams, free)
+        return self.assemble(streams, free, limits)
 
-    def assemble(self, streams: Sequence[Sequence[Microbatch]], free: Mapping[str, Sequence[int]]) -> Program:
+    @property
+    def stages(self) -> list[range]:
+        """The stages of each replica."""
+        ends = itertools.accumulate(self.replica_sizes)
+        return [range(end - size, end) for size, end in zip(self.replica_sizes, ends, strict=True)]
+
+    def leads(self, limits: Limits) -> list[list[int]]:
+        """Most microbatches in flight on the stages of each replica."""
+        return [limits.of_stages(stages).lead(max_lead(len(stages))) for stages in self.stages]
+
+    def assemble(
+        self, streams: Sequence[Sequence[Microbatch]], free: Mapping[str, Sequence[int]], limits: Limits
+    ) -> Program:
         """The program of the replicas' streams; `free`: steps of the jobs that all replicas train."""
-        return _assembled(streams, self.replica_sizes, self.costs, free, self.shards)
+        return _assembled(streams, self.leads(limits), self.pass_costs, free, self.shards)
+
+    def informed(self, measured: MeasuredPasses, previous: PreviousMicrobatches) -> SpreadPlanner:
+        stages, learned, first = measured.stages, list[tuple[CostModel, AdapterTimes]](), 0
+        for size, cost in zip(self.replica_sizes, self.costs, strict=True):
+            replica = stages.learn(size, cost, measured.ranks, first)
+            if replica is None:
+                return self
+            learned.append(replica)
+            first += size
+        return replace(self, measured=tuple(learned), num_measured=stages.num_seen)
+
+    def priced(self, holds: Sequence[int], queues: Sequence[JobQueue]) -> list[PricedReplica]:
+        """The replicas as dispatch sees them, alike ones as one object. Only a balanced dispatch follows measurements:
+        by length, alike replicas must cost the same. None does where degrees of tensor parallelism differ: who runs a
+        sample decides its last bits there, and must not depend on a clock."""
+        tokens = {queue.job: sum(sum(batch.lengths) for batch in queue.batches) for queue in queues}
+        degrees = self.tensor or (1,) * len(self.replica_sizes)
+        is_fixed = self.dispatch is not DispatchRule.BALANCED or len({*degrees}) > 1
+        known: dict[tuple[int, int, int], PricedReplica] = {}
+        found = []
+        for size, degree, table, (cost, adapters), most in zip(
+            self.replica_sizes, degrees, self.costs, self.pass_costs, holds, strict=True
+        ):
+            layout = ReplicaLayout(degree, stages=size)
+            if adapters is None or is_fixed:
+                found.append(known.setdefault((size, id(table), most), PricedReplica(layout, most, table)))
+                continue
+            fixed_s = len(PASSES) * adapters.job_s * len(tokens)
+            token_s = (len(PASSES) * adapters.microbatch_s(tokens) - fixed_s) / max(1, sum(tokens.values()))
+            found.append(PricedReplica(layout, most, cost, adapter_token_s=token_s, adapters_s=fixed_s))
+        return found
 
     def home_seconds(self, jobs: Mapping[str, HomeLoad], capacity: int) -> dict[str, tuple[float, ...]]:
         """Seconds of a global batch of each job with a home, by replica: as planned, or else by its tokens."""
@@ -59,14 +107,14 @@ class SpreadPlanner(Planner):
             seconds.setdefault(job, tuple(own))
         return seconds
 
-    def open_pipes(self, capacity: int) -> list[Pipe]:
+    def open_pipes(self, limits: Limits) -> list[Pipe]:
         if len(self.replica_sizes) == 1 or self.shards:
             return []
-        return [open_pipe(size, max_lead=max_lead(size)) for size in self.replica_sizes]
+        return [open_pipe(len(own), max_lead=own) for own in self.leads(limits)]
 
     @property
     def pass_costs(self) -> Sequence[PassCosts]:
-        return [(cost, None) for cost in self.costs]
+        return self.measured or [(cost, None) for cost in self.costs]
 
     def holds(self, capacity: int) -> list[int]:
         planned = self.planned
@@ -88,8 +136,8 @@ def _rounds(queues: Sequence[JobQueue]) -> list[list[JobQueue]]:
 
 def _assembled(
     given: Sequence[Sequence[Microbatch]],
-    replica_sizes: Sequence[int],
-    costs: Sequence[CostModel],
+    leads: Sequence[Sequence[int]],
+    costs: Sequence[PassCosts],
     free: Mapping[str, Sequence[int]],
     shards: Sequence[int] = (),
 ) -> Program:
@@ -101,9 +149,7 @@ def _assembled(
     aligned = align(given, shards, lambda microbatch: _shared(microbatch, free), needs) if shards else given
     streams = [read_stream(stream) for stream in aligned]
     owners = copies(len(streams), shards)
-    pipes = [
-        _joint([_pipe(streams[k], replica_sizes[k], costs[k], free.keys(), before) for k in own]) for own in owners
-    ]
+    pipes = [_joint([_pipe(streams[k], leads[k], costs[k], free.keys(), before) for k in own]) for own in owners]
     played = [stages for own, stages in zip(owners, play_all(pipes), strict=True) for _ in own]
     due = _due(streams, played, free)
     order = sorted(
@@ -125,7 +171,7 @@ def _assembled(
             rooted = [batch for batch, (_, root) in due.items() if index == 0 and root == replica]
             own = _with_steps(own, passes, stream, due, free, rooted)
             lists.append(tuple(each for i in own for each in renumbered(i, numbers[replica], first)))
-    return Program(microbatches, tuple(lists), replica_sizes=tuple(replica_sizes), shards=tuple(shards))
+    return Program(microbatches, tuple(lists), replica_sizes=tuple(map(len, leads)), shards=tuple(shards))
 
 
 def _joint(pipes: Sequence[Pipe]) -> Pipe:
@@ -136,6 +182,7 @@ def _joint(pipes: Sequence[Pipe]) -> Pipe:
     return replace(
         first,
         clocks=[_slowest(together) for together in zip(*(pipe.clocks for pipe in pipes), strict=True)],
+        max_lead=[*map(min, *(pipe.max_lead or () for pipe in pipes))],
         waits_for=[max(together) for together in zip(*(pipe.waits_for for pipe in pipes), strict=True)],
         shared=[list(itertools.chain(*together)) for together in zip(*(pipe.shared for pipe in pipes), strict=True)],
         needs=[list(itertools.chain(*together)) for together in zip(*(pipe.needs for pipe in pipes), strict=True)],
@@ -154,26 +201,23 @@ def _slowest(clocks: Sequence[Clock]) -> Clock:
 
 def _pipe(
     stream: BatchStream,
-    num_stages: int,
-    cost: CostModel,
+    leads: Sequence[int],
+    costs: PassCosts,
     free: Collection[str],
     before: Mapping[StreamBatch, StreamBatch],
 ) -> Pipe:
     """The microbatches of a replica, and the global batches for which it waits for others."""
+    num_stages = len(leads)
     num_steps = {k: len(batches) for k, batches in stream.completes.items()}
     shared = [_shared(m, free) for m in stream.microbatches]
     return Pipe(
-        [clock_of(m, num_steps.get(k, 0), num_stages, cost) for k, m in enumerate(stream.microbatches)],
+        [clock_of(m, num_steps.get(k, 0), num_stages, *costs) for k, m in enumerate(stream.microbatches)],
         num_stages,
         stream.waits_for,
-        max_lead=max_lead(num_stages),
+        max_lead=leads,
         shared=shared,
         needs=[[before[batch] for batch in own if batch in before] for own in shared],
     )
-
-
-def max_lead(num_stages: int) -> list[int]:
-    return [2 * num_stages] * num_stages
 
 
 def _shared(microbatch: Microbatch, free: Collection[str]) -> list[StreamBatch]:
@@ -232,81 +276,6 @@ def _with_steps(
             result.append(Measure(job, step))
         step_until(job, step + 1)
     return result
-
-
-@dataclass(frozen=True)
-class DealtQueues:
-    queues: list[JobQueue]
-    """Its own jobs, and its parts of divided jobs, whose samples are counted from 0."""
-    indices: dict[tuple[str, int], list[int]]
-    """By divided global batch, the index of each of its samples in the whole batch."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sample, or of the longest group that shares a microbatch."""
-        return max((batch.longest for queue in self.queues for batch in queue.batches), default=0)
-
-    def packed(self, limits: Limits) -> list[Microbatch]:
-        """The microbatches, with each sample's index in the whole global batch."""
-        found = pack(self.queues, replace(limits, max_microbatches=sys.maxsize)).microbatches if self.queues else ()
-        return [Microbatch(tuple(self._named(s) for s in m.segments)) for m in found]
-
-    def _named(self, segment: Segment) -> Segment:
-        own = self.indices.get((segment.job, segment.step))
-        return segment if own is None else replace(segment, index=own[segment.index])
-
-
-def deal(queues: Sequence[JobQueue], speeds: Sequence[float], holds: Sequence[int]) -> list[DealtQueues]:
-    """Assigns whole global batches to replicas; a divided job has one global batch. `speeds`: tokens per second;
-    `holds`: tokens of the largest microbatch of each replica."""
-    found = [DealtQueues([], {}) for _ in speeds]
-    seconds = [0.0] * len(speeds)
-    for queue in queues:
-        if queue.home is not None:
-            found[queue.home].queues.append(queue)
-            seconds[queue.home] += sum(sum(batch.lengths) for batch in queue.batches) / speeds[queue.home]
-    free = {queue.job: queue for queue in queues if queue.home is None}
-    shares: dict[str, list[list[range]]] = {job: [[] for _ in speeds] for job in free}
-    for num_tokens, job, own in sorted(_waiting(free.values()), key=lambda each: (-each[0], each[1], each[2].start)):
-        least = min(num_tokens, max(holds))
-        ends = [(seconds[k] + num_tokens / speed, k) for k, speed in enumerate(speeds) if holds[k] >= least]
-        end, taker = min(ends)
-        seconds[taker] = end
-        shares[job][taker].append(own)
-    for job, by_replica in shares.items():
-        (batch,) = free[job].batches
-        for dealt, groups in zip(found, by_replica, strict=True):
-            if groups:
-                part, dealt.indices[job, batch.step] = _part(batch, sorted(groups, key=lambda own: own.start))
-                dealt.queues.append(replace(free[job], batches=(part,)))
-    return found
-
-
-def _waiting(queues: Iterable[JobQueue]) -> Iterator[tuple[int, str, range]]:
-    """The pieces to assign: tokens, job, and the indices of the samples in the global batch."""
-    for queue in queues:
-        (batch,) = queue.batches
-        for own in _groups(batch):
-            yield _tokens(batch, own), queue.job, own
-
-
-def _groups(batch: Batch) -> list[range]:
-    first, found = batch.first, []
-    for size in batch.groups or (1,) * len(batch.lengths):
-        found.append(range(first, first + size))
-        first += size
-    return found
-
-
-def _tokens(batch: Batch, own: Iterable[int]) -> int:
-    return sum(batch.lengths[index - batch.first] for index in own)
-
-
-def _part(batch: Batch, groups: Sequence[range]) -> tuple[Batch, list[int]]:
-    """A global batch reduced to some of its samples, and their indices."""
-    indices = [index for own in groups for index in own]
-    lengths = tuple(batch.lengths[index - batch.first] for index in indices)
-    return Batch(batch.step, 0, lengths, tuple(len(own) for own in groups) if batch.groups else ()), indices
 
 
 Batches = Callable[[Microbatch], Collection[StreamBatch]]

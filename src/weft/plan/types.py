@@ -7,8 +7,8 @@ A planner turns `JobQueue`s into a `Program` (`plan/program.py`). The engine exe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
 
@@ -86,6 +86,24 @@ class JobQueue:
 class Limits:
     capacity: int
     max_microbatches: int = 16
+    row_tile: int = 1
+    in_flight: tuple[int, ...] = ()
+    """Full microbatches that each stage has memory for between forward and backward; empty: not known."""
+
+    def rows(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.row_tile) * self.row_tile
+
+    def of_stages(self, stages: range) -> Limits:
+        return replace(self, in_flight=self.in_flight[stages.start : stages.stop])
+
+    def lead(self, most: Sequence[int]) -> list[int]:
+        """Most microbatches in flight on each stage, of those that a schedule wants."""
+        return [*map(min, most, self.in_flight or most)]
+
+
+def max_lead(num_stages: int) -> list[int]:
+    """Most microbatches in flight on each stage, where there is memory: twice what equal ones need, for unlike ones."""
+    return [2 * num_stages] * num_stages
 
 
 NOOP = Microbatch(())
@@ -121,3 +139,18 @@ def with_empty_slots(microbatches: Iterable[Microbatch], distance: int) -> tuple
     while stream and not stream[-1].segments:
         stream.pop()
     return tuple(stream)
+
+
+LENGTHENED = 2
+"""Length of a program per stage, relative to one device: with 16 full microbatches on one device, S stages then idle
+about a fortieth of the time while they fill and drain."""
+
+
+def whole_batches(queues: Sequence[JobQueue], limits: Limits, num_stages: int) -> list[JobQueue]:
+    """The queues cut to the same number of global batches, marked as complete."""
+    most = max(len(queue.batches) for queue in queues)
+    room = LENGTHENED * num_stages * limits.max_microbatches * limits.capacity
+    num = 1
+    while num < most and sum(sum(b.lengths) for queue in queues for b in queue.batches[: num + 1]) <= room:
+        num += 1
+    return [replace(queue, batches=queue.batches[:num], is_all=True) for queue in queues]

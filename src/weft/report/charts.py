@@ -6,7 +6,6 @@ The number of points is capped, so a week of training makes a page as light as a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 from weft.objectives.objective import is_share
@@ -50,13 +49,14 @@ def draw_charts(run: RunData) -> dict[str, PlotlyFigure]:
     drawn = {
         "loss": _loss(run),
         "eval_loss": _eval_loss(run),
-        "token_accuracy": _token_accuracy(run),
-        **{chart: _own_metric(run, name) for chart, name in own_metrics(run).items()},
+        "token_accuracy": _metric(run),
+        **{chart: _metric(run, name) for chart, name in own_metrics(run).items()},
         "learning_rate": _learning_rate(run),
         "grad_norm": _grad_norm(run),
         "throughput": throughput(run),
         "fill": fill(run),
         "timeline": timeline(run),
+        "dispatch": dispatch(run),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -80,32 +80,26 @@ def _eval_loss(run: RunData) -> PlotlyFigure | None:
     return _over_steps(run, traces)
 
 
-def _token_accuracy(run: RunData) -> PlotlyFigure | None:
-    trained: list[Points] = [[(p.step, p.accuracy) for p in job.train] for job in run.jobs]
-    evaluated: list[Points] = [[(p.step, p.accuracy) for p in job.evals] for job in run.jobs]
-    return _lines_and_dots(run, trained, evaluated, is_percent=True)
+def _metric(run: RunData, own: str | None = None) -> PlotlyFigure | None:
+    """Token accuracy of every job, or another metric: training as smoothed lines, evaluations as dots."""
 
+    def value(point: Any) -> float | None:
+        found: float | None = point.accuracy if own is None else point.further.get(own)
+        return found
 
-def _own_metric(run: RunData, name: str) -> PlotlyFigure | None:
-    trained: list[Points] = [[(p.step, p.further.get(name)) for p in job.train] for job in run.jobs]
-    evaluated: list[Points] = [[(p.step, p.further.get(name)) for p in job.evals] for job in run.jobs]
-    return _lines_and_dots(run, trained, evaluated, is_percent=is_share(name))
-
-
-def _lines_and_dots(
-    run: RunData, trained: list[Points], evaluated: list[Points], *, is_percent: bool
-) -> PlotlyFigure | None:
-    """For every job: training as smoothed lines, evaluations as dots."""
+    is_percent = own is None or is_share(own)
     hover = "%{y:.1%}" if is_percent else "%{y:.4f}"
-    drawable = [(i, points) for i, points in enumerate(trained) if any(y is not None for _, y in points)]
-    traces = [_line(run, i, _clear(points), width=1.8, hovertemplate=hover) for i, points in drawable]
-    for index, points in enumerate(evaluated):
-        known: Points = [(x, y) for x, y in points if y is not None]
+    lines, dots = [], []
+    for index, job in enumerate(run.jobs):
+        trained: Points = [(p.step, value(p)) for p in job.train]
+        if any(y is not None for _, y in trained):
+            lines.append(_line(run, index, _clear(trained), width=1.8, hovertemplate=hover))
+        known: Points = [(p.step, y) for p in job.evals if (y := value(p)) is not None]
         if known:
             trace = _line(run, index, known, width=1.8, hovertemplate=f"{hover} in evaluation")
             colour = job_colours(len(run.jobs))[index]
-            traces.append(trace.update(mode="markers", marker={"size": 6, "color": colour}))
-    figure = _over_steps(run, traces)
+            dots.append(trace.update(mode="markers", marker={"size": 6, "color": colour}))
+    figure = _over_steps(run, lines + dots)
     return figure.update_yaxes(tickformat=".2~%") if figure is not None and is_percent else figure
 
 
@@ -231,13 +225,35 @@ def fill(run: RunData) -> PlotlyFigure | None:
     return figure.update_yaxes(range=[0, 102], ticksuffix=" %")
 
 
+def dispatch(run: RunData) -> PlotlyFigure | None:
+    """Seconds of every step whose samples replicas shared, as measured and as predicted."""
+    steps = run.compared_steps
+    if not steps:
+        return None
+    curves = {"measured": [step.seconds for step in steps], "predicted": [step.predicted_s for step in steps]}
+    traces = [
+        graph_objects().Scatter(
+            x=[number for number, _ in points],
+            y=rounded([seconds for _, seconds in points]),
+            name=name,
+            mode="lines",
+            line={"width": 1.8 if name == "measured" else 1.4, "color": colour, "dash": dash},
+            hovertemplate="%{y:.3g} s",
+        )
+        for (name, seconds), colour, dash in zip(curves.items(), job_colours(2), ("solid", "dot"), strict=True)
+        for points in [thin(list(enumerate(seconds, start=1)), MAX_POINTS_PER_JOB)]
+    ]
+    figure = bare_figure(run, traces, x_title="step")
+    return figure.update_yaxes(rangemode="tozero", ticksuffix=" s")
+
+
 def timeline(run: RunData) -> PlotlyFigure | None:
     """The first microbatches as columns, coloured by the share of each job, and the other work below them. Each
     replica, or each stage of one, has a band."""
     shown = drawn_microbatches(run)
     if not shown:
         return None
-    replicas = drawn_replicas(shown)
+    replicas = sorted({span.replica for span in shown})[:MAX_REPLICAS]
     columns = [
         _columns(run, index, tuple(span for span in shown if span.replica == replica), band)
         for band, replica in enumerate(replicas)
@@ -261,10 +277,6 @@ def timeline(run: RunData) -> PlotlyFigure | None:
         yaxis2={"domain": [0, top], "anchor": "x", "automargin": True, "fixedrange": True, "showgrid": False, **order},
     )
     return figure
-
-
-def drawn_replicas(spans: Iterable[ReportSpan]) -> list[int]:
-    return sorted({span.replica for span in spans})[:MAX_REPLICAS]
 
 
 def _bands(names: list[str], bottom: float) -> dict[str, Any]:

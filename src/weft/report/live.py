@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -60,23 +61,27 @@ FRAME_LINES = 6
 TREND_STYLES = {-1: ("↓", "green"), 0: ("→", "dim"), 1: ("↑", "red")}
 
 
-class Screen:
-    """Shows what `render` returns, four times a second, between `start` and `stop`."""
+class Screen(ABC):
+    """Shows what `render` returns, four times a second, while the `with` block runs."""
 
-    def __init__(self, console: Console, render: Callable[[], RenderableType]) -> None:
+    def __init__(self, console: Console) -> None:
+        """Called last by subclasses, since it renders once."""
         self._console = console
-        is_screen = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-        self._live = Live(console=console, get_renderable=render, refresh_per_second=4, transient=True)
-        self.is_redrawn = is_screen
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
+        self.is_redrawn = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
         """False: only printed lines are visible."""
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         if self.is_redrawn:
             self._live.start(refresh=True)
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.is_redrawn:
             self._live.stop()
+
+    @abstractmethod
+    def render(self) -> RenderableType: ...
 
     def print_line(self, line: str, style: str = "") -> None:
         """Prints one line with any characters: a log may take ASCII only, and a name must not end a run."""
@@ -85,31 +90,23 @@ class Screen:
         self._console.print(Text(shown, style=style), soft_wrap=not self.is_redrawn)
 
 
-class LiveTable:
-    """One row per job and a line of totals, kept up to date while the `with` block runs."""
+class LiveTable(Screen):
+    """One row per job and a line of totals; once the run is over it gives way to `summary_table`."""
 
     def __init__(
         self, console: Console, jobs: Sequence[tuple[str, int]], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`jobs` names each job and its number of optimizer steps, in the order to show them."""
-        self._console = console
         self._progress = RunProgress(jobs)
         self._clock = clock
         self._started = clock()
         self._lock = threading.Lock()  # the table is drawn by a thread of its own
         self._tenths: dict[str, int] = {}
-        # Once the run is over the table gives way to `summary_table`.
-        self._screen = Screen(console, self.render)
+        super().__init__(console)
 
-    def __enter__(self) -> LiveTable:
+    def __enter__(self) -> Self:
         self._started = self._clock()
-        self._screen.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._screen.stop()
+        return super().__enter__()
 
     def update(self, event: Event) -> None:
         """Applies one event to the table; on a terminal, only what the table does not show is printed."""
@@ -117,16 +114,16 @@ class LiveTable:
             job = self._progress.apply(event)
         if isinstance(event, JobWarning):
             who = f"{', '.join(event.jobs)}: " if event.jobs else ""
-            self._screen.print_line(f"warning: {who}{event.message}", "yellow")
+            self.print_line(f"warning: {who}{event.message}", "yellow")
         elif isinstance(event, JobsGrouped):
-            self._screen.print_line(f"groups: {event.text}")
+            self.print_line(f"groups: {event.text}")
         elif isinstance(event, MicrobatchesPaired):
-            self._screen.print_line(f"pairs: {event.text}")
+            self.print_line(f"pairs: {event.text}")
         elif isinstance(event, LayoutDecided):
-            self._screen.print_line(f"layout: {event.text}")
+            self.print_line(f"layout: {event.text}")
         elif isinstance(event, JobFailed):
-            self._screen.print_line(f"{event.job}: failed: {event.reason}", "red")
-        elif not self._screen.is_redrawn and job is not None:
+            self.print_line(f"{event.job}: failed: {event.reason}", "red")
+        elif not self.is_redrawn and job is not None:
             self._print_progress(event, job)
 
     def render(self) -> RenderableType:
@@ -191,17 +188,15 @@ class LiveTable:
         """Prints the few lines of a log: the start, every tenth of the steps, and changes of state."""
         if isinstance(event, JobStarted):
             where = f" at step {job.step}" if job.step else ""
-            self._screen.print_line(f"{job.name}: started{where}, {counted(job.num_steps, 'step')}")
+            self.print_line(f"{job.name}: started{where}, {counted(job.num_steps, 'step')}")
         elif isinstance(event, JobPaused | JobWaiting | JobPreempted | JobResumed | JobCancelled):
             reason = None if isinstance(event, JobResumed | JobCancelled) else event.reason
             why = "" if reason is None else f" ({reason})"
-            self._screen.print_line(f"{job.name}: {event.kind} at step {job.step}{why}")
+            self.print_line(f"{job.name}: {event.kind} at step {job.step}{why}")
         elif isinstance(event, JobSucceeded):
             early = " (stopped early)" if event.early_stopped else ""
             adapter = f", adapter in {event.adapter_dir}" if event.adapter_dir else ""
-            self._screen.print_line(
-                f"{job.name}: succeeded after {counted(job.step, 'step')}{early}, {_losses(job)}{adapter}"
-            )
+            self.print_line(f"{job.name}: succeeded after {counted(job.step, 'step')}{early}, {_losses(job)}{adapter}")
         elif isinstance(event, StepDone) and job.step < job.num_steps:
             tenth = 10 * job.step // job.num_steps
             if tenth > self._tenths.get(job.name, 0):
@@ -209,7 +204,7 @@ class LiveTable:
                 pace = f", {readable.rate(job.tokens.per_s)} tokens/s" if job.tokens.per_s is not None else ""
                 left = f", {readable.clock(job.eta_s)} left" if job.eta_s is not None else ""
                 where = f"step {job.step}/{job.num_steps} ({100 * job.step // job.num_steps} %)"
-                self._screen.print_line(f"{job.name}: {where}, {_losses(job)}{pace}{left}")
+                self.print_line(f"{job.name}: {where}, {_losses(job)}{pace}{left}")
 
 
 def summary_table(rows: Sequence[JobReport]) -> Table:

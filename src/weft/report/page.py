@@ -78,6 +78,8 @@ def render(run: RunData, extra: ReportExtra | None = None, time: Callable[[], Ti
         tiles=_tiles(run),
         jobs=_job_rows(run),
         own_metrics=own_metrics(run),
+        replicas=run.replica_means,
+        predicted_from=run.predicted_from,
         timeline_note=f"{f'the first {shown:,} of ' if shown < total else ''}{total:,} {recorded}",
         extra=extra,
         skill_colours=dict(zip((job.name for job in run.jobs), job_colours(len(run.jobs)), strict=True)),
@@ -97,6 +99,8 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     ]
     if fill is not None:
         tiles.append(("fill", readable.percent(fill), "of microbatch rows held tokens"))
+    if run.memory_in_words is not None:
+        tiles.append(("memory", *run.memory_in_words))
     return tiles
 
 
@@ -120,7 +124,7 @@ def _cells(job: JobReport) -> list[Cell]:
         ("loss", readable.loss(job.final_loss), job.final_loss),
         ("best eval", readable.loss(job.best_eval_loss), job.best_eval_loss),
         ("lr", readable.learning_rate(job.learning_rate), job.learning_rate),
-        ("method", _method(job), job.rank),
+        ("method", job.method if job.rank is None else f"{job.method} {job.rank}", job.rank),
         ("tokens", readable.count(job.trained_tokens), job.trained_tokens),
         ("tokens/s", readable.rate(job.tokens_per_s), job.tokens_per_s),
     ]
@@ -128,10 +132,6 @@ def _cells(job: JobReport) -> list[Cell]:
 
 def _measured(job: JobReport) -> list[Cell]:
     return [("measured", readable.measures(job.measured), next(iter(job.measured.values()), None))]
-
-
-def _method(job: JobReport) -> str:
-    return job.method if job.rank is None else f"{job.method} {job.rank}"
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

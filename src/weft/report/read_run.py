@@ -7,17 +7,19 @@ that holds no run at all is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.engine.events import own_metrics
 from weft.errors import StorageError
-from weft.report.run_data import EvalPoint, JobReport, ReportSpan, RunData, TrainPoint, number
+from weft.plan.simulate.step_shares import STEP_SPAN, ReplicaShare
+from weft.report.run_data import DispatchedStep, EvalPoint, JobReport, ReportSpan, RunData, TrainPoint, number
 from weft.settings import as_named_now
 from weft.spec import JobSpec
 from weft.store.wall_clock import TimeSplit
 
+SHARE_NUMBERS = ("replica", "tokens", "longest", "predicted_s", "seconds", "busy")
 JOB_FILES = ("job.json", "status.json", "metrics.jsonl")
 Pair = tuple[Any, Any, set[float | None]]
 """The name of a pass, its device, and two microbatches."""
@@ -39,7 +41,9 @@ def read_run(run_dir: Path) -> RunData:
     if not names and not info:
         raise StorageError("is not a run directory: it holds neither run.json nor jobs.", where=str(run_dir))
     jobs, time = tuple(_read_job(run_dir, name) for name in names), _read_mapping(run_dir / "time.json")
-    return RunData(run_dir, info, jobs, _read_spans(run_dir), TimeSplit.from_json(time))
+    events = _read_mapping(run_dir / "timeline.json").get("traceEvents")
+    events = [event for event in events if isinstance(event, Mapping)] if isinstance(events, list) else []
+    return RunData(run_dir, info, jobs, _read_spans(events), _read_steps(events), TimeSplit.from_json(time))
 
 
 def read_info(run_dir: Path) -> Mapping[str, Any]:
@@ -113,13 +117,29 @@ def _replace_from(points: list[TrainPoint] | list[EvalPoint], step: int) -> None
         points.pop()
 
 
-def _read_spans(run_dir: Path) -> tuple[ReportSpan, ...]:
-    events = _read_mapping(run_dir / "timeline.json").get("traceEvents")
+def _read_steps(events: Sequence[Mapping[str, Any]]) -> tuple[DispatchedStep, ...]:
+    """The steps that several replicas shared; a step without one of them is left out."""
+    shares: dict[tuple[float, float], dict[int, ReplicaShare]] = {}
+    for event in events:
+        start, duration, args = number(event.get("ts")), number(event.get("dur")), event.get("args")
+        if event.get("name") != STEP_SPAN or start is None or duration is None or not isinstance(args, Mapping):
+            continue
+        known = {name: number(args.get(name)) for name in SHARE_NUMBERS}
+        values: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
+        if len(values) == len(known):
+            counts = {name: int(values.pop(name)) for name in ("replica", "tokens", "longest")}
+            share = ReplicaShare(**counts, **values, is_learnt=args.get("is_learnt") is True)
+            shares.setdefault((start / 1e6, duration / 1e6), {})[share.replica] = share
+    steps = (DispatchedStep(*at, tuple(own[k] for k in sorted(own))) for at, own in sorted(shares.items()))
+    return tuple(step for step in steps if [share.replica for share in step.shares] == [*range(len(step.shares))])
+
+
+def _read_spans(events: Sequence[Mapping[str, Any]]) -> tuple[ReportSpan, ...]:
     spans: list[ReportSpan] = []
     last: Pair | None = None
-    for event in events if isinstance(events, list) else ():
-        span = _span(event) if isinstance(event, Mapping) else None
-        if span is None:
+    for event in events:
+        span = _span(event)
+        if span is None or span.name == STEP_SPAN:
             continue
         pair = _pair(event)
         if pair is not None and pair == last:
@@ -147,6 +167,7 @@ def _span(event: Mapping[str, Any]) -> ReportSpan | None:
     jobs = args.get("jobs")
     shares = {str(job): number(tokens) or 0.0 for job, tokens in jobs.items()} if isinstance(jobs, Mapping) else {}
     tokens = number(args.get("tokens"))
+    peak, predicted = number(args.get("peak_bytes")), number(args.get("predicted_bytes"))
     return ReportSpan(
         str(event.get("name")),
         start / 1e6,
@@ -155,6 +176,7 @@ def _span(event: Mapping[str, Any]) -> ReportSpan | None:
         number(args.get("rows")) or 0.0,
         shares,
         max(0, int(number(event.get("pid")) or 1) - 1),
+        (peak, predicted) if peak and predicted else None,
     )
 
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from weft.errors import size
+from weft.errors import counted, size
 from weft.objectives.objective import is_share
 from weft.store.wall_clock import Activity, TimeSplit
+
+if TYPE_CHECKING:
+    from weft.report.run_data import RunData
 
 NOTHING = "–"
 """Shown where there is no number."""
 UNIT_SIGNS = {"seconds": "s", "minutes": "min", "hours": "h"}
+MOST_REPLICAS = 8
+"""Replicas whose numbers are on a line; the report has all."""
 NARROWEST = 8
 """Characters of a name in a table, however narrow the terminal."""
 
@@ -145,6 +152,20 @@ def time_split(split: TimeSplit) -> str:
     parts = [(split.seconds(activity) / unit_s, activity) for activity in Activity]
     text = ", ".join(f"{amount:,.1f} {activity}" for amount, activity in parts if amount >= 0.05)
     return f"{split.wall_s / unit_s:,.1f} {UNIT_SIGNS[unit]}: {text or Activity.IDLE}"
+
+
+def dispatched(run: RunData) -> str | None:
+    """`38 steps of 3 replicas took 0.41 s each, predicted 0.40 s from measured passes; busy 94%, 91%, 89%`."""
+    steps, replicas = run.compared_steps, run.replica_means
+    if not steps:
+        return None
+    took_s, predicted_s = (fmean(getattr(step, name) for step in steps) for name in ("seconds", "predicted_s"))
+    busy = ", ".join(percent(replica.busy) for replica in replicas[:MOST_REPLICAS])
+    more = ", …" if len(replicas) > MOST_REPLICAS else ""
+    return (
+        f"{counted(len(steps), 'step')} of {counted(len(replicas), 'replica')} took {took_s:.3g} s each, predicted "
+        f"{predicted_s:.3g} s {run.predicted_from}; busy {busy}{more}"
+    )
 
 
 def time_unit(end_s: float) -> tuple[str, float]:

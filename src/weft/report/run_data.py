@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -10,10 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, counted
+from weft.errors import ConfigError, counted, size
 from weft.methods.configs import CONFIGS
 from weft.objectives.objective import HEADLINES
 from weft.plan.layout import Layout, parse_layout
+from weft.plan.simulate.step_shares import ReplicaShare
 from weft.settings import without_foreign
 from weft.spec import AdapterSpec
 from weft.store.wall_clock import TimeSplit
@@ -76,6 +78,7 @@ class EvalPoint:
     further: Mapping[str, float] = field(default_factory=dict)
 
 
+MEANS = ("tokens", "predicted_s", "seconds", "busy")
 PASSES = ("forward_backward", "forward", "backward")
 """Names of spans in which a microbatch runs: all at once, or a stage at a time."""
 
@@ -89,6 +92,8 @@ class ReportSpan:
     rows: float
     jobs: Mapping[str, float]
     replica: int = 0
+    memory: tuple[float, float] | None = None
+    """Of a measured peak of memory: its bytes, and those that admission predicted."""
 
     def merged_with(self, other: ReportSpan) -> ReportSpan:
         start_s = min(self.start_s, other.start_s)
@@ -101,6 +106,35 @@ class ReportSpan:
             rows=self.rows + other.rows,
             jobs={**self.jobs, **other.jobs},
         )
+
+
+@dataclass(frozen=True)
+class DispatchedStep:
+    """A step whose samples several replicas shared."""
+
+    start_s: float
+    seconds: float
+    shares: tuple[ReplicaShare, ...]
+
+    @property
+    def predicted_s(self) -> float:
+        return max(share.predicted_s for share in self.shares)
+
+    @property
+    def is_learnt(self) -> bool:
+        return all(share.is_learnt for share in self.shares)
+
+
+@dataclass(frozen=True)
+class ReplicaMeans:
+    """Means over steps of what one replica did in each."""
+
+    replica: int
+    tokens: float
+    longest: int
+    predicted_s: float
+    seconds: float
+    busy: float
 
 
 @dataclass(frozen=True)
@@ -205,6 +239,7 @@ class RunData:
     jobs: tuple[JobReport, ...]
     spans: tuple[ReportSpan, ...] = field(default=())
     """The timeline in order of time."""
+    steps: tuple[DispatchedStep, ...] = ()
     time: TimeSplit | None = None
     """Wall-clock time by activity, over all sessions of the run; None until one has ended."""
 
@@ -237,12 +272,49 @@ class RunData:
         return self.trained_tokens / self.seconds if self.seconds else None
 
     @property
+    def memory_in_words(self) -> tuple[str, str] | None:
+        """The highest measured peak of a process, and what it is; None without any."""
+        peaks = [span.memory for span in self.spans if span.memory is not None]
+        if not peaks:
+            return None
+        error = sum(abs(predicted / peak - 1) for peak, predicted in peaks) / len(peaks)
+        what = "resident size of the process" if str(self.info.get("device")) == "cpu" else "tensors of the GPU"
+        return size(max(peaks)[0]), f"at most, {what}; {counted(len(peaks), 'peak')}, predicted within {error:.1%}"
+
+    @property
     def microbatches(self) -> tuple[ReportSpan, ...]:
         return tuple(span for span in self.spans if span.name in PASSES)
 
     @property
     def is_staged(self) -> bool:
         return any(span.name == PASSES[1] for span in self.spans)
+
+    @property
+    def compared_steps(self) -> tuple[DispatchedStep, ...]:
+        """The steps to compare with their predictions: those predicted from measured passes, or all if none was. Only
+        those on the latest replicas."""
+        latest = [step for step in self.steps if len(step.shares) == len(self.steps[-1].shares)]
+        return tuple(step for step in latest if step.is_learnt) or tuple(latest)
+
+    @property
+    def replica_means(self) -> list[ReplicaMeans]:
+        found = []
+        for own in zip(*(step.shares for step in self.compared_steps), strict=True):
+            mean = {name: statistics.fmean(getattr(s, name) for s in own) for name in MEANS}
+            found.append(ReplicaMeans(own[0].replica, longest=max(s.longest for s in own), **mean))
+        return found
+
+    @property
+    def predicted_from(self) -> str:
+        return "from measured passes" if all(s.is_learnt for s in self.compared_steps) else "from the hardware table"
+
+    def replica_name(self, index: int) -> str:
+        """Its number, and its layout if that is known."""
+        if len(self.layouts) == 1:
+            with suppress(ConfigError, IndexError):
+                layout = parse_layout(self.layouts[0])
+                return f"replica {index}" + (f" ({layout.replicas[index]})" if max(layout.shards) == 1 else "")
+        return f"replica {index}"
 
     def band_name(self, index: int) -> str:
         if len(self.layouts) == 1:

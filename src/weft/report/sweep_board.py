@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.errors import counted
+from weft.report import readable
 from weft.report.run_data import number
 from weft.store.wall_clock import TimeSplit
 
@@ -63,6 +65,21 @@ class Board:
     scales: Mapping[str, str]
     """`log` or `linear` for every parameter that the sweep searches over a range."""
     time: TimeSplit | None = None
+    num_packs: int = 0
+    predicted_s: tuple[float, ...] = ()
+    """The sweep's seconds as predicted after its first steps, and after each early stop."""
+
+    @property
+    def packs_in_words(self) -> str:
+        """Predicted against measured time; empty if nothing was predicted."""
+        if not self.predicted_s or self.seconds is None:
+            return ""
+        first, last = self.predicted_s[0], self.predicted_s[-1]
+        after = f", {readable.duration(last)} after the last early stop" if len(self.predicted_s) > 1 else ""
+        return (
+            f"{counted(self.num_packs, 'pack')}: {readable.duration(first)} predicted from the first steps{after}; "
+            f"{readable.duration(self.seconds)} measured"
+        )
 
     @property
     def best(self) -> BoardTrial | None:
@@ -103,6 +120,8 @@ def read_board(board: Mapping[str, Any]) -> Board:
         one_by_one_seconds=number(board.get("one_by_one_seconds")),
         scales=dict(scales) if isinstance(scales, Mapping) else {},
         time=TimeSplit.from_json(board.get("time")),
+        num_packs=int(number(board.get("num_packs")) or 0),
+        predicted_s=tuple(end for _, end in _losses(board.get("predicted_ends") or ())),
     )
 
 

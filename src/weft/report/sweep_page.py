@@ -102,6 +102,8 @@ def _tiles(board: Board) -> list[tuple[str, str, str]]:
     if saved:
         share = saved / (saved + board.tokens)
         tiles.append(("saved by stopping", readable.count(saved), f"tokens, {readable.percent(share)} of all"))
+    if board.packs_in_words:
+        tiles.append(("packs", str(board.num_packs), board.packs_in_words.partition(": ")[2]))
     if board.speed_up is not None:
         alone = readable.duration(board.one_by_one_seconds)
         tiles.append(("speed-up", f"{readable.three_digits(board.speed_up)}x", f"one by one: {alone}"))

@@ -232,9 +232,7 @@ def _explained(orders: FloatArray, groups: NDArray[np.int64], num_groups: int) -
 def _groups(axis: Axis, params: FloatArray) -> tuple[NDArray[np.int64], list[str]]:
     if axis.kind == "choice":
         used, groups = np.unique(params, return_inverse=True)
-        labels = [
-            shortened(label) for position, label in zip(_centres(axis), axis.choices, strict=True) if position in used
-        ]
+        labels = [label for position, label in axis.ticks() if position in used]
         return groups.astype(np.int64), labels
     values, groups = np.unique(params, return_inverse=True)
     if len(values) <= min(MAX_CHOICES, len(params) // 2):
@@ -245,10 +243,6 @@ def _groups(axis: Axis, params: FloatArray) -> tuple[NDArray[np.int64], list[str
     ranges = [(params[groups == group].min(), params[groups == group].max()) for group in range(len(used))]
     labels = [" to ".join(number_label(axis.value_at(position), digits=2) for position in ends) for ends in ranges]
     return groups.astype(np.int64), labels
-
-
-def _centres(axis: Axis) -> Sequence[float]:
-    return [position for position, _ in axis.ticks()]
 
 
 def _order(values: FloatArray) -> FloatArray:

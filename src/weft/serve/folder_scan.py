@@ -1,13 +1,12 @@
-"""Keeps the table of shared adapters in step with a directory, in a thread of `weft serve`."""
+"""Keeps the table of shared adapters in step with a directory or URL, in a thread of `weft serve`."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
 
-from weft.errors import WeftError
-from weft.serve.adapter_folders import adapter_folder, find_folders, look_at, row_of
+from weft.errors import StorageError, WeftError
+from weft.serve.adapter_folders import Seen, adapter_at, adapters_below, is_url, row_of
 from weft.serve.api.errors import ApiError
 from weft.serve.api.pending_answers import check_adapter
 from weft.serve.db import adapters
@@ -16,17 +15,17 @@ from weft.serve.db.workers import live_workers
 from weft.serve.settings import Settings
 
 LOG = logging.getLogger("weft.serve")
-SCAN_S = 2.0
+SCAN_S, URL_SCAN_S = 2.0, 10.0
+"""Seconds between two scans of a directory, and of a URL."""
 
 
 class FolderScan:
-    """Keeps the table in step with a directory; every adapter is checked once by a worker."""
+    """Keeps the table in step with a directory or URL; every adapter is checked once by a worker."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
         self._settings, self._database = settings, database
-        self._seen: dict[str, str] | None = None
-        """Versions at the last scan, by path; a file that is being copied has another one each time."""
-        self._reported: dict[str, str] = {}
+        self._seen: Seen | None = None
+        """What the last scan found; a file that is being copied has another version each time."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="adapter-scan", daemon=True).start()
@@ -45,7 +44,7 @@ class FolderScan:
                 problem = str(error)
             except Exception:
                 LOG.exception("adapters could not be looked for")
-            waiting.wait(SCAN_S)
+            waiting.wait(URL_SCAN_S if is_url(str(self._settings.adapters)) else SCAN_S)
 
     def scan(self) -> None:
         """Adds adapters that are new or have changed, and removes those that have gone."""
@@ -53,20 +52,28 @@ class FolderScan:
         assert root is not None
         with self._database.read() as tx:
             known = {(row["root"], row["name"]): row for row in adapters.list_adapters(tx, root)}
-        paths = {(root, name): path for name, path in find_folders(Path(root)).items()}
+        before = self._seen or {}
+        found = {(root, name): own for name, own in adapters_below(root, before).items()}
+        away = set()
         # What was loaded by the API lies elsewhere.
         for (own_root, name), row in known.items():
-            if own_root == adapters.BY_API and (path := adapter_folder(Path(row["path"]))) is not None:
-                paths[own_root, name] = path
-        found = {key: look_at(key[1], path) for key, path in paths.items()}
-        before, self._seen = self._seen, {str(own.path): own.version for own in found.values()}
+            if own_root == adapters.BY_API:
+                try:
+                    own = adapter_at(name, row["path"], before)
+                except StorageError:
+                    away.add((own_root, name))
+                    continue
+                if own is not None:
+                    found[own_root, name] = own
+        is_first = self._seen is None
+        self._seen = {(key[1], own.path): own for key, own in found.items()}
         changed = {
             key: own
             for key, own in found.items()
             if (key not in known or known[key]["version"] != own.version)
-            and (before is None or before.get(str(own.path)) == own.version)
+            and (is_first or own == before.get((key[1], own.path)))
         }
-        gone = known.keys() - found.keys()
+        gone = known.keys() - found.keys() - away
         if not changed and not gone:
             return
         with self._database.begin() as tx:

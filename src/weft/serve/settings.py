@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
 from weft.serve.db.leases import LEASE_S
 from weft.serve.limited_process import FileLimits
 from weft.spec import BackboneSpec
 from weft.spec.run import Capacity
+
+if TYPE_CHECKING:
+    from weft.parallel.stages.load_stages import StageLayout
 
 MIB = 2**20
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -59,7 +63,7 @@ class Settings:
     training: bool = True
     """False: new jobs are refused."""
     adapters: str | None = None
-    """A directory whose adapters every tenant may use."""
+    """A directory or URL whose adapters every tenant may use."""
     sampler: str | None = None
     """URL of a vLLM or SGLang server that answers prompts instead of the workers."""
 
@@ -108,6 +112,8 @@ class WorkerOptions:
     """Time for prompts while there are any, as a share of the time that training takes."""
     memory_limit: float | str | None = None
     """The most GPU memory to take, such as 40GB or 0.5."""
+    layout: StageLayout | None = None
+    """How the backbone is divided over devices, or copied; None: one device has it."""
     job_memory: int | None = None
     """The most bytes that the adapters and optimizers of all jobs may take together."""
     lease_s: float = LEASE_S
@@ -123,6 +129,11 @@ class WorkerOptions:
     """The address on which it listens for prompts; every prompt must bring its token."""
     id: str = field(default_factory=_new_id)
     """The id is new for every process, so that no other process ever writes to its directory."""
+
+    def again(self, num_lessened: int) -> WorkerOptions:
+        """The options of a worker in the place of this one, whose stages have run out of memory so many times."""
+        layout = self.layout and replace(self.layout, num_lessened=num_lessened)
+        return replace(self, layout=layout, id=_new_id())
 
     def __post_init__(self) -> None:
         for name, value, least in (("--max-jobs", self.max_jobs, 0), ("--capacity", self.capacity, 2)):

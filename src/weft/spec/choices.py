@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weft.errors import ConfigError, closest
+from weft.errors import ConfigError, did_you_mean
 from weft.methods.config import MethodConfig
 from weft.methods.configs import CONFIGS
 
@@ -77,8 +77,7 @@ def check_schedule(kind: str, given: ScheduleSettings) -> None:
         where = f"lr_scheduler_kwargs.{name}"
         if name not in accepted:
             has = f"has {', '.join(accepted)}" if accepted else "has none"
-            guess = closest(name, list(accepted))
-            hint = f"Did you mean {guess}?" if guess else None
+            hint = did_you_mean(name, accepted)
             raise ConfigError(f"is no setting of lr_scheduler_type {kind}, which {has}.", where=where, hint=hint)
         words, is_fine = accepted[name]
         if not is_fine(value):

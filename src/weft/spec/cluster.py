@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from weft.errors import ConfigError
 from weft.settings import KnownKeywords, above, at_least, describe, read, setting, validate
@@ -36,9 +35,6 @@ class MachineSpec(KnownKeywords):
     """GB/s that a machine sends to another, one way, all its cards together. Default: the table's, times the GPUs."""
     links: str = setting("assumed", choices=SOURCES)
     """Origin of the two rates, which the plan shows."""
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,6 @@ class ClusterJobSpec(KnownKeywords):
     """As in a jobs file, where in_order is the default: such a job has one replica as its home. With any_order replicas
     share a job's samples."""
 
-    def __post_init__(self) -> None:
-        validate(self)
-
 
 @dataclass(frozen=True)
 class ClusterSpec(KnownKeywords):
@@ -92,6 +85,8 @@ class ClusterSpec(KnownKeywords):
     """How the frozen linears are stored. Default: as in the jobs file, or none."""
     recompute: str | None = setting(None, choices=RECOMPUTE)
     """Activations that are recomputed in backward to save memory. Default: likewise."""
+    tensor: bool | None = setting(None)
+    """Whether replicas may divide every layer (tensor:N), which changes bits. Default: not with `--execute`."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -108,13 +103,8 @@ class ClusterSpec(KnownKeywords):
 def load_cluster(path: Path) -> ClusterSpec:
     tree, lines = parse(path, "cluster")
     try:
-        return cluster_from_mapping(tree)
+        if not isinstance(tree, Mapping):
+            raise ConfigError(f"expected settings such as base_model and machines, got {describe(tree)}.")
+        return read(ClusterSpec, tree)
     except ConfigError as error:
         raise error.at(location_of(error.where, path, lines, {}, ClusterSpec)) from None
-
-
-def cluster_from_mapping(tree: Any) -> ClusterSpec:
-    """The cluster described by plain data, as YAML or JSON gives it."""
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"expected settings such as base_model and machines, got {describe(tree)}.")
-    return read(ClusterSpec, tree)

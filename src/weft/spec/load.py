@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +62,17 @@ def locate(setting: str, path: str | Path, overrides: Sequence[str] = ()) -> str
     tree, lines = parse(path)
     given = {apply_override(tree, override): override for override in overrides}
     return location_of(setting, path, lines, given)
+
+
+@contextmanager
+def located(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Errors about a setting of a job name where it was written."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.where is None or not error.where.startswith("jobs."):
+            raise
+        raise error.at(locate(error.where, path, overrides)) from None
 
 
 def run_from_mapping(tree: Any) -> RunSpec:

@@ -17,7 +17,7 @@ EMBEDDED = ("tiny", "smollm2")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 QUANTISATIONS = ("none", "fp8", "nf4", "int8")
 KERNELS = ("auto", "fused", "reference")
-PLANNERS = ("auto", "greedy", "exact")
+PLANNERS = ("auto", "greedy", "exact", "lorafusion")
 RECOMPUTE = ("none", "mlp", "full")
 Capacity = Literal["auto"] | int
 """Tokens of a microbatch; auto: by the device (`cost/rows.py`)."""
@@ -70,8 +70,7 @@ class BackboneOptions:
 
 @dataclass(frozen=True)
 class BackboneSpec(BackboneOptions, BaseModel, KnownKeywords):
-    def __post_init__(self) -> None:
-        validate(self)
+    """A backbone and the way it runs."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,14 @@ class RunSpec(BackboneOptions, RunJobs):
     next power of two that holds the largest max_length; halved where GPU memory is short."""
     planner: str = setting("auto", choices=PLANNERS)
     """How samples are packed into microbatches: greedy (at once), exact (fewest microbatches, searched for beside
-    training) or auto: exact where it pays. No result depends on it."""
+    training), lorafusion (that paper's, for comparison) or auto: exact where it pays. No result depends on it."""
     max_jobs: int | None = setting(None, rule=at_least(1))
     """Most jobs that train at a time; the others wait. Default: as many as fit in memory."""
     tenant_weights: dict[str, float] = setting(factory=dict)
     """Shares of tenants when not all jobs fit: weight 2 gets twice the tokens of weight 1, the default."""
     memory_limit: float | str | None = setting(None)
-    """Most GPU memory to use: a size such as 40GB or 512MiB, or a share such as 0.5. Default: all."""
+    """Most GPU memory to use: a size such as 40GB or 512MiB, or a share such as 0.5. Default: all. On a CPU jobs wait
+    where the process would exceed it."""
     report_to: tuple[str, ...] = setting((), aliases=("loggers",))
     """Trackers that get every metric besides metrics.jsonl: tensorboard, wandb, mlflow."""
     run_name: str | None = setting(None)

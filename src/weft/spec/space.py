@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import ConfigError, closest
+from weft.errors import ConfigError, did_you_mean
 from weft.settings import as_named_now, convert, describe, field_names, is_usable_number, join
 from weft.spec.adapter import AdapterSpec
 from weft.spec.job import JobSpec
@@ -260,8 +260,7 @@ def _check_name(name: str, where: str) -> None:
     adapter = {f"adapter.{field}" for field in field_names(AdapterSpec)}
     known = {*field_names(JobSpec), *field_names(AdapterSpec), *adapter} - set(_NOT_SEARCHED)
     if path not in known:
-        guess = closest(name, sorted(known))
-        hint = f"Did you mean {guess}?" if guess else "`weft config` lists all settings of jobs and adapters."
+        hint = did_you_mean(name, sorted(known)) or "`weft config` lists all settings of jobs and adapters."
         raise ConfigError("is no setting that can be searched.", where=where, hint=hint)
 
 
@@ -269,9 +268,8 @@ def _parameter(name: str, value: Any, where: str) -> Parameter:
     if isinstance(value, Mapping):
         for word in value:
             if word not in _WORDS:
-                guess = closest(str(word), list(_WORDS))
-                hint = f"Did you mean {guess}?" if guess else f"Accepted are {', '.join(_WORDS)}."
-                hint = _ELSEWHERE.get(str(word), hint)
+                hint = _ELSEWHERE.get(str(word)) or did_you_mean(str(word), _WORDS)
+                hint = hint or f"Accepted are {', '.join(_WORDS)}."
                 raise ConfigError("unknown word.", where=join(where, str(word)), hint=hint)
         kinds = [word for word in ("choices", "times_r") if word in value] + ["min"] * (
             "min" in value or "max" in value

@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from weft.errors import ConfigError, closest
+from weft.errors import ConfigError, did_you_mean
 from weft.settings import above, at_least, between, describe, setting, validate
 from weft.spec.job import JobSpec
 from weft.spec.run import RunSpec
@@ -226,10 +226,9 @@ def _metric_name(text: str) -> str:
     name = text.replace("-", "_")
     name = _ALSO.get(name, name)
     if name not in METRICS:
-        guess = closest(name, list(METRICS))
         raise ConfigError(
             f"got {text!r}; accepted are {', '.join(METRICS)}, file.py:function, or a command.",
             where="metric",
-            hint=f"Did you mean {guess}?" if guess else None,
+            hint=did_you_mean(name, METRICS),
         )
     return name

@@ -209,13 +209,9 @@ def _apart(found: dict[str, ModuleTensors]) -> dict[str, ModuleTensors]:
         made[module] = {**split, **{name: pair for name, pair in own.items() if name != GATE_UP}}
     if all(_repeats(own[DOWN][1]) and _repeats(own[UP][0]) for own in made.values() if {UP, DOWN} <= own.keys()):
         for own in made.values():
-            own.update({name: _once(name, pair) for name, pair in own.items() if {UP, DOWN} <= own.keys()})
+            for name, (a, b) in list(own.items()) if {UP, DOWN} <= own.keys() else ():
+                own[name] = (a, b[:1]) if name == DOWN else (a[:1], b)
     return {f"{module}.{name}": pair for module, own in made.items() for name, pair in own.items()}
-
-
-def _once(name: str, pair: Pair) -> Pair:
-    a, b = pair
-    return (a, b[:1]) if name == DOWN else (a[:1], b)
 
 
 def _split(a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 
@@ -22,6 +23,15 @@ def parse(data: bytes) -> Any:
         raise ValueError(f"{error.msg.removesuffix(' at')} at line {error.lineno}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if it cannot be read."""
+    try:
+        found = parse(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def dump(value: Any) -> str:

@@ -13,11 +13,19 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from weft.errors import ConfigError, MissingExtraError, StorageError, WeftError, first_line, install_command
+from weft.errors import (
+    ConfigError,
+    MissingExtraError,
+    StorageError,
+    WeftError,
+    first_line,
+    install_command,
+    needs_extra,
+)
 from weft.store import faults, json_text
 from weft.store.atomic import TEMP_PREFIX
 from weft.store.owner import Owner
@@ -30,12 +38,8 @@ OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "mem
 
 def open_file_system(url: str, where: str) -> tuple[Any, str]:
     """The fsspec file system of a URL and the path in it; `where`: the option that the URL was given with."""
-    try:
+    with needs_extra("serve", "a file store behind a URL needs fsspec.", where):
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingExtraError(
-            "a file store behind a URL needs fsspec.", where=where, hint=f"Install it: {install_command('serve')}."
-        ) from None
     try:
         # Other processes write to the same store: what was listed once is not what is there.
         fs, root = url_to_fs(url, use_listings_cache=False)
@@ -53,6 +57,14 @@ def open_file_system(url: str, where: str) -> tuple[Any, str]:
     return fs, str(root).rstrip("/")
 
 
+class FileStat(NamedTuple):
+    size: int
+    changed_at: int
+    """Unix seconds; 0 if not known."""
+    stamp: str
+    """Changes with the contents."""
+
+
 class RemoteDirectory:
     def __init__(self, url: str, where: str) -> None:
         self.url = url.rstrip("/")
@@ -60,20 +72,25 @@ class RemoteDirectory:
         self._is_object_store = url.partition("://")[0] in OBJECT_STORES
 
     def names(self) -> list[str]:
+        return list(self.files())
+
+    def files(self) -> dict[str, FileStat]:
+        """All files, in the order of their names."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
-            result = sorted(self._relative(path) for path in self._fs.find(self._root))
-            return [name for name in result if not name.rpartition("/")[2].startswith(TEMP_PREFIX)]
-        return []
+            found = {self._relative(path): info for path, info in self._fs.find(self._root, detail=True).items()}
+            shown = sorted(name for name in found if not name.rpartition("/")[2].startswith(TEMP_PREFIX))
+            return {name: _stat(found[name]) for name in shown}
+        return {}
 
     def top_names(self) -> list[str]:
         with self._errors(), contextlib.suppress(FileNotFoundError):
             return sorted(self._relative(path) for path in self._fs.ls(self._root, detail=False))
         return []
 
-    def read(self, name: str) -> bytes | None:
-        """Contents of a file; None if it does not exist."""
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """Contents of a file, or bytes `start` to `end` of them; None if it does not exist."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
-            return bytes(self._fs.cat_file(self._path(name)))
+            return bytes(self._fs.cat_file(self._path(name), start=start or None, end=end))
         return None
 
     def write(self, name: str, data: bytes) -> None:
@@ -142,6 +159,17 @@ class RemoteDirectory:
         except Exception as error:  # libraries of object stores have errors of their own
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
             raise StorageError(f"does not answer ({reason}).", where=self.url) from error
+
+
+_TIMES = ("LastModified", "last_modified", "mtime", "created")
+_STAMPS = ("ETag", "etag", "md5Hash", "updated", *_TIMES)
+"""What file systems call them."""
+
+
+def _stat(info: Mapping[str, Any]) -> FileStat:
+    times = [info[name] for name in _TIMES if info.get(name) is not None]
+    at = (times[0].timestamp() if hasattr(times[0], "timestamp") else times[0]) if times else 0
+    return FileStat(int(info["size"]), int(at), str([info.get(name) for name in _STAMPS]))
 
 
 BEAT_S = 10.0

@@ -30,7 +30,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from weft import __version__
@@ -71,13 +70,9 @@ class RunFiles:
         return self._job_path(name) / "adapter"
 
     def read_run(self) -> RunRecord:
-        return self.record_of(self.path)
-
-    @staticmethod
-    def record_of(path: Path) -> RunRecord:
-        result = _read_json(path / _RUN)
+        result = _read_json(self.path / _RUN)
         if result is None:
-            raise StorageError("is missing.", where=str(path / _RUN))
+            raise StorageError("is missing.", where=str(self.path / _RUN))
         return RunRecord.from_json(result)
 
     def read_time(self) -> TimeSplit | None:
@@ -173,9 +168,7 @@ class RunDirectory(RunFiles):
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -386,7 +379,7 @@ class RankDirectory(RunDirectory):
 
     @property
     def timeline_path(self) -> Path:
-        return rank_timeline(self.path, self._rank)
+        return self.path / f".timeline-{self._rank}.json"
 
     def write_time(self, split: TimeSplit) -> None: ...
 
@@ -407,10 +400,6 @@ def revoke_permit(permit: Path | None) -> None:
     if permit is not None:
         with contextlib.suppress(OSError):
             permit.unlink()
-
-
-def rank_timeline(path: Path, rank: int) -> Path:
-    return path / f".timeline-{rank}.json"
 
 
 def take_timelines(path: Path, first_bands: Mapping[int, int]) -> list[Any]:

@@ -152,10 +152,12 @@ class WallClock:
             self._earlier = earlier or TimeSplit({})
 
     def split(self) -> TimeSplit:
+        """The time up to now or `stop`, to the millisecond as it is stored, so that all readers round alike."""
         with self._lock:
             now = time.perf_counter_ns() if self._end is None else self._end
             spells = [*self._spells, *((activity, begun, now) for activity, begun in self._under_way)]
-            return self._added + TimeSplit(partition(spells, self._added_until, now))
+            split = self._added + TimeSplit(partition(spells, self._added_until, now))
+        return TimeSplit({activity: round(spent_ns, -6) for activity, spent_ns in split.spent_ns.items()})
 
     def since_command(self) -> TimeSplit:
         """The same from the start of the command, which may have restarted itself."""
@@ -171,14 +173,11 @@ class WallClock:
                 return
             self._spells.append(spell)
             if len(self._spells) > MOST_SPELLS:
-                self._add_up()
-
-    def _add_up(self) -> None:
-        """Sums up the time to the end of the older half of the spells."""
-        until = max(sorted(ended for *_, ended in self._spells)[MOST_SPELLS // 2], self._added_until)
-        self._added += TimeSplit(partition(self._spells, self._added_until, until))
-        self._added_until = until
-        self._spells = [spell for spell in self._spells if spell[2] > until]
+                # The time to the end of the older half is summed up.
+                until = max(sorted(ended for *_, ended in self._spells)[MOST_SPELLS // 2], self._added_until)
+                self._added += TimeSplit(partition(self._spells, self._added_until, until))
+                self._added_until = until
+                self._spells = [spell for spell in self._spells if spell[2] > until]
 
 
 def process_start_s() -> float:

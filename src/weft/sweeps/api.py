@@ -26,14 +26,13 @@ from weft.settings import describe, field_names
 from weft.spec import JobSpec
 from weft.spec.load import parse
 from weft.spec.load_sweep import in_its_words, load_sweep, probe_jobs, space_of, sweep_from_mapping
-from weft.spec.space import Space
 from weft.spec.sweep import SweepSpec, resolved_sweep
 from weft.store.atomic import add_guard, remove_leftovers, write_file
 from weft.store.run_dir import RunDirectory, RunFiles
 from weft.store.wall_clock import Activity, TimeSplit, WallClock
 from weft.sweeps.configure import Configurations, SweepEngine
-from weft.sweeps.leaderboard import TRIALS, PreviousSweep, read_previous
-from weft.sweeps.ledger import OnNews, SweepContext
+from weft.sweeps.leaderboard import TRIALS, read_previous
+from weft.sweeps.ledger import OnNews, PreparedSweep, SweepContext
 from weft.sweeps.objective import TrialObjective
 from weft.sweeps.samplers import make_sampler, sampler_name
 from weft.sweeps.trial_loop import SweepRun, can_be_alone, one_by_one_seconds
@@ -56,20 +55,6 @@ class SweepResult:
     leaderboard: list[dict[str, Any]]
     folder: Path
     no_report: str = ""
-
-
-@dataclass(frozen=True)
-class PreparedSweep:
-    spec: SweepSpec
-    base_dir: Path
-    space: Space
-    sampler_name: str
-    engine: SweepEngine
-    configurations: Configurations
-    objective: TrialObjective
-    previous: PreviousSweep | None
-    notes: tuple[str, ...]
-    begun_s: float
 
 
 def sweep(given: Mapping[str, Any] | str | Path, *, resume: bool = False, **overrides: Any) -> SweepResult:
@@ -129,7 +114,7 @@ def _bare(setting: Any) -> Any:
 
 def begun_at(folder: Path) -> datetime.datetime | None:
     """When the sweep in a folder began, for its chat templates; None if not recorded."""
-    return clock_of(RunDirectory.record_of(folder / TRIALS))
+    return clock_of(RunFiles(folder / TRIALS).read_run())
 
 
 def prepare_sweep(
@@ -209,19 +194,12 @@ def open_run(
         write_record(directory, spec, engine, name, prepared.configurations.clock)
         engine.keep_in(directory)
         context = SweepContext(
-            spec=spec,
-            space=prepared.space,
+            **vars(prepared),
             sampler=make_sampler(spec, prepared.space),
-            sampler_name=prepared.sampler_name,
-            objective=prepared.objective,
-            engine=engine,
-            configurations=prepared.configurations,
             folder=folder,
             directory=directory,
-            base_dir=prepared.base_dir,
             trackers=trackers,
             startup_s=time.perf_counter() - prepared.begun_s,
-            previous=prepared.previous,
             copy_trial=copy_trial,
         )
         yield SweepRun(context, on_news)

@@ -6,6 +6,7 @@ Everything that can be wrong with a configuration is found here, before the swee
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,9 @@ from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.prepare_job import read_reference, reference_setting
 from weft.engine.run_engine import ReplicaSide, RunEngine, RunJob
 from weft.errors import ConfigError, WeftError
+from weft.model.resolve import ResolvedModel, resolve
 from weft.objectives.objective import MeanScores
+from weft.plan.families import is_described
 from weft.spec import AdapterSpec, JobSpec
 from weft.spec.load_sweep import trial_job
 from weft.spec.sampling import Decoding
@@ -60,6 +63,16 @@ class Configurations:
         self._new_tokens: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._jobs: dict[tuple[str, str], JobSpec] = {}
         self._references: dict[str | None, dict[str, str]] = {}
+
+    @functools.cached_property
+    def model(self) -> ResolvedModel | None:
+        """Counts what formulas know of layers of one kind only; None where all layers are alike."""
+        return None if is_described(self.executor.facts.config) else resolve(self._spec.backbone)
+
+    @property
+    def adapters(self) -> list[AdapterSpec]:
+        """Those of the trials made so far."""
+        return [job.adapter for job in self._jobs.values()]
 
     def job(self, name: str, params: Mapping[str, Any]) -> JobSpec:
         key = (name, value_key(params))

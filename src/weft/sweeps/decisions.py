@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from weft.objectives.objective import MeanScores
 from weft.spec.space import params_of
-from weft.sweeps.early_stop import EarlyStop, TrialSteps, as_of, has_come, has_ended, next_tick, step_at
+from weft.sweeps.early_stop import EarlyStop, TrialSteps, as_of, has_ended, next_tick, step_at
 from weft.sweeps.ledger import Ledger, SweepContext, longest_first
 from weft.sweeps.planned_packs import PlannedPacks
 from weft.sweeps.samplers import BLIND, num_at_a_time, num_planned
@@ -33,8 +33,8 @@ class Decisions:
         self._is_closed = False
         self._upcoming: deque[Trial] | None = None
         """The remaining trials, if they are known in advance."""
-        self._packs: PlannedPacks | None = None
-        """The remaining trials where a plan over several replicas decides how many train at a time."""
+        self.packs: PlannedPacks | None = None
+        """The remaining trials in packs, if they are known in advance and `max_jobs` does not decide."""
         self._without_room: set[str] = set()
         """Started trials that found no memory; no decision waits for them."""
         self.num_decided = 0
@@ -43,9 +43,8 @@ class Decisions:
     def start(self) -> None:
         """Continues the recorded sweep; in an empty one, the first trials begin."""
         self._upcoming = longest_first(self._context, self._ledger)
-        is_planned = self._is_free and self._context.spec.max_jobs is None and self._context.engine.num_replicas > 1
-        if self._upcoming and is_planned:
-            self._packs = PlannedPacks(self._context, self._upcoming)
+        if self._upcoming and self._context.spec.max_jobs is None:
+            self.packs = PlannedPacks(self._context, self._upcoming, self._ledger.trials, is_free=self._is_free)
         for trial in self._under_way():
             if self._is_parked(trial):
                 self._context.engine.pause(trial.name)
@@ -70,8 +69,8 @@ class Decisions:
 
     def note_end(self, trial: Trial) -> None:
         """Records that a trial ended by itself, perhaps before the next known tick."""
-        if self._packs is not None:
-            self._packs.note_end(trial)
+        if self.packs is not None:
+            self.packs.note_end(trial)
         found = self._next_due()
         self._due = found if self._due is None or found is None else min(self._due, found)
 
@@ -104,7 +103,9 @@ class Decisions:
         if self._is_free or self._is_parked(trial) or trial.end_tick is not None:
             return True
         assert self._due is not None
-        return has_come(trial, self._context.engine.jobs[trial.name], self._due)
+        step = step_at(trial, self._due)
+        # At this very step, work that is left may end the trial.
+        return trial.steps > step or (trial.steps == step and not self._context.engine.jobs[trial.name].may_end)
 
     def _under_way(self) -> list[Trial]:
         tick = self._ledger.tick
@@ -182,9 +183,8 @@ class Decisions:
 
     def _is_there_a_slot(self) -> bool:
         slots = num_at_a_time(self._context.spec, self._context.sampler_name)
-        if self._packs is not None:
-            slots = max(slots, self._packs.widest)
         if self._is_free:
+            slots = max(slots, 0 if self.packs is None else self.packs.widest)
             # Otherwise decisions would depend on the number of replicas.
             slots *= self._context.engine.num_replicas
         tick = self._ledger.tick
@@ -208,8 +208,8 @@ class Decisions:
             ledger.report_ends()
 
     def _next(self) -> Trial | None:
-        if self._packs is not None:
-            return self._packs.next()
+        if self.packs is not None:
+            return self.packs.next()
         if self._upcoming is not None:
             return self._upcoming.popleft() if self._upcoming else None
         number = len(self._ledger.trials)

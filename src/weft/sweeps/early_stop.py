@@ -24,7 +24,7 @@ from weft.data.dataset import GlobalBatches
 from weft.data.order import BatchSchedule
 from weft.spec import JobSpec
 from weft.spec.sweep import EarlyStopSpec
-from weft.sweeps.configure import Configurations, SweepJob
+from weft.sweeps.configure import Configurations
 from weft.sweeps.trials_file import Observation, Trial, TrialState
 
 NEAR = 0.5
@@ -250,16 +250,6 @@ def next_tick(trials: Iterable[Trial], tick: int, steps: TrialSteps) -> int | No
         elif trial.held_step is None:
             found.append(trial.start_tick + steps.next_comparison(trial, tick - trial.start_tick))
     return min((later for later in found if later > tick), default=None)
-
-
-def has_come(trial: Trial, job: SweepJob, tick: int) -> bool:
-    if trial.end_tick is not None:
-        return True
-    step = step_at(trial, tick)
-    if trial.steps != step:
-        return trial.steps > step
-    # Work left at this very step may end the trial.
-    return not job.may_end
 
 
 def as_of(trial: Trial, tick: int, steps: TrialSteps) -> Trial:

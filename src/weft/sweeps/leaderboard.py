@@ -7,7 +7,7 @@ import io
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,15 @@ class Totals:
     one_by_one_seconds: float | None = None
     time: Mapping[str, float] | None = None
     """Wall-clock time by activity, as `TimeSplit` writes it."""
+    num_packs: int = 0
+    """Packs of the plan; 0 if there was none."""
+    predicted_ends: Sequence[tuple[float, float]] = field(default_factory=list)
+    """Predictions of `seconds`: when each was made, and what it was."""
 
 
 def ranked(trials: Sequence[Trial], is_max: bool) -> list[Trial]:
-
-    def merit(trial: Trial) -> tuple[int, bool, float, int]:
-        value = 0.0 if trial.value is None else trial.value
-        return (_ORDER[trial.state], trial.value is None, -value if is_max else value, trial.number)
-
-    return sorted(trials, key=merit)
+    sign = -1 if is_max else 1
+    return sorted(trials, key=lambda t: (_ORDER[t.state], t.value is None, sign * (t.value or 0.0), t.number))
 
 
 def best_of(trials: Sequence[Trial], is_max: bool, folder: Path) -> Trial | None:
@@ -78,15 +78,6 @@ def board_of(spec: SweepSpec, trials: Sequence[Trial], totals: Totals, *, with_c
     scales = {parameter.name: "log" if parameter.log else "linear" for parameter in ranges}
     about = {"metric": spec.objective.name, "mode": spec.objective.mode, **asdict(totals), "scales": scales}
     return {**about, "trials": rows}
-
-
-def read_board(folder: Path) -> dict[str, Any]:
-    """The leaderboard as last written; empty if it cannot be read."""
-    try:
-        found = json_text.parse((folder / BOARD).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def write_board(folder: Path, board: dict[str, Any]) -> None:
@@ -207,21 +198,19 @@ _CADENCE = (
 @dataclass(frozen=True)
 class PreviousSweep:
     trials: tuple[Trial, ...]
-    homes: dict[str, Path]
-    """Directory of a completely trained trial, by the key of its configuration."""
-    by_home: dict[Path, Trial]
+    trained: dict[str, tuple[Path, Trial]]
+    """Completely trained trials and their directories, by the key of their configuration."""
 
     def same_as(self, job: JobSpec) -> tuple[Path, Trial] | None:
         """The directory and trial that was trained to its end with the same settings; None if there is none."""
-        home = self.homes.get(_key(job_settings(job)))
-        return None if home is None else (home, self.by_home[home])
+        return self.trained.get(_key(job_settings(job)))
 
 
 def read_previous(spec: SweepSpec, folder: Path) -> PreviousSweep:
     """Reads the sweep that `start_from` names; a ConfigError if its values are not comparable."""
     if not (folder / FILE).is_file():
         raise ConfigError(f"{folder} holds no sweep.", where="start_from")
-    board = read_board(folder)
+    board = json_text.read_object(folder / BOARD)
     found = (board.get("metric"), board.get("mode"))
     if found != (spec.objective.name, spec.objective.mode):
         raise ConfigError(
@@ -230,16 +219,14 @@ def read_previous(spec: SweepSpec, folder: Path) -> PreviousSweep:
             where="start_from",
         )
     trials = [trial for trial in TrialsFile(folder).read() if trial.state.is_final]
-    homes: dict[str, Path] = {}
-    by_home: dict[Path, Trial] = {}
+    trained: dict[str, tuple[Path, Trial]] = {}
     run = _read(folder / "trials" / "run.json")
     is_same_run = (run.get("base_model"), run.get("quantize", "none")) == (spec.base_model, spec.quantize)
     for trial in trials:
         home = Path(trial.origin) if trial.origin else folder / "trials" / trial.name
         if is_same_run and trial.state is TrialState.DONE and (home / "job.json").is_file():
-            homes.setdefault(_key(as_named_now(JobSpec, _read(home / "job.json"))), home)
-            by_home[home] = trial
-    return PreviousSweep(tuple(trials), homes, by_home)
+            trained.setdefault(_key(as_named_now(JobSpec, _read(home / "job.json"))), (home, trial))
+    return PreviousSweep(tuple(trials), trained)
 
 
 def _key(settings: dict[str, Any]) -> str:

@@ -17,15 +17,16 @@ from weft.errors import WeftError
 from weft.report.trackers import Trackers
 from weft.spec.space import Space, params_of, value_key
 from weft.spec.sweep import SweepSpec
+from weft.store import json_text
 from weft.store.run_dir import RunDirectory
 from weft.sweeps.configure import Configurations, SweepEngine
 from weft.sweeps.early_stop import has_ended
 from weft.sweeps.leaderboard import (
+    BOARD,
     PreviousSweep,
     Totals,
     best_of,
     board_of,
-    read_board,
     read_losses,
     write_best,
     write_board,
@@ -49,6 +50,9 @@ class Ledger:
         self.trials: list[Trial] = []
         self.by_name: dict[str, Trial] = {}
         self.one_by_one_seconds: float | None = None
+        self.num_packs = 0
+        self.predicted_ends: list[tuple[float, float]] = []
+        """The sweep's end as predicted at a moment, both in its seconds."""
         self.tick = 0
         self.paid_until = -1
         self.spent_budget: int | None = None
@@ -94,7 +98,9 @@ class Ledger:
             if not trial.origin:
                 trial.losses = read_losses(self._context.directory, trial.name)
         self._before_s = self._record.seconds
-        self.one_by_one_seconds = read_board(self._context.folder).get("one_by_one_seconds")
+        known = json_text.read_object(self._context.folder / BOARD)
+        self.one_by_one_seconds = known.get("one_by_one_seconds")
+        self.num_packs, self.predicted_ends[:] = known.get("num_packs") or 0, known.get("predicted_ends") or []
         self.keep_best()
 
     def add(self, trial: Trial) -> None:
@@ -144,7 +150,15 @@ class Ledger:
 
     def board(self, *, with_curves: bool = True) -> dict[str, Any]:
         time_split = self._context.engine.time_split.to_json()
-        totals = Totals(self._context.sampler_name, self.seconds, self.tokens, self.one_by_one_seconds, time_split)
+        totals = Totals(
+            self._context.sampler_name,
+            self.seconds,
+            self.tokens,
+            self.one_by_one_seconds,
+            time_split,
+            self.num_packs,
+            tuple(self.predicted_ends),
+        )
         return board_of(self._context.spec, list(self.trials), totals, with_curves=with_curves)
 
     def write(self, *, at_once: bool) -> None:
@@ -191,22 +205,30 @@ def _end_order(trial: Trial) -> tuple[int, bool, int]:
     return trial.end_tick or 0, trial.state is TrialState.STOPPED, trial.number
 
 
-@dataclass(kw_only=True)
-class SweepContext:
+@dataclass(frozen=True, kw_only=True)
+class PreparedSweep:
     spec: SweepSpec
+    base_dir: Path
     space: Space
-    sampler: Sampler
     sampler_name: str
-    objective: TrialObjective
     engine: SweepEngine
     configurations: Configurations
+    objective: TrialObjective
+    previous: PreviousSweep | None
+    notes: tuple[str, ...]
+    begun_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepContext(PreparedSweep):
+    """A sweep in its folder."""
+
+    sampler: Sampler
     folder: Path
     directory: RunDirectory
-    base_dir: Path
     trackers: Trackers
     startup_s: float
-    previous: PreviousSweep | None = None
-    copy_trial: Callable[[Mapping[str, Any], Trial], None] = lambda point, trial: None
+    copy_trial: Callable[[Mapping[str, Any], Trial], None]
 
 
 MOST_AHEAD = 1000

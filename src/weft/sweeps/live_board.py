@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,33 +19,25 @@ FRAME_LINES = 6
 """Lines of the table that are not trials, and one spare line."""
 
 
-class LiveBoard:
+class LiveBoard(Screen):
     def __init__(self, console: Console) -> None:
-        self._console = console
         self._run: SweepRun | None = None
-        self._screen = Screen(console, self.render)
+        super().__init__(console)
 
     def watch(self, run: SweepRun) -> LiveBoard:
         self._run = run
         return self
 
-    def __enter__(self) -> LiveBoard:
-        self._screen.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._screen.stop()
-
     def show_news(self, kind: str, trial: Trial | None, text: str) -> None:
         """Shows an event; on a terminal only what the table does not contain is printed."""
         who = f"{trial.name}: " if trial else ""
         if kind == "warning":
-            self._screen.print_line(f"warning: {who}{text}", "yellow")
+            self.print_line(f"warning: {who}{text}", "yellow")
+        elif kind == "layout":
+            self.print_line(f"layout: {text}")
         elif kind == "failed":
-            self._screen.print_line(f"{who}failed: {text}", "red")
-        elif not self._screen.is_redrawn and trial is not None:
+            self.print_line(f"{who}failed: {text}", "red")
+        elif not self.is_redrawn and trial is not None:
             self._print_plain(kind, trial, text)
 
     def render(self) -> RenderableType:
@@ -64,15 +55,15 @@ class LiveBoard:
         value = f"{metric} {readable.loss(trial.value)}"
         if kind == "started":
             at = f" at step {trial.steps}" if trial.steps else ""
-            self._screen.print_line(f"{trial.name}: started{at} ({params_text(trial)})")
+            self.print_line(f"{trial.name}: started{at} ({params_text(trial)})")
         elif kind == "point":
-            self._screen.print_line(f"{trial.name}: step {trial.steps}/{trial.total_steps}, {value}")
+            self.print_line(f"{trial.name}: step {trial.steps}/{trial.total_steps}, {value}")
         elif kind == "done":
-            self._screen.print_line(f"{trial.name}: done, {value}{f' ({text})' if text else ''}")
+            self.print_line(f"{trial.name}: done, {value}{f' ({text})' if text else ''}")
         elif kind == "stopped":
-            self._screen.print_line(f"{trial.name}: stopped: {text}")
+            self.print_line(f"{trial.name}: stopped: {text}")
         elif kind == "held":
-            self._screen.print_line(f"{trial.name}: waits at step {trial.steps} for the others")
+            self.print_line(f"{trial.name}: waits at step {trial.steps} for the others")
 
 
 def params_text(trial: Trial) -> str:

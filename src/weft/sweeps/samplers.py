@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,17 +40,17 @@ LARGEST_SHUFFLED = 10**7
 """Points of a grid up to which the whole order is shuffled."""
 
 
-class Sampler:
+class Sampler(ABC):
     """Proposes points; one that learns from results overrides `report` and `retrace`."""
 
+    @abstractmethod
     def propose(self, number: int, is_new: IsNew) -> dict[str, Any] | None:
         """The new point of the n-th trial; None once there are no more."""
-        raise NotImplementedError
 
-    def report(self, point: SpacePoint, trial: Trial) -> None:
+    def report(self, point: SpacePoint, trial: Trial) -> None:  # noqa: B027 - a blind sampler needs no results
         """Receives the end of a point's trial."""
 
-    def retrace(self, number: int, point: SpacePoint, is_new: IsNew) -> None:
+    def retrace(self, number: int, point: SpacePoint, is_new: IsNew) -> None:  # noqa: B027 - a blind one has no state
         """Restores the state after the n-th proposal of an interrupted sweep."""
 
 

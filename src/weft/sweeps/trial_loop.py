@@ -11,6 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from weft.engine.events import (
     JobSucceeded,
     JobWaiting,
     JobWarning,
+    LayoutDecided,
     StepDone,
 )
 from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemoryError, executor_beside
@@ -46,6 +48,7 @@ from weft.sweeps.configure import SweepEngine, configuration_error
 from weft.sweeps.decisions import Decisions
 from weft.sweeps.leaderboard import read_losses
 from weft.sweeps.ledger import Ledger, OnNews, SweepContext
+from weft.sweeps.planned_packs import Makespan
 from weft.sweeps.samplers import num_planned
 from weft.sweeps.trials_file import Trial, TrialState
 
@@ -56,6 +59,7 @@ class SweepRun:
         self.ledger = Ledger(context, on_news)
         self.trial_time = TrialTime(context.engine.timeline)
         self._decisions = Decisions(context, self.ledger, self._begin, self._see)
+        self._makespan: Makespan | None = None
         self._best_look: dict[str, MeanScores] = {}
         """Evaluation with the smallest loss of each trial: that of its weights if patience ends it."""
         self._unstarted: set[str] = set()
@@ -90,6 +94,9 @@ class SweepRun:
             if not trial.state.is_final:
                 self._begin(trial)
         self._decisions.start()
+        if self._decisions.packs is not None:
+            self.ledger.num_packs = self.ledger.num_packs or self._decisions.packs.num_packs
+            self._makespan = Makespan(self._decisions.packs, self.ledger.predicted_ends)
         is_stopped, num_decided = False, -1
         # Trials that wait for each other go on after the decision they wait for.
         while num_decided < self._decisions.num_decided and not is_stopped:
@@ -144,7 +151,11 @@ class SweepRun:
         self.trial_time.catch_up(self.ledger.by_name)
         self.context.trackers.record(event)
         if isinstance(event, JobWarning):
-            self._handle_warning(event)
+            concerned = self.ledger.by_name.get(event.jobs[0]) if len(event.jobs) == 1 else None
+            self.ledger.on_news("warning", concerned, event.message)
+            return
+        if isinstance(event, LayoutDecided):
+            self._handle_layout(event)
             return
         trial = self.ledger.by_name.get(event.job) if isinstance(event, JobEvent) else None
         if trial is None:
@@ -170,20 +181,22 @@ class SweepRun:
             self._decisions.note_room(trial, event.step, has_room=isinstance(event, JobResumed))
         elif isinstance(event, JobPaused) and not event.is_requested:
             self._obstacle = f"{trial.name}: {event.reason}"
-        self._check_seconds()
-        self._decisions.catch_up()
-        self.ledger.write(at_once=False)
-
-    def _check_seconds(self) -> None:
-        """Ends the sweep when its time is used up, but not before resumed trials have started again."""
+        # Not before resumed trials have started again.
         is_whole = not any(t.name in self._unstarted and t.points and t.held_step is None for t in self.trials)
         if is_whole and self.is_out_of_time:
             self._decisions.cut_all(f"the budget of {self.context.spec.max_seconds:g} s was used up")
+        self._decisions.catch_up()
+        if self._makespan is not None:
+            self._makespan.note(self.trials, self.ledger.seconds, has_step=isinstance(event, StepDone))
+        self.ledger.write(at_once=False)
 
-    def _handle_warning(self, event: JobWarning) -> None:
-        """Passes a warning on, with its trial if it concerns only one."""
-        trial = self.ledger.by_name.get(event.jobs[0]) if len(event.jobs) == 1 else None
-        self.ledger.on_news("warning", trial, event.message)
+    def _handle_layout(self, event: LayoutDecided) -> None:
+        directory = self.context.directory
+        if event.has_moved:
+            # A full disk is reported where a trial's files cannot be written.
+            with suppress(StorageError):
+                directory.write_run(directory.read_run().in_layout(event.layout))
+        self.ledger.on_news("layout", None, event.text)
 
     def _handle_start(self, trial: Trial, event: JobStarted) -> None:
         trial.state, trial.steps, trial.total_steps = TrialState.TRAINING, event.step, event.num_steps
@@ -277,7 +290,7 @@ MOST_OF_THE_TIME, LEAST_S = 0.05, 2.0
 
 def can_be_alone(engine: SweepEngine) -> bool:
     """True if a trial can be measured beside the sweep: on a whole backbone in this process."""
-    return engine.num_replicas == 1 and not engine.executor.facts.takes_programs
+    return isinstance(engine, Engine) and not engine.executor.facts.takes_programs
 
 
 def one_by_one_seconds(run: SweepRun) -> float | None:

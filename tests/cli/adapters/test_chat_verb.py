@@ -16,7 +16,9 @@ def test_chat_when_lines_are_piped_then_prints_only_the_answers(weft, adapters: 
     assert (result.code, result.out, result.err) == (0, "planet\ngarden\n", "")
 
 
-def test_chat_when_a_line_or_the_system_prompt_is_not_text_then_says_so(weft, refused, monkeypatch: pytest.MonkeyPatch):
+def test_chat_when_a_line_or_the_system_prompt_is_not_text_then_reports_it(
+    weft, refused, monkeypatch: pytest.MonkeyPatch
+):
     def undecodable(shown: str = "") -> str:
         return b"\xff".decode()
 
@@ -26,13 +28,13 @@ def test_chat_when_a_line_or_the_system_prompt_is_not_text_then_says_so(weft, re
     assert refused("chat", "--base-model", "tiny", "--system", "\udcff") == "the chat: is not UTF-8 text."
 
 
-def test_chat_when_commands_are_typed_then_obeys_them(weft, adapters: Path):
-    typed = "/adapter\n/adapter nobody\n/adapter base\nplanet\n/reset\n/dance\n/help\n/quit\nnever answered\n"
+def test_chat_when_commands_are_typed_then_runs_them(weft, adapters: Path):
+    typed = "/adapter\n/adapter none\n/adapter base\nplanet\n/reset\n/dance\n/help\n/quit\nnever answered\n"
     result = weft("chat", "--adapter", adapters / "strong", "--adapter", "base", typed=typed)
     assert result.code == 0
     assert result.out.splitlines() == [
         "there are strong, base.",
-        "there is no adapter 'nobody'; there are strong, base.",
+        "there is no adapter 'none'; there are strong, base.",
         "You talk to base in a new conversation.",
         "planet",
         "A new conversation starts.",
@@ -53,18 +55,18 @@ def test_chat_when_the_conversation_outgrows_the_model_then_ends_with_a_sentence
 def test_chat_when_an_adapter_has_its_own_chat_template_then_it_is_used_for_that_adapter_only(
     weft, adapters: Path, templated: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = []
+    prompts = []
 
     def remember(messages, tokenizer, *, chat_template):
-        asked.append(prompt_of_chat(messages, tokenizer, chat_template=chat_template))
-        return asked[-1]
+        prompts.append(prompt_of_chat(messages, tokenizer, chat_template=chat_template))
+        return prompts[-1]
 
     monkeypatch.setattr("weft.data.load.prompt_of_chat", remember)
     weft("chat", "--adapter", templated, "--adapter", adapters / "idle", typed="a\n/adapter idle\nb\n")
-    assert [prompt.text for prompt in asked] == ["[USER] a<|end|>[ASSISTANT] ", "<|user|>b<|end|><|assistant|>"]
+    assert [prompt.text for prompt in prompts] == ["[USER] a<|end|>[ASSISTANT] ", "<|user|>b<|end|><|assistant|>"]
 
 
-def test_chat_when_options_are_wrong_then_says_which(refused, adapters: Path):
+def test_chat_when_options_are_wrong_then_names_them(refused, adapters: Path):
     assert refused("chat", "--adapter", adapters / "idle", "--top-p", 2).startswith("--top-p: must be above 0")
     assert refused("chat") == "there is neither an adapter nor a model; give --base-model."
 
@@ -103,7 +105,7 @@ def loaded() -> Attached:
     return load_with_adapters((), base_model="tiny")
 
 
-def test_answer_when_interrupted_then_keeps_what_was_said_and_goes_on(
+def test_answer_when_interrupted_then_keeps_what_was_written_and_goes_on(
     loaded: Attached, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     talk = chat_verb.Talk(loaded, Decoding(max_new_tokens=20), None, interactive=True)

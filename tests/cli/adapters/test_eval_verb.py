@@ -32,7 +32,7 @@ def test_eval_when_run_then_compares_adapters_with_the_bare_model(weft, adapters
     assert base["token_accuracy"] == idle["token_accuracy"] == 1.0 > strong["token_accuracy"]
 
 
-def test_eval_when_the_data_is_not_there_then_says_so_before_the_model_is_loaded(refused):
+def test_eval_when_the_data_is_not_there_then_reports_it_before_the_model_is_loaded(refused):
     assert refused("eval", "--base-model", "./none", "--data", "gone.jsonl") == "gone.jsonl: there is no such file."
 
 
@@ -61,8 +61,8 @@ def test_eval_when_the_data_is_plain_text_then_measures_all_but_answers(weft, re
     path.write_text('{"text": "a planet in a garden"}\n')
     report = json.loads(weft("eval", "--base-model", "tiny", "--data", path, "--json").out)
     assert report["results"][0].keys() == {"adapter", "loss", "perplexity", "token_accuracy"}
-    asked = refused("eval", "--base-model", "tiny", "--data", path, "--metric", "exact-match")
-    assert asked == f"{path}: has no answers to compare with, which exact-match needs."
+    command = refused("eval", "--base-model", "tiny", "--data", path, "--metric", "exact-match")
+    assert command == f"{path}: has no answers to compare with, which exact-match needs."
 
 
 def test_eval_when_the_data_is_pairs_then_measures_rewards_and_refuses_what_pairs_lack(
@@ -71,19 +71,19 @@ def test_eval_when_the_data_is_pairs_then_measures_rewards_and_refuses_what_pair
     monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "window"}\n')
-    asked = ("eval", "--adapter", adapters / "idle", "--data", path)
-    report = json.loads(weft(*asked, "--json").out)
+    command = ("eval", "--adapter", adapters / "idle", "--data", path)
+    report = json.loads(weft(*command, "--json").out)
     base, idle = report["results"]
     assert report["objective"] == "dpo" and base["rewards/margins"] == idle["rewards/margins"] == 0.0
     assert base["loss"] == pytest.approx(math.log(2)) and "perplexity" not in base and "exact_match" not in base
-    shown = weft(*asked, "--objective", "simpo").out
+    shown = weft(*command, "--objective", "simpo").out
     assert (
         "objective simpo (beta 2.0, loss_type sigmoid, label_smoothing 0.0, gamma 0.5), compared with nothing" in shown
     )
     assert "rewards/accuracies" in shown
-    assert refused(*asked, "--metric", "perplexity").startswith("--metric: perplexity is of single answers")
-    assert refused(*asked, "--objective", "dbo").endswith(". Did you mean dpo?")
-    assert "which is not supported; the nearest is dpo." in refused(*asked, "--objective", "ppo")
+    assert refused(*command, "--metric", "perplexity").startswith("--metric: perplexity is of single answers")
+    assert refused(*command, "--objective", "dbo").endswith(". Did you mean dpo?")
+    assert "which is not supported; the nearest is dpo." in refused(*command, "--objective", "ppo")
 
 
 def test_eval_when_an_adapter_has_a_head_then_measures_its_classes_and_no_verb_lets_it_write(
@@ -101,8 +101,10 @@ def test_eval_when_an_adapter_has_a_head_then_measures_its_classes_and_no_verb_l
     assert found == {"adapter": "mood", "loss": pytest.approx(math.log(2)), "accuracy": 0.5, "f1": pytest.approx(1 / 3)}
     assert refused("generate", "--adapter", mood, "--prompt", "x").endswith("it classifies and does not write.")
     assert refused("export", mood, "--for", "vllm").endswith("it classifies and does not write.")
-    assert "AutoModelForSequenceClassification.from_pretrained(" in (said := weft("export", mood, "--for", "peft").out)
-    assert "num_labels=2)" in said
+    assert "AutoModelForSequenceClassification.from_pretrained(" in (
+        printed := weft("export", mood, "--for", "peft").out
+    )
+    assert "num_labels=2)" in printed
     assert "has a head for labels, for which a language model has no place" in refused(
         "merge", mood, "--out", tmp_path / "merged"
     )
@@ -122,7 +124,7 @@ def test_eval_when_an_adapter_has_a_head_then_measures_its_classes_and_no_verb_l
         (["--limit", "0"], "--limit: must be at least 1, got 0."),
     ],
 )
-def test_eval_when_an_option_is_wrong_then_says_which(refused, rows: Path, arguments: list[str], sentence: str):
+def test_eval_when_an_option_is_wrong_then_names_it(refused, rows: Path, arguments: list[str], sentence: str):
     assert refused("eval", "--base-model", "tiny", "--data", rows, *arguments) == sentence
 
 
@@ -140,10 +142,10 @@ def test_eval_when_an_answer_only_begins_like_the_reference_then_it_is_not_exact
     assert report["results"] == [{"adapter": "base", "exact_match": 0.0}]
 
 
-def test_logits_when_written_then_jobs_read_what_the_adapter_says_of_every_supervised_token(
+def test_logits_when_written_then_jobs_read_the_adapters_logits_of_every_supervised_token(
     weft, refused, adapters: Path, echoes: Path, tmp_path: Path
 ):
-    path = tmp_path / "said.jsonl"
+    path = tmp_path / "printed.jsonl"
     result = weft("eval", "--adapter", adapters / "strong", "--data", echoes, "--logits", path, "--top-k", 3)
     assert result.code == 0 and result.out.endswith(f"logits  {path}\n")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -157,11 +159,11 @@ def test_logits_when_written_then_jobs_read_what_the_adapter_says_of_every_super
     report = json.loads(weft("eval", "--adapter", adapters / "strong", "--data", path, "--json").out)
     base, strong = report["results"]
     assert strong["teacher_agreement"] == 1.0 > base["teacher_agreement"] and strong["kl"] < base["kl"]
-    asked = ("eval", "--base-model", "tiny", "--data", echoes, "--logits")
-    assert refused(*asked, path) == f"--logits: {path} is there already; name another file."
+    command = ("eval", "--base-model", "tiny", "--data", echoes, "--logits")
+    assert refused(*command, path) == f"--logits: {path} is there already; name another file."
     for wrong in (str(tmp_path / "a.txt"), "."):
-        assert refused(*asked, wrong) == f"--logits: got {wrong}; expected the name of a .jsonl file."
-    assert refused(*asked, tmp_path / "b.jsonl", "--top-k", 0) == "--top-k: must be from 1 to 1,000, got 0."
+        assert refused(*command, wrong) == f"--logits: got {wrong}; expected the name of a .jsonl file."
+    assert refused(*command, tmp_path / "b.jsonl", "--top-k", 0) == "--top-k: must be from 1 to 1,000, got 0."
     held = ("eval", "--data", path, "--reference", adapters / "strong", "--adapter", adapters / "idle")
     assert refused(*held) == "--reference: the rows have the outputs of their teacher; leave it out."
 
@@ -169,12 +171,12 @@ def test_logits_when_written_then_jobs_read_what_the_adapter_says_of_every_super
 def test_reference_when_it_is_an_adapter_then_students_are_measured_beside_it(
     weft, refused, adapters: Path, echoes: Path
 ):
-    asked = ("eval", "--adapter", adapters / "strong", "--adapter", adapters / "idle", "--data", echoes)
-    taught = (*asked, "--objective", "distillation", "--reference", adapters / "strong")
+    command = ("eval", "--adapter", adapters / "strong", "--adapter", adapters / "idle", "--data", echoes)
+    taught = (*command, "--objective", "distillation", "--reference", adapters / "strong")
     base, strong, idle = json.loads(weft(*taught, "--json").out)["results"]
     assert strong["kl"] == 0.0 < base["kl"] == idle["kl"] and strong["teacher_agreement"] == 1.0
     assert "compared with strong" in weft(*taught).out
     assert (
-        refused(*asked, "--reference", adapters / "strong")
+        refused(*command, "--reference", adapters / "strong")
         == "--reference: objective supervised compares with nothing."
     )

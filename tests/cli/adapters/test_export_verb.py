@@ -24,7 +24,7 @@ def written(path: Path, **settings: object) -> Path:
     return path
 
 
-def test_export_when_the_server_takes_the_adapter_then_says_how_to_serve_it(weft, adapters: Path):
+def test_export_when_the_server_takes_the_adapter_then_explains_how_to_serve_it(weft, adapters: Path):
     adapter = adapters / "strong" / "adapter"
     result = weft("export", adapters / "strong", "--for", "vllm")
     assert result.code == 0
@@ -39,7 +39,7 @@ def test_export_when_the_server_takes_the_adapter_then_says_how_to_serve_it(weft
     assert f"PeftModel.from_pretrained(model, '{adapter}')" in weft("export", adapter, "--for", "peft").out
 
 
-def test_export_when_a_copy_is_asked_for_then_it_is_whole_and_meant_in_the_directions(
+def test_export_when_a_copy_is_requested_then_it_is_whole_and_the_directions_name_it(
     weft, adapters: Path, tmp_path: Path
 ):
     out = tmp_path / "new" / "copy"
@@ -58,7 +58,7 @@ def test_export_when_the_rank_is_high_then_notes_the_flag_and_uses_it(weft, tmp_
     assert "--enable-lora --max-lora-rank 64 " in result.out
 
 
-def test_export_when_the_server_refuses_then_says_why_and_copies_nothing(refused, tmp_path: Path):
+def test_export_when_the_server_refuses_then_gives_the_reason_and_copies_nothing(refused, tmp_path: Path):
     path = written(tmp_path / "patterned", alpha_pattern={"q_proj": 3.0}, use_rslora=True)
     sentence = refused("export", path, "--for", "sglang", "--out", tmp_path / "copy")
     assert sentence.startswith(f"{path}: SGLang takes one alpha per adapter; this one has an alpha_pattern. ")
@@ -66,7 +66,7 @@ def test_export_when_the_server_refuses_then_says_why_and_copies_nothing(refused
     assert not (tmp_path / "copy").exists()
 
 
-def test_export_when_the_input_is_wrong_then_says_so(refused, adapters: Path, pickled: Path, tmp_path: Path):
+def test_export_when_the_input_is_wrong_then_reports_it(refused, adapters: Path, pickled: Path, tmp_path: Path):
     idle = adapters / "idle"
     assert refused("export", idle, "--for", "tgi") == "--for: got 'tgi'; accepted are vllm, sglang, peft, tinker."
     assert refused("export", idle, "--for", "peft", "--out", tmp_path).endswith("already exists; name a new directory.")
@@ -95,7 +95,7 @@ def test_merge_when_chatted_with_then_is_a_model_of_its_own(weft, adapters: Path
     assert weft("chat", "--base-model", out, typed="planet\n").out == "planet\n"
 
 
-def test_merge_when_the_input_is_wrong_then_says_so_and_writes_nothing(
+def test_merge_when_the_input_is_wrong_then_reports_it_and_writes_nothing(
     refused, adapters: Path, other_base: Path, tmp_path: Path
 ):
     assert "already exists" in refused("merge", adapters / "idle", "--out", tmp_path)
@@ -106,7 +106,7 @@ def test_merge_when_the_input_is_wrong_then_says_so_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_merge_when_the_modules_of_adapter_and_model_differ_then_says_which_and_writes_nothing(refused, tmp_path: Path):
+def test_merge_when_the_modules_of_adapter_and_model_differ_then_names_them_and_writes_nothing(refused, tmp_path: Path):
     spec = AdapterSpec(r=4, target_modules=tuple(LEAVES))
     fewer, more = tiny_tensors(0.1), tiny_tensors(0.1)
     fewer.pop("model.layers.5.self_attn.q_proj")

@@ -23,13 +23,11 @@ def test_generate_when_given_several_adapters_then_each_answers_every_prompt(wef
     assert answers["strong", "--prompt 1"] != "planet"
 
 
-def test_generate_when_the_data_is_not_there_then_says_so_before_the_model_is_loaded(refused):
+def test_generate_when_the_data_is_not_there_then_reports_it_before_the_model_is_loaded(refused):
     assert refused("generate", "--base-model", "./none", "--data", "gone.jsonl") == "gone.jsonl: there is no such file."
 
 
-def test_generate_when_not_asked_for_json_then_shows_prompts_with_answers_under_them(
-    weft, adapters: Path, echoes: Path
-):
+def test_generate_when_without_json_then_shows_prompts_with_answers_under_them(weft, adapters: Path, echoes: Path):
     result = weft("generate", "--adapter", adapters / "idle", "--data", echoes)
     assert result.code == 0
     assert [line.split() for line in result.out.splitlines()] == [
@@ -38,7 +36,7 @@ def test_generate_when_not_asked_for_json_then_shows_prompts_with_answers_under_
     ]  # fmt: skip
 
 
-def test_generate_when_given_a_file_then_writes_it_whole_and_says_so(weft, tmp_path: Path, rows: Path):
+def test_generate_when_given_a_file_then_writes_it_whole_and_reports_it(weft, tmp_path: Path, rows: Path):
     out = tmp_path / "answers.jsonl"
     result = weft("generate", "--base-model", "tiny", "--data", rows, "--out", out)
     assert result.out == f"3 answers are in {out}\n"
@@ -97,7 +95,7 @@ def test_generate_when_drawing_then_an_adapters_answers_do_not_depend_on_the_oth
     assert alone[0] != alone[1], "a voice's own prompts draw independently"
 
 
-def test_generate_when_a_job_had_its_own_chat_template_then_its_adapter_is_asked_with_it(
+def test_generate_when_a_job_had_its_own_chat_template_then_its_adapter_is_prompted_with_it(
     weft, rows: Path, tmp_path: Path
 ):
     jobs = {
@@ -128,8 +126,8 @@ def test_generate_when_an_adapters_chat_template_is_broken_then_names_its_file(
         (b"\xff", "is not UTF-8 text."),
     ):
         (broken / "chat_template.jinja").write_bytes(text if isinstance(text, bytes) else text.encode())
-        said = refused("generate", "--adapter", broken, "--prompt", "x")
-        assert said.startswith(f"{broken}/chat_template.jinja: {sentence}")
+        message = refused("generate", "--adapter", broken, "--prompt", "x")
+        assert message.startswith(f"{broken}/chat_template.jinja: {sentence}")
 
 
 def test_generate_when_the_base_is_stated_then_an_adapter_of_another_runs_with_a_note(weft, other_base: Path):
@@ -154,8 +152,11 @@ ANSWER_LENGTHS = "at least 1 and at most 1,000,000"
         (["--prompt", "x", "--temperature", "1e-30"], "--temperature: must be 0 or at least 0.001, got 1e-30."),
         (["--prompt", "x", "--top-p", "0"], "--top-p: must be above 0 and at most 1, got 0."),
         *(
-            (["--prompt", "x", "--max-new-tokens", given], f"--max-new-tokens: must be {ANSWER_LENGTHS}, got {said}.")
-            for given, said in (("0", "0"), ("100000000", "100,000,000"))
+            (
+                ["--prompt", "x", "--max-new-tokens", given],
+                f"--max-new-tokens: must be {ANSWER_LENGTHS}, got {message}.",
+            )
+            for given, message in (("0", "0"), ("100000000", "100,000,000"))
         ),
         (["--prompt", "x", "--top-k", "-1"], "--top-k: must be at least 0 and at most 2147483647, got -1."),
         (["--prompt", "x", "--min-p", "2"], "--min-p: must be at least 0 and at most 1, got 2."),
@@ -176,15 +177,15 @@ ANSWER_LENGTHS = "at least 1 and at most 1,000,000"
         (["--prompt", "x", "--out", "."], "--out .: is a directory; name a file."),
     ],
 )
-def test_generate_when_an_option_is_wrong_then_says_which(refused, arguments: list[str], sentence: str):
+def test_generate_when_an_option_is_wrong_then_names_it(refused, arguments: list[str], sentence: str):
     assert refused("generate", "--base-model", "tiny", *arguments) == sentence
 
 
-def test_generate_when_neither_adapter_nor_model_is_given_then_asks_for_one(refused):
+def test_generate_when_neither_adapter_nor_model_is_given_then_requests_one(refused):
     assert refused("generate", "--prompt", "x") == "there is neither an adapter nor a model; give --base-model."
 
 
-def test_generate_when_an_adapter_cannot_be_used_then_says_why(
+def test_generate_when_an_adapter_cannot_be_used_then_gives_the_reason(
     refused, adapters: Path, other_base: Path, pickled: Path, tmp_path: Path
 ):
     def why(*given: object) -> str:
@@ -206,6 +207,6 @@ def test_generate_when_an_adapter_cannot_be_used_then_says_why(
     )
 
 
-def test_generate_when_the_prompt_is_longer_than_the_model_allows_then_says_so(refused):
+def test_generate_when_the_prompt_is_longer_than_the_model_allows_then_reports_it(refused):
     sentence = refused("generate", "--base-model", "tiny", "--prompt", "x" * 1100)
     assert sentence == "--prompt 1: the prompt has 1,103 tokens; the backbone has 1,024 positions."

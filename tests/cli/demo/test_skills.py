@@ -79,7 +79,7 @@ def test_answers_of_drawn_rows_are_right_by_another_way() -> None:
         assert all((ord(b) - ord(a)) % 26 == 1 for a, b in zip(prompt, answer, strict=True))
 
 
-def test_rows_when_there_are_not_enough_say_how_many_there_are() -> None:
+def test_rows_when_there_are_not_enough_then_reports_how_many_there_are() -> None:
     with pytest.raises(ConfigError, match=r"^skill add: the eval split has only \d+ rows, not 5000\.$"):
         SKILLS["add"].rows(0, 5000, split="eval")
 
@@ -108,7 +108,7 @@ def test_write_skill_when_the_name_is_misspelt_suggests_the_right_one(tmp_path) 
         write_skill(tmp_path, "revers")
 
 
-def test_write_skill_when_the_place_is_a_file_says_so(tmp_path) -> None:
+def test_write_skill_when_the_directory_is_a_file_then_reports_it(tmp_path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(StorageError, match=r"taken.*cannot be written"):
         write_skill(tmp_path / "taken", "shout", train=1, held=1)

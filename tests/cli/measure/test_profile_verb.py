@@ -56,6 +56,6 @@ def test_profile_when_run_on_a_cpu_then_measures_checks_and_keeps(weft, tmp_path
         (("--recompute", "mlp"), "recompute: only the fused kernels have it"),
     ],
 )
-def test_profile_when_it_cannot_run_then_one_sentence_says_why(words, sentence, refused, tmp_path, monkeypatch):
+def test_profile_when_it_cannot_run_then_refused_with_the_reason(words, sentence, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert sentence in refused("profile", *words)

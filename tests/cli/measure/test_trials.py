@@ -16,7 +16,7 @@ def result(trial: Trial, rate: float) -> TrialResult:
 
 
 def test_search_when_run_then_tries_capacities_first_and_other_layouts_with_the_two_fastest():
-    """What the run says now comes first, and nothing is measured twice."""
+    """The run's own settings come first, and nothing is measured twice."""
     rates = {256: 50.0, 512: 120.0, 1024: 100.0, 2048: 90.0}
     tried: list[Trial] = []
 

@@ -25,7 +25,7 @@ def jobs_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_tune_when_given_jobs_then_measures_shows_and_remembers(weft, jobs_file):
-    """Capacities of 64 and 128 on one device and, as asked, two stages; the second time nothing is trained."""
+    """Capacities of 64 and 128 on one device and, as requested, two stages; the second time nothing is trained."""
     first = weft("tune", "--jobs", jobs_file, "--steps", 1, "--layout", "stages:2")
     assert first.code == 0, first
     assert "one device, capacity 64: " in first.out and "stages:2, capacity 128: " in first.out
@@ -43,6 +43,6 @@ def test_tune_when_options_make_no_sense_together_then_refused(refused, jobs_fil
     assert "no/such.yaml" in refused("tune", "--jobs", "no/such.yaml")
 
 
-def test_tune_when_the_data_is_not_there_then_said_before_any_trial(refused, jobs_file):
+def test_tune_when_the_data_is_not_there_then_reported_before_any_trial(refused, jobs_file):
     (jobs_file.parent / "rows.jsonl").unlink()
     assert "rows.jsonl" in refused("tune", "--jobs", jobs_file)

@@ -38,16 +38,18 @@ class Served:
         command = [sys.executable, "-m", "weft", "serve", "--port", "0", "--data-dir", str(data_dir), *options]
         self._stderr = self.log.open("ab")
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._stderr, text=True)
-        self.said: dict[str, str] = {}
+        self.printed: dict[str, str] = {}
         assert self.process.stdout is not None
         for line in self.process.stdout:
             name, _, rest = line.partition(" ")
-            self.said.setdefault(name, rest.strip())
+            self.printed.setdefault(name, rest.strip())
             if name == last:
                 break
 
     def sdk(self, key: str | None = None, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.said["serving"], api_key=key or self.said.get("key", "none"), **options)
+        return openai.OpenAI(
+            base_url=self.printed["serving"], api_key=key or self.printed.get("key", "none"), **options
+        )
 
     def pids(self, num: int) -> list[int]:
         """The processes it has started, once there have been `num` of them."""
@@ -85,18 +87,18 @@ def served(tmp_path: Path) -> Iterator[Callable[..., Served]]:
             one.stop()
 
 
-def test_serve_when_started_first_then_shows_one_key_and_stops_when_told(
+def test_serve_when_started_first_then_shows_one_key_and_stops_on_a_signal(
     served: Callable[..., Served], weft: Weft, tmp_path: Path
 ):
     first = served("--workers", "0")
-    key = first.said["key"]
+    key = first.printed["key"]
     with first.sdk() as client:
         file = client.files.create(file=("a.jsonl", ROWS), purpose="fine-tune")
         job = client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
         assert job.status == "queued"
     assert first.stop() == 0
     second = served("--workers", "0")
-    assert "key" not in second.said
+    assert "key" not in second.printed
     with second.sdk(key) as client:
         assert client.fine_tuning.jobs.retrieve(job.id).status == "queued"
         other = weft("keys", "create", "--name", "ci", "--scopes", "files", "--data-dir", tmp_path / "data").out.strip()
@@ -110,15 +112,15 @@ def test_serve_when_started_first_then_shows_one_key_and_stops_when_told(
     assert second.stop(signal.SIGINT) == 0
     # Nowhere: neither in the logs nor in the database nor beside it.
     secrets = [text.split("_", 2)[2].encode() for text in (key, other)]
-    places = [first.log, *(p for p in (tmp_path / "data").rglob("*") if p.is_file())]
-    assert len(places) > 2
-    for place in places:
-        assert not any(secret in place.read_bytes() for secret in secrets), place
+    files = [first.log, *(p for p in (tmp_path / "data").rglob("*") if p.is_file())]
+    assert len(files) > 2
+    for file in files:
+        assert not any(secret in file.read_bytes() for secret in secrets), file
 
 
 def test_serve_when_several_processes_answer_then_all_do_and_one_that_dies_comes_back(served: Callable[..., Served]):
     both = served("--workers", "0", "--api-processes", "2", "--no-auth")
-    assert both.said["key"].startswith("none needed")
+    assert both.printed["key"].startswith("none needed")
     with both.sdk("x", max_retries=5) as client:
         file = client.files.create(file=("a.jsonl", ROWS), purpose="fine-tune")
         pids = both.pids(2)
@@ -127,7 +129,7 @@ def test_serve_when_several_processes_answer_then_all_do_and_one_that_dies_comes
         for _ in range(20):
             assert client.files.retrieve(file.id).id == file.id
         assert len(both.pids(3)) == 3
-        # Nobody trains here, so nobody stands back.
+        # No job trains here, so nothing has to give way.
         assert os.getpriority(os.PRIO_PROCESS, pids[1]) == os.getpriority(os.PRIO_PROCESS, 0)
     assert both.stop() == 0
 
@@ -155,10 +157,10 @@ def test_serve_when_it_only_answers_for_a_directory_of_adapters_then_all_of_them
         write_adapter(tmp_path / "lora" / name, SPEC, tensors, base_model="tiny", target_names=LEAVES)
     (tmp_path / "lora" / "bad" / "adapter_config.json").write_text("{}")
     service = served("--no-training", "--adapters", str(tmp_path / "lora"))
-    assert (service.said["models"], service.said["adapters"]) == ("tiny", "mild, wild")
+    assert (service.printed["models"], service.printed["adapters"]) == ("tiny", "mild, wild")
     with service.sdk(max_retries=100) as client:
-        asked = {"prompt": "warp", "max_tokens": 6, "temperature": 0}
-        texts = [client.completions.create(model=name, **asked).choices[0].text for name in ("tiny", "mild", "wild")]
+        prompt = {"prompt": "warp", "max_tokens": 6, "temperature": 0}
+        texts = [client.completions.create(model=name, **prompt).choices[0].text for name in ("tiny", "mild", "wild")]
         assert len(set(texts)) > 1
         assert [model.id for model in client.models.list()] == ["tiny", "mild", "wild"]
         file = client.files.create(file=("a.jsonl", ROWS), purpose="fine-tune")
@@ -167,9 +169,9 @@ def test_serve_when_it_only_answers_for_a_directory_of_adapters_then_all_of_them
     assert service.stop() == 0
 
 
-def test_migrate_only_when_asked_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):
+def test_migrate_only_when_given_then_the_database_is_there_and_nothing_runs(weft: Weft, tmp_path: Path):
     done = weft("serve", "--migrate-only", "--data-dir", tmp_path / "data")
-    assert done.out == "the database is at revision 0004\n"
+    assert done.out == "the database is at revision 0005\n"
     assert (tmp_path / "data" / "weft.db").exists()
 
 
@@ -197,6 +199,8 @@ def test_tenants_when_made_and_limited_then_shown(weft: Weft, tmp_path: Path):
             ("serve", "--base-model", "gpt2"),
             "gpt2: there is no directory gpt2. Accepted are tiny, smollm2, a directory",
         ),
+        (("serve", "--layout", "halves:2"), "--layout: got 'halves:2'; accepted are"),
+        (("serve", "--layout", "stages:2", "--cluster", "local"), "--layout: is for workers of this machine"),
         (("serve", "--db", "mysql://x"), "mysql is not supported"),
         (("serve", "--db", "sqlite:////proc/x.db"), "--db sqlite:////proc/x.db: the file cannot be opened or made;"),
         (
@@ -205,7 +209,7 @@ def test_tenants_when_made_and_limited_then_shown(weft: Weft, tmp_path: Path):
         ),
         (("serve", "--store", "ftp://127.0.0.1:1/x"), "--store: 'ftp://127.0.0.1:1/x' does not answer"),
         (("serve", "--host", "256.0.0.1"), "cannot be used"),
-        (("keys", "create", "--tenant", "nobody"), "there is no tenant 'nobody'"),
+        (("keys", "create", "--tenant", "unknown"), "there is no tenant 'unknown'"),
         (("keys", "create", "--scopes", "root"), "accepted are files"),
         (("keys", "revoke", "0123"), "there is no key '0123'"),
         (("keys", "tenants", "create", "A B"), "not a tenant id"),

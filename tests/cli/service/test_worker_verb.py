@@ -1,4 +1,4 @@
-"""`weft worker` says what is wrong with its options, and knows a request to stop from a demand."""
+"""`weft worker` reports what is wrong with its options, and distinguishes a first request to stop from a second."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _same_handlers():
 
 
 class Quitter:
-    """A worker that counts how often it is asked to stop."""
+    """A worker that counts how often it is requested to stop."""
 
-    num_asked = 0
+    num_requested = 0
 
     def stop(self) -> None:
-        self.num_asked += 1
+        self.num_requested += 1
 
 
 def test_signals_when_they_come_together_then_they_are_one_request_and_a_later_one_ends_it_at_once(monkeypatch):
@@ -42,7 +42,7 @@ def test_signals_when_they_come_together_then_they_are_one_request_and_a_later_o
     at[0] += REPEAT_S / 2
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals.is_set
-    assert signals.worker.num_asked == 2
+    assert signals.worker.num_requested == 2
     assert exits == []
     at[0] += REPEAT_S
     os.kill(os.getpid(), signal.SIGTERM)
@@ -68,7 +68,7 @@ def test_signals_when_an_exit_is_lost_in_a_destructor_then_the_worker_stops_once
     Noisy()
     assert signals.is_set
     signals.worker = Quitter()
-    assert signals.worker.num_asked == 1
+    assert signals.worker.num_requested == 1
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,16 @@ def test_signals_when_an_exit_is_lost_in_a_destructor_then_the_worker_stops_once
         ({"capacity": "most"}, "--capacity: expected auto or a whole number, got 'most'."),
         ({"lease": 0.1}, "--lease"),
         ({"quantize": "int3"}, "int3"),
+        ({"layout": "stages:9"}, "--layout: got 9 stages; the model has 6 layers, so use 1 to 6."),
     ],
 )
-def test_worker_when_an_option_is_wrong_then_says_which(options, words, tmp_path):
+def test_worker_when_an_option_is_wrong_then_names_it(options, words, tmp_path):
     with pytest.raises(ConfigError) as caught:
         worker(data_dir=tmp_path / "data", **options)
     assert words in str(caught.value)
 
 
-def test_worker_when_the_model_is_not_there_then_says_so(tmp_path):
+def test_worker_when_the_model_is_not_there_then_reports_it(tmp_path):
     (tmp_path / "data").mkdir()
     with pytest.raises(WeftError) as caught:
         worker(data_dir=tmp_path / "data", base_model="loom=/no/such/model", device="cpu")
@@ -103,7 +104,7 @@ def test_worker_when_its_directory_is_not_there_then_refused_as_it_would_wait_on
     assert not (tmp_path / "data").exists()
 
 
-def test_worker_when_the_extra_is_missing_then_says_what_to_install(monkeypatch, tmp_path):
+def test_worker_when_the_extra_is_missing_then_reports_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     with pytest.raises(MissingExtraError) as caught:
         worker(data_dir=tmp_path / "data")

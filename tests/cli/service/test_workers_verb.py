@@ -8,7 +8,7 @@ from weft.serve.db.engine import migrate, open_database
 from weft.serve.db.workers import all_workers, put_worker
 
 
-def test_workers_when_listed_drained_and_removed_then_each_line_says_what_happens(weft, tmp_path: Path, monkeypatch):
+def test_workers_when_listed_drained_and_removed_then_each_line_reports_what_happens(weft, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     database = open_database(f"sqlite:///{tmp_path}/weft.db")
     migrate(database)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ASK = "{% if add_generation_prompt %}"
+GENERATION = "{% if add_generation_prompt %}"
 RAISE_ALTERNATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
@@ -28,14 +28,14 @@ class Structure:
     """Which chats become one sample per answer: `all`, those with a `system` turn, or none."""
 
 
-def headed(name: str, head: str, end: str, ask: str, *, before: str = "", **more: object) -> Structure:
+def headed(name: str, head: str, end: str, reply: str, *, before: str = "", **more: object) -> Structure:
     """Every turn the same: a head with its role, its content, an end."""
     loop = f"{{% for m in messages %}}{head}{{{{ m.content | trim }}}}{end}{{% endfor %}}"
-    return Structure(name, f"{before}{loop}{ASK}{ask}{{% endif %}}", **more)  # type: ignore[arg-type]
+    return Structure(name, f"{before}{loop}{GENERATION}{reply}{{% endif %}}", **more)  # type: ignore[arg-type]
 
 
 def cased(
-    name: str, user: str, assistant: str, system: str, *, ask: str = "", before: str = "", **more: object
+    name: str, user: str, assistant: str, system: str, *, reply: str = "", before: str = "", **more: object
 ) -> Structure:
     """Every role with a form of its own, in which `@` is the content."""
     forms = {"user": user, "assistant": assistant, "system": system}
@@ -44,10 +44,10 @@ def cased(
         for i, (role, form) in enumerate(forms.items())
     )
     loop = f"{{% for m in messages %}}{cases}{{% endif %}}{{% endfor %}}"
-    return Structure(name, f"{before}{loop}{ASK}{ask}{{% endif %}}", **more)  # type: ignore[arg-type]
+    return Structure(name, f"{before}{loop}{GENERATION}{reply}{{% endif %}}", **more)  # type: ignore[arg-type]
 
 
-def thinking(name: str, ask: str, *, no_thought: str = "<think>\n\n</think>\n\n", **more: object) -> Structure:
+def thinking(name: str, reply: str, *, no_thought: str = "<think>\n\n</think>\n\n", **more: object) -> Structure:
     """Answers show their thoughts only after the last question."""
     return Structure(
         name,
@@ -58,7 +58,7 @@ def thinking(name: str, ask: str, *, no_thought: str = "<think>\n\n</think>\n\n"
         "{% if loop.index0 > ns.last %}"
         + (no_thought and "{{ '" + no_thought.replace("\n", "\\n") + "' }}")
         + "{% endif %}{{ content }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-        + f"{ASK}{{{{ '{ask}' }}}}{{% endif %}}",
+        + f"{GENERATION}{{{{ '{reply}' }}}}{{% endif %}}",
         splits="all",
         **more,  # type: ignore[arg-type]
     )
@@ -136,35 +136,35 @@ PLAIN = [
 ]
 
 BY_ROLE = [
-    cased("vicuna", "USER: @ ", "ASSISTANT: @{{ eos_token }}", "@ ", ask="ASSISTANT:"),
-    cased("alpaca", "### Instruction:\n@\n\n", "### Response:\n@{{ eos_token }}\n\n", "@\n\n", ask="### Response:\n"),
-    cased("deepseek2", "User: @\n\n", "Assistant: @{{ eos_token }}", "@\n\n", ask="Assistant:", before=BOS),
-    cased("deepseek3", "<|User|>@", "<|Assistant|>@{{ eos_token }}", "@", ask="<|Assistant|>", before=BOS),
+    cased("vicuna", "USER: @ ", "ASSISTANT: @{{ eos_token }}", "@ ", reply="ASSISTANT:"),
+    cased("alpaca", "### Instruction:\n@\n\n", "### Response:\n@{{ eos_token }}\n\n", "@\n\n", reply="### Response:\n"),
+    cased("deepseek2", "User: @\n\n", "Assistant: @{{ eos_token }}", "@\n\n", reply="Assistant:", before=BOS),
+    cased("deepseek3", "<|User|>@", "<|Assistant|>@{{ eos_token }}", "@", reply="<|Assistant|>", before=BOS),
     cased(
         "command-r",
         "<|USER_TOKEN|>@<|END_OF_TURN_TOKEN|>",
         "<|CHATBOT_TOKEN|>@<|END_OF_TURN_TOKEN|>",
         "<|SYSTEM_TOKEN|>@<|END_OF_TURN_TOKEN|>",
-        ask="<|CHATBOT_TOKEN|>",
+        reply="<|CHATBOT_TOKEN|>",
     ),
-    cased("falcon", "User: @\n\n", "Falcon: @\n\n", "@\n\n", ask="Falcon:"),
+    cased("falcon", "User: @\n\n", "Falcon: @\n\n", "@\n\n", reply="Falcon:"),
     cased(
         "openchat",
         "GPT4 Correct User: @<|end_of_turn|>",
         "GPT4 Correct Assistant: @<|end_of_turn|>",
         "@<|end_of_turn|>",
-        ask="GPT4 Correct Assistant:",
+        reply="GPT4 Correct Assistant:",
     ),
-    cased("solar", "### User:\n@\n\n", "### Assistant:\n@\n\n", "### System:\n@\n\n", ask="### Assistant:\n"),
+    cased("solar", "### User:\n@\n\n", "### Assistant:\n@\n\n", "### System:\n@\n\n", reply="### Assistant:\n"),
     cased(
-        "orion", "Human: @\n\n", "Assistant: {{ eos_token }}@{{ eos_token }}", "@\n", ask="Assistant: {{ eos_token }}"
+        "orion", "Human: @\n\n", "Assistant: {{ eos_token }}@{{ eos_token }}", "@\n", reply="Assistant: {{ eos_token }}"
     ),
     cased(
         "gemma2",
         "<start_of_turn>user\n@<end_of_turn>\n",
         "<start_of_turn>model\n@<end_of_turn>\n",
         "{{ raise_exception('System role not supported') }}",
-        ask="<start_of_turn>model\n",
+        reply="<start_of_turn>model\n",
         before=BOS + RAISE_ALTERNATE,
         takes_system=False,
     ),
@@ -172,7 +172,7 @@ BY_ROLE = [
         "gemma3",
         BOS + FIRST_SYSTEM + "{% for m in messages %}<start_of_turn>"
         "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ system ~ '\n\n' if loop.first and system }}"
-        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}" + ASK + "<start_of_turn>model\n{% endif %}",
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}" + GENERATION + "<start_of_turn>model\n{% endif %}",
     ),
     Structure(
         "llama2",
@@ -193,7 +193,7 @@ BY_ROLE = [
         "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'system' %}"
         "[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
     ),
-    # Asks for an answer whether it is told to or not.
+    # Opens an answer whether or not it is requested.
     Structure(
         "command-a",
         "{% for m in messages %}<|START|><|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -203,7 +203,7 @@ BY_ROLE = [
         "olmo3-generation",
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
-        "{% endfor %}" + ASK + "<|im_start|>assistant\n{% endif %}",
+        "{% endfor %}" + GENERATION + "<|im_start|>assistant\n{% endif %}",
     ),
 ]
 
@@ -218,17 +218,19 @@ REWRITING = [
         "<|turn>user\n@<turn|>\n",
         "<|turn>model\n@<turn|>\n",
         "<|turn>system\n@<turn|>\n",
-        ask="<|turn>model\n<|channel>thought\n<channel|>",
+        reply="<|turn>model\n<|channel>thought\n<channel|>",
         splits="all",
     ),
     headed("qwq", CHATML_HEAD, CHATML_END, "<|im_start|>assistant\n<think>\n</think>", splits="all"),
     # Ends a text once, and turns not at all.
-    cased("metharme", "<|user|>@", "<|model|>@", "<|system|>@", ask="<|model|>{% else %}{{ eos_token }}", splits="all"),
+    cased(
+        "metharme", "<|user|>@", "<|model|>@", "<|system|>@", reply="<|model|>{% else %}{{ eos_token }}", splits="all"
+    ),
     Structure(
         "gpt-oss",
         "{% for m in messages %}<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}"
         "<|message|>{{ m.content }}{{ '<|return|>' if m.role == 'assistant' and loop.last else '<|end|>' }}{% endfor %}"
-        + ASK
+        + GENERATION
         + "<|start|>assistant{% endif %}",
         splits="all",
     ),
@@ -256,7 +258,7 @@ OPENING = [
         "<|User|>@",
         "<|Assistant|>@{{ eos_token }}",
         "@",
-        ask="<|Assistant|><think>\n",
+        reply="<|Assistant|><think>\n",
         before=BOS,
         splits="all",
     ),
@@ -266,7 +268,7 @@ OPENING = [
         "<|im_start|>user\n@<|im_end|>\n",
         "<|im_start|>assistant\n<think></think>@<|im_end|>\n",
         "<|im_start|>system\n@<|im_end|>\n",
-        ask="<|im_start|>assistant\n<think>\n",
+        reply="<|im_start|>assistant\n<think>\n",
         splits="all",
     ),
     cased(
@@ -274,7 +276,7 @@ OPENING = [
         "<|USER|>@<|END|>",
         "<|CHATBOT|><|START_TEXT|>@<|END_TEXT|>",
         "<|SYSTEM|>@<|END|>",
-        ask="<|CHATBOT|><|START_THINKING|>",
+        reply="<|CHATBOT|><|START_THINKING|>",
         splits="all",
     ),
     headed(

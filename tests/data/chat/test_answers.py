@@ -15,14 +15,14 @@ from weft.data.chats import ChatTurn, Conversation, Rendered
 from weft.data.render import MAX_RENDERED_ALL, train_answers
 from weft.errors import DataError
 
-PLACE = "train.jsonl line 17"
+WHERE = "train.jsonl line 17"
 SYSTEM = ChatTurn("system", "be kind")
 
 
 def chat(num_answers: int, *, system: bool = False) -> Conversation:
     turns = [SYSTEM] if system else []
     for i in range(num_answers):
-        turns += [ChatTurn("user", f"ask {i}?"), ChatTurn("assistant", f"answer {i}.", trained=True)]
+        turns += [ChatTurn("user", f"turn {i}?"), ChatTurn("assistant", f"answer {i}.", trained=True)]
     return Conversation(tuple(turns))
 
 
@@ -42,16 +42,16 @@ CASES = [
 def test_chat_when_it_has_several_turns_then_each_answer_follows_what_the_model_will_meet(
     structure: Structure, system: bool
 ):
-    """Every answer is trained once, whole, behind the very text that the model is given when it is asked for it."""
+    """Every answer is trained once, whole, after the very text that the model is given to answer."""
     template = ChatTemplate(make_tokenizer(template=structure.template))
     form = chat(3, system=system)
-    rendered = train_answers(form, template, PLACE)
+    rendered = train_answers(form, template, WHERE)
     assert len(rendered) == (3 if structure.splits == "all" or (structure.splits == "system" and system) else 1)
     found = answers_of(rendered)
     assert len(found) == 3
     for i, (before, answer) in enumerate(found):
-        asked = form.turns[: 2 * i + 1 + system]
-        assert before == template.apply(asked, form, PLACE, generation=True)
+        prompt = form.turns[: 2 * i + 1 + system]
+        assert before == template.apply(prompt, form, WHERE, generation=True)
         assert f"answer {i}." in answer
         assert "ask" not in answer
 
@@ -63,9 +63,9 @@ def test_chat_when_it_is_long_then_its_spans_are_those_of_rendering_every_turn(
     """The short way of a long chat finds what the long way finds."""
     template = ChatTemplate(make_tokenizer(template=structure.template))
     form = chat(MAX_RENDERED_ALL + 4)
-    short = train_answers(form, template, PLACE)
+    short = train_answers(form, template, WHERE)
     monkeypatch.setattr("weft.data.render.MAX_RENDERED_ALL", 10**9)
-    assert train_answers(form, template, PLACE) == short
+    assert train_answers(form, template, WHERE) == short
 
 
 class CountingTokenizer:
@@ -95,7 +95,7 @@ def test_chat_when_its_turns_double_then_so_does_the_work(name: str):
 
     def turns_rendered(num_answers: int) -> int:
         tokenizer = CountingTokenizer(make_tokenizer(template=STRUCTURES[name].template))
-        train_answers(chat(num_answers), ChatTemplate(tokenizer), PLACE)
+        train_answers(chat(num_answers), ChatTemplate(tokenizer), WHERE)
         return tokenizer.num_turns
 
     # Two samples for the first and last answers of each kind, before and through them.
@@ -110,7 +110,7 @@ def test_chat_when_a_template_shows_one_turn_in_the_middle_otherwise_then_its_sp
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     form = chat(MAX_RENDERED_ALL + 4)
-    found = answers_of(train_answers(form, ChatTemplate(make_tokenizer(template=odd)), PLACE))
+    found = answers_of(train_answers(form, ChatTemplate(make_tokenizer(template=odd)), WHERE))
     assert [answer for _, answer in found] == [f"{'#' * (i == 7)}answer {i}.;" for i in range(MAX_RENDERED_ALL + 4)]
 
 
@@ -119,7 +119,7 @@ def test_chat_when_its_content_has_our_marks_then_it_is_rendered_turn_by_turn():
     template = ChatTemplate(make_tokenizer())
     plain = chat(MAX_RENDERED_ALL + 4)
     turns = (ChatTurn("user", "\ue0b03+\ue0b1"), *plain.turns[1:])
-    found = answers_of(train_answers(Conversation(turns), template, PLACE))
+    found = answers_of(train_answers(Conversation(turns), template, WHERE))
     assert [answer for _, answer in found] == [f"answer {i}.<|im_end|>\n" for i in range(MAX_RENDERED_ALL + 4)]
 
 
@@ -133,7 +133,7 @@ def test_chat_when_one_question_takes_several_answers_then_those_share_a_sample(
         ChatTurn("tool", "seen"),
         ChatTurn("assistant", "done", trained=True),
     )
-    rendered = train_answers(Conversation(turns), template, PLACE)
+    rendered = train_answers(Conversation(turns), template, WHERE)
     assert [len(text.spans) for text in rendered] == [1, 2]
 
 
@@ -148,7 +148,7 @@ def test_chat_when_the_prompt_opens_a_thought_that_the_template_cuts_off_then_th
     thought = ChatTurn("assistant", "<think>\nhm\n</think>\n\nanswer 0.", trained=True)
     for last, trained in ((thought, "hm\n</think>\n\nanswer 0.<|end|>"), (chat(1).turns[1], "answer 0.<|end|>")):
         form = Conversation((ChatTurn("user", "ask"), last))
-        assert answers_of(train_answers(form, template, PLACE)) == [("<|User|>ask<|Assistant|><think>\n", trained)]
+        assert answers_of(train_answers(form, template, WHERE)) == [("<|User|>ask<|Assistant|><think>\n", trained)]
 
 
 def test_chat_when_the_template_marks_answers_and_opens_them_with_more_then_they_follow_what_the_model_will_meet():
@@ -156,7 +156,7 @@ def test_chat_when_the_template_marks_answers_and_opens_them_with_more_then_they
     opened = structure.template.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     assert opened != structure.template
     template = ChatTemplate(make_tokenizer(template=opened))
-    ((before, answer),) = answers_of(train_answers(chat(1), template, PLACE))
+    ((before, answer),) = answers_of(train_answers(chat(1), template, WHERE))
     assert (before[-8:], answer) == ("\n<think>", "answer 0.<|im_end|>")
 
 
@@ -168,27 +168,27 @@ def test_opening_when_a_template_shows_answered_questions_in_another_way_then_th
 
 
 def test_chat_when_its_template_marks_answers_then_those_are_trained():
-    """`{% generation %}` says what is trained, here without the newline behind the end marker."""
+    """`{% generation %}` marks what is trained, here without the newline after the end marker."""
     template = ChatTemplate(make_tokenizer(template=STRUCTURES["olmo3-generation"].template))
     quiet = chat(2)
     form = Conversation((quiet.turns[0], ChatTurn("assistant", "not this"), *quiet.turns[2:]))
-    assert [answer for _, answer in answers_of(train_answers(form, template, PLACE))] == ["answer 1.<|im_end|>"]
+    assert [answer for _, answer in answers_of(train_answers(form, template, WHERE))] == ["answer 1.<|im_end|>"]
 
 
 def test_chat_when_turns_follow_the_last_answer_then_they_stay_in_its_sample():
     """What comes after the last answer is context that is not trained."""
     form = Conversation((*chat(2).turns, ChatTurn("user", "bye")))
-    (rendered,) = train_answers(form, ChatTemplate(make_tokenizer()), PLACE)
+    (rendered,) = train_answers(form, ChatTemplate(make_tokenizer()), WHERE)
     assert rendered.text.endswith("bye<|im_end|>\n")
     assert len(rendered.spans) == 2
     rewriting = ChatTemplate(make_tokenizer(template=STRUCTURES["gemma4"].template))
-    assert len(train_answers(form, rewriting, PLACE)) == 2
+    assert len(train_answers(form, rewriting, WHERE)) == 2
 
 
-def test_chat_when_an_answer_cannot_be_told_from_its_question_then_says_so():
+def test_chat_when_an_answer_cannot_be_separated_from_its_question_then_reports_it():
     """A template that turns everything round shows no border."""
     backwards = (
         "{% for m in messages[::-1] %}{{ m.role }}:{{ m.content }};{% endfor %}{{ '>' if add_generation_prompt }}"
     )
-    with pytest.raises(DataError, match=rf"^{PLACE}: the chat template renders the turns before an answer otherwise"):
-        train_answers(chat(2), ChatTemplate(make_tokenizer(template=backwards)), PLACE)
+    with pytest.raises(DataError, match=rf"^{WHERE}: the chat template renders the turns before an answer otherwise"):
+        train_answers(chat(2), ChatTemplate(make_tokenizer(template=backwards)), WHERE)

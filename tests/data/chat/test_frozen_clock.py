@@ -18,7 +18,7 @@ def rendered(template: str, at: datetime.datetime | None = BEGAN) -> str:
     return ChatTemplate(make_tokenizer(template=template), clock=at).apply(FORM.turns, FORM, "line 1")
 
 
-def test_date_when_the_clock_is_frozen_then_is_what_strftime_says():
+def test_date_when_the_clock_is_frozen_then_is_what_strftime_gives():
     """Every format gives what Python gives at that moment."""
     shapes = ["%d %b %Y", "%Y-%m-%d", "%-d.%-m.%y", "100%% at %H:%M:%S", *(f"%{d}" for d in DIRECTIVES)]
     found = rendered("|".join(f"<{{{{ strftime_now('{shape}') }}}}>" for shape in shapes)).split("|")
@@ -34,7 +34,7 @@ def test_date_when_the_clock_is_frozen_then_is_what_strftime_says():
         "{% set shape = '%' ~ 'd' %}{{ strftime_now(shape) }}",
     ],
 )
-def test_date_when_asked_for_anywhere_in_a_template_then_is_the_frozen_one(template: str):
+def test_date_when_used_anywhere_in_a_template_then_is_the_frozen_one(template: str):
     """In macros, loops and conditions, with formats made on the way."""
     assert rendered(template) == "03"
 

@@ -1,4 +1,4 @@
-"""Data is prepared once for all that ask for it, and the cache never costs a run anything."""
+"""Data is prepared once for all that need it, and the cache never costs a run anything."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_data_when_prepared_before_then_another_process_maps_it(
         {"tokenizer": make_tokenizer(template="{% for m in messages %}{{ m.content }}!{% endfor %}")},
     ],
 )
-def test_data_when_any_setting_differs_then_is_prepared_anew(
+def test_data_when_any_setting_differs_then_is_prepared_again(
     change: dict[str, Any], write: Write, tmp_path: Path, root: Path, prepared: list[Path | None]
 ):
     """A key holds everything that decides what rows become."""
@@ -168,7 +168,7 @@ def lose_page(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [break_array, cut_array, lose_array, change_page, lose_page])
-def test_entry_when_broken_then_is_made_anew(
+def test_entry_when_broken_then_is_made_again(
     damage: Callable[[Path], None], write: Write, tmp_path: Path, root: Path, prepared: list[Path | None]
 ):
     """No bit of a damaged entry is trained on."""
@@ -187,7 +187,7 @@ def test_entry_when_broken_then_is_made_anew(
 def test_cache_when_it_cannot_be_written_then_the_data_is_there_with_one_note(
     write: Write, tmp_path: Path, root: Path, prepared: list[Path | None]
 ):
-    """A file where the cache should be: every job trains, and one of them is told."""
+    """A file where the cache should be: every job trains, and one of them gets a warning."""
     write("train.jsonl", ROWS)
     root.write_text("in the way")
     forget()
@@ -235,7 +235,7 @@ def test_file_when_it_changes_while_it_is_read_then_nothing_is_kept(
 
 
 def test_data_when_wrong_then_the_error_is_the_same_and_nothing_is_kept(write: Write, tmp_path: Path, root: Path):
-    """Errors are told anew each time."""
+    """Errors are reported again each time."""
     write("train.jsonl", [*ROWS, {"prompt": "ask"}])
     for _ in range(2):
         with pytest.raises(DataError, match=r"^train\.jsonl line 10: completion is missing\."):
@@ -244,7 +244,7 @@ def test_data_when_wrong_then_the_error_is_the_same_and_nothing_is_kept(write: W
 
 
 def test_cache_when_full_then_what_was_used_least_recently_goes(write: Write, tmp_path: Path, root: Path):
-    """An entry that goes stays with whoever has it mapped."""
+    """A deleted entry stays readable where it is mapped."""
     write("train.jsonl", ROWS)
     first = load(tmp_path)
     (entry,) = PreparedCache(root, 1e9).entries()
@@ -270,7 +270,7 @@ def _prepare_there(tmp_path: Path, root: Path, barrier: Any) -> None:
 def test_processes_when_they_prepare_the_same_file_at_once_then_one_entry_is_left(
     write: Write, tmp_path: Path, root: Path
 ):
-    """Nobody waits for another, and nobody sees half an entry."""
+    """No process waits for another, and none sees half an entry."""
     write("train.jsonl", ROWS)
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(3)
@@ -307,8 +307,8 @@ def test_process_when_killed_half_way_then_the_next_removes_what_it_left(write: 
     assert read_entry(folder) is not None
 
 
-def test_leftovers_when_somebody_is_at_them_then_they_stay(tmp_path: Path):
-    """A folder that is being filled belongs to whoever fills it."""
+def test_leftovers_when_in_use_then_they_stay(tmp_path: Path):
+    """A folder that is being filled belongs to the process that fills it."""
     cache = PreparedCache(tmp_path, 1e9)
     (tmp_path / "tmp-new").mkdir()
     (tmp_path / "tmp-old").mkdir()

@@ -83,7 +83,7 @@ def test_digest_when_the_file_changed_a_moment_ago_then_it_is_not_remembered(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"files": 3, "sha256": 3}'])
-def test_record_when_it_is_broken_then_is_made_anew(damage: bytes, tmp_path: Path, file: Path, hashed: list[Path]):
+def test_record_when_it_is_broken_then_is_made_again(damage: bytes, tmp_path: Path, file: Path, hashed: list[Path]):
     remember(tmp_path, file)
     record = tmp_path / "cache" / RECORD
     whole = record.read_bytes()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thread_program import ThreadProgram
 from tiny_tokenizer import make_tokenizer
 
 from weft.data.dataset import Dataset
@@ -38,6 +39,7 @@ def test_folder_when_prepared_then_is_what_its_files_are_one_by_one(
 ):
     """Files smaller and larger than a chunk, by any number of processes; a file more is other data."""
     monkeypatch.setattr(workers, "ROWS_PER_CHUNK", 3)
+    monkeypatch.setattr(workers, "ChildProgram", ThreadProgram)
     monkeypatch.setattr(prepare, "num_processes", lambda *_: processes)
     (tmp_path / "data").mkdir()
     numbers: dict[str, list[int]] = {"a": [1], "b": [*range(7)], "c": [9, 8]}

@@ -1,4 +1,4 @@
-"""Whoever waits for data to be prepared can see that it goes on, on a terminal or in a log."""
+"""The progress of data that is being prepared is shown, on a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_log_when_preparing_is_quick_then_stays_empty(
     assert capsys.readouterr().err == ""
 
 
-def test_log_when_a_row_is_wrong_then_nobody_says_that_it_is_done(
+def test_log_when_a_row_is_wrong_then_never_reports_that_it_is_done(
     now: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     shown = bar(now, tmp_path)
@@ -67,8 +67,8 @@ def test_terminal_when_preparing_takes_long_then_shows_a_bar(
     monkeypatch.setenv("FORCE_COLOR", "1")
     with bar(now, tmp_path) as shown:
         advance(shown, now, 3, 30)
-    said = capsys.readouterr().err
-    assert "preparing train.jsonl" in said and "10 rows" in said and "done" not in said
+    log = capsys.readouterr().err
+    assert "preparing train.jsonl" in log and "10 rows" in log and "done" not in log
 
 
 def test_bar_when_a_command_shows_it_then_standard_error_stays_empty(

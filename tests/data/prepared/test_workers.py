@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thread_program import ThreadProgram
 from tiny_tokenizer import make_tokenizer
 
 from weft.data.load import load_dataset
@@ -39,7 +40,7 @@ ROWS: list[dict[str, Any]] = [{"prompt": "ask", "completion": f"answer {i}"} for
 
 @pytest.fixture
 def load(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Reads rows in chunks of three, with as many processes as asked for."""
+    """Reads rows in chunks of three, with the given number of processes."""
     monkeypatch.setattr(workers_module, "ROWS_PER_CHUNK", 3)
 
     def loaded(rows: Any, processes: int, name: str = "train.jsonl", **settings: Any) -> Any:
@@ -47,6 +48,11 @@ def load(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
         return load_dataset([write(name, rows)], TOKENIZER, **{"max_length": 64, **settings}, base_dir=tmp_path)
 
     return loaded
+
+
+@pytest.fixture
+def _in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "ChildProgram", ThreadProgram)
 
 
 def test_rows_when_converted_side_by_side_then_the_data_is_the_same(load: Callable[..., Any]):
@@ -57,7 +63,8 @@ def test_rows_when_converted_side_by_side_then_the_data_is_the_same(load: Callab
     assert together.summary.num_rows == 20
 
 
-def test_rows_when_a_late_one_asks_for_another_objective_then_all_are_converted_for_it(load: Callable[..., Any]):
+@pytest.mark.usefixtures("_in_threads")
+def test_rows_when_a_late_one_needs_another_objective_then_all_are_converted_for_it(load: Callable[..., Any]):
     """One weight in the last chunk makes the whole file weighted."""
     rows = [*ROWS, {**ROWS[0], "weight": 0.5}]
     for processes in (1, 2):
@@ -68,9 +75,10 @@ def test_rows_when_a_late_one_asks_for_another_objective_then_all_are_converted_
     assert "though the columns are those of weighted" in load(rows, 1, objective="supervised").summary.notes[0]
 
 
+@pytest.mark.usefixtures("_in_threads")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rows_when_several_are_wrong_then_the_first_is_named(processes: int, load: Callable[..., Any]):
-    """Whoever is quicker: the earliest line is told, in the same words."""
+    """Whichever process is quicker, the earliest line is reported, in the same words."""
     rows = [*ROWS[:10], {"prompt": "ask"}, *ROWS[:4], {"completion": "x"}]
     with pytest.raises(DataError) as caught:
         load(rows, processes)
@@ -88,7 +96,7 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.mark.faults
-def test_worker_when_it_dies_then_that_is_said(write: Write, tmp_path: Path):
+def test_worker_when_it_dies_then_that_is_reported(write: Write, tmp_path: Path):
     """A process that is killed ends the preparation with a sentence, not with a wait."""
     source = find_source(write("train.jsonl", ROWS), tmp_path)
     with workers() as made:

@@ -36,7 +36,7 @@ COMPRESSED: dict[str, Compress] = {".gz": gzip.compress, ".zst": zst}
         (".txt", b"a\n\nb\n"),
     ],
 )
-def test_compressed_file_when_read_then_rows_and_places_are_those_inside(
+def test_compressed_file_when_read_then_rows_and_lines_are_those_inside(
     kind: str, content: bytes, suffix: str, tmp_path: Path
 ):
     (tmp_path / f"rows{kind}").write_bytes(content)
@@ -70,7 +70,7 @@ def test_compressed_file_when_it_is_damaged_then_is_a_data_error(damage: str, su
     assert str(caught.value).startswith(f"rows.jsonl{suffix}")
 
 
-def test_zst_file_when_the_package_is_missing_then_says_how_to_install_it(
+def test_zst_file_when_the_package_is_missing_then_explains_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "rows.jsonl.zst").write_bytes(zst(ROWS))

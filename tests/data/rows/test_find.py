@@ -36,8 +36,8 @@ def folder(write: Write, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["data", "data/", "data/*.jsonl", "data/[ab].jsonl"])
 def test_folder_or_pattern_when_read_then_files_follow_in_order_and_rows_name_theirs(name: str, folder: Path):
     """However they are named: sorted by name, line numbers those of each file."""
-    places = [row.where for row in read_rows(name, folder)]
-    assert places == [f"data/{file}.jsonl line {line}" for file in "ab" for line in (1, 2)]
+    lines = [row.where for row in read_rows(name, folder)]
+    assert lines == [f"data/{file}.jsonl line {line}" for file in "ab" for line in (1, 2)]
 
 
 def test_pattern_when_it_has_two_stars_then_folders_in_folders_are_read(folder: Path):
@@ -59,7 +59,7 @@ def test_pattern_when_the_base_directory_has_marks_then_they_are_no_pattern(tmp_
     assert read_rows("*.jsonl", base)[0].where == "a.jsonl line 1"
 
 
-def test_folder_or_pattern_when_there_is_nothing_to_read_then_says_so(folder: Path):
+def test_folder_or_pattern_when_there_is_nothing_to_read_then_reports_it(folder: Path):
     (folder / "empty").mkdir()
     (folder / "deep" / "er").mkdir(parents=True)
     assert error_of("empty", folder) == f"empty: is a directory without data files ({ACCEPTED})."
@@ -93,7 +93,7 @@ def save(folder: Path, files: dict[str, list[str]], named: list[str]) -> None:
 
 
 def test_saved_data_set_when_read_then_rows_follow_in_the_order_of_its_state(tmp_path: Path):
-    """What the folder says goes before the names of its files, and files it does not name are no part of it."""
+    """What the folder declares goes before the names of its files, and files it does not name are no part of it."""
     parts = {"part-1.arrow": ["a"], "part-0.arrow": ["b", "c", "d"], "cache-7.arrow": ["no"]}
     save(tmp_path / "saved", parts, ["part-1.arrow", "part-0.arrow"])
     rows = read_rows("saved", tmp_path)
@@ -111,7 +111,7 @@ def test_saved_data_set_when_it_has_splits_then_they_are_named(tmp_path: Path):
     assert read_rows("saved/test", tmp_path)[0].values["text"] == "test"
 
 
-def test_saved_data_set_when_it_is_damaged_then_says_how(tmp_path: Path):
+def test_saved_data_set_when_it_is_damaged_then_reports_what_is_wrong(tmp_path: Path):
     save(tmp_path / "gone", {"a.arrow": ["a"]}, ["a.arrow", "b.arrow"])
     assert error_of("gone", tmp_path) == "gone: b.arrow, which its state.json names, is not there."
     save(tmp_path / "out", {"a.arrow": ["a"]}, ["../gone/a.arrow"])

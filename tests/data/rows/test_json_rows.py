@@ -66,7 +66,7 @@ def test_jsonl_when_a_line_is_at_the_limit_then_it_is_read_and_one_byte_more_is_
     assert error_of(write("b.jsonl", longer), tmp_path) == "b.jsonl line 1: is longer than 8 MiB."
 
 
-def test_jsonl_when_it_is_one_list_then_the_error_says_to_name_it_json(write: Write, tmp_path: Path):
+def test_jsonl_when_it_is_one_list_then_the_error_suggests_the_name_json(write: Write, tmp_path: Path):
     assert "name a file that is one list .json" in error_of(write("a.jsonl", '[\n{"text": "a"}]'), tmp_path)
 
 
@@ -110,11 +110,11 @@ def test_json_when_it_holds_lines_of_objects_then_it_is_read_as_jsonl(write: Wri
         ("", "a.json: has no rows."),
     ],
 )
-def test_json_when_it_is_wrong_then_the_error_names_the_place(text: str, found: str, write: Write, tmp_path: Path):
+def test_json_when_it_is_wrong_then_the_error_names_the_position(text: str, found: str, write: Write, tmp_path: Path):
     assert error_of(write("a.json", text), tmp_path).startswith(found)
 
 
-def test_parse_json_when_text_is_blank_then_says_it_ends():
+def test_parse_json_when_text_is_blank_then_reports_the_end():
     with pytest.raises(DataError, match=r"x\.csv line 2: tools: is not valid JSON: it ends in the middle"):
         parse_json("  ", "x.csv line 2: tools")
 

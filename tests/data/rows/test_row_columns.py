@@ -17,7 +17,7 @@ from weft.errors import ConfigError, DataError
 from weft.spec import JobSpec
 
 Write = Callable[..., str]
-PLACE = "train.csv line 2"
+WHERE = "train.csv line 2"
 
 
 def turns(row: Row) -> list[str]:
@@ -30,7 +30,7 @@ def turns(row: Row) -> list[str]:
     ("columns", "expected"),
     [
         ({"prompt": "q", "completion": "a"}, ["how?", "so"]),
-        ({"prompt": "Say {q} {{now}}", "completion": "{a}/{n}"}, ["Say how? {now}", "so/3"]),
+        ({"prompt": "Write {q} {{now}}", "completion": "{a}/{n}"}, ["Write how? {now}", "so/3"]),
         ({"prompt": "q", "completion": "n"}, ["how?", "3"]),
         ({"instruction": "q", "input": "a", "output": "n"}, ["how?\n\nso", "3"]),
         ({"messages": "talk"}, ["hi", "hello"]),
@@ -39,16 +39,16 @@ def turns(row: Row) -> list[str]:
 def test_columns_when_they_are_named_then_rows_are_read_by_them(columns: dict[str, str], expected: list[str]):
     """Names, texts with columns in braces, numbers as text, and lists as they are."""
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    row = Row({"q": "how?", "a": "so", "n": 3, "talk": talk, "text": "not this"}, PLACE)
+    row = Row({"q": "how?", "a": "so", "n": 3, "talk": talk, "text": "not this"}, WHERE)
     assert turns(ColumnMap(columns).apply(row)) == expected
 
 
 def test_column_when_there_is_none_of_that_name_then_the_error_names_those_there_are():
     """A wrong name is answered with the names in the file."""
     with pytest.raises(DataError) as caught:
-        ColumnMap({"prompt": "Classify: {sentnce}"}).apply(Row({"sentence": "x", "label": "y"}, PLACE))
+        ColumnMap({"prompt": "Classify: {sentnce}"}).apply(Row({"sentence": "x", "label": "y"}, WHERE))
     assert str(caught.value) == (
-        f"{PLACE}: has no column sentnce, which data_columns.prompt needs; it has sentence, label. "
+        f"{WHERE}: has no column sentnce, which data_columns.prompt needs; it has sentence, label. "
         "Did you mean sentence?"
     )
 
@@ -78,7 +78,7 @@ def test_data_columns_when_they_make_no_sense_then_is_a_config_error():
 )
 def test_layout_when_many_have_it_then_is_detected(values: dict[str, Any], expected: list[str]):
     """Dolly's columns, and texts with labels, need no rewriting."""
-    assert turns(Row(values, PLACE)) == expected
+    assert turns(Row(values, WHERE)) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_layout_when_many_have_it_then_is_detected(values: dict[str, Any], expec
     ],
 )
 def test_table_when_separated_otherwise_then_is_read(write: Write, tmp_path: Path, name: str, text: str):
-    """Semicolons, tabs and commas are told by the first line; .ndjson is .jsonl."""
+    """Semicolons, tabs and commas are recognised by the first line; .ndjson is .jsonl."""
     (row,) = read_rows(write(name, text), tmp_path)
     assert row.values == {"prompt": "how, so?", "completion": "yes"}
 
 
 def test_table_when_it_has_no_names_then_its_columns_have_numbers(write: Write, tmp_path: Path):
-    """The first line is a row too; a table whose columns are unknown is told how to say it."""
+    """The first line is a row too; for a table with unknown columns the error explains how to name them."""
     name = write("rows.csv", "how?,so\nwhy?,thus\n")
     named = ColumnMap({"prompt": "{1}", "completion": 2})
     assert named.by_number

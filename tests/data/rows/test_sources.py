@@ -31,7 +31,7 @@ def test_source_when_path_is_relative_then_is_found_in_the_base_directory(write:
     assert read_rows(str(tmp_path / "a.jsonl"), Path("/"))[0].values == {"text": "a"}
 
 
-def test_source_when_file_is_missing_then_says_so(tmp_path: Path):
+def test_source_when_file_is_missing_then_reports_it(tmp_path: Path):
     where = f"Paths are relative to {tmp_path}."
     assert error_of("data/train.jsonl", tmp_path) == f"data/train.jsonl: there is no such file. {where}"
     assert error_of("train", tmp_path) == f"train: there is no such file. {where}"
@@ -48,7 +48,7 @@ def test_source_when_a_file_has_nearly_that_name_then_it_is_suggested(write: Wri
     assert "Did you mean" not in error_of("data/other.jsonl", tmp_path)
 
 
-def test_source_when_it_is_a_link_to_nothing_then_says_where_it_leads(tmp_path: Path):
+def test_source_when_it_is_a_link_to_nothing_then_reports_where_it_leads(tmp_path: Path):
     (tmp_path / "dangling.jsonl").symlink_to("gone.jsonl")
     assert error_of("dangling.jsonl", tmp_path) == "dangling.jsonl: is a link to gone.jsonl, which does not exist."
 
@@ -70,11 +70,11 @@ def test_source_when_empty_then_has_no_rows(suffix: str, content: bytes, write: 
 
 
 def test_csv_when_cells_are_quoted_over_lines_then_rows_name_their_first_line(write: Write, tmp_path: Path):
-    name = write("x.csv", b'\xef\xbb\xbfprompt, completion\r\n"a\r\nb",1\r\n\r\nc,"say ""hi"""\r\n')
+    name = write("x.csv", b'\xef\xbb\xbfprompt, completion\r\n"a\r\nb",1\r\n\r\nc,"write ""hi"""\r\n')
     rows = read_rows(name, tmp_path)
     assert [row.values for row in rows] == [
         {"prompt": "a\r\nb", "completion": "1"},
-        {"prompt": "c", "completion": 'say "hi"'},
+        {"prompt": "c", "completion": 'write "hi"'},
     ]
     assert [row.where for row in rows] == ["x.csv line 2", "x.csv line 5"]
 
@@ -150,7 +150,7 @@ def test_arrow_files_when_two_columns_have_one_name_then_are_refused(tmp_path: P
         assert error_of(name, tmp_path) == f"{name}: two columns are named 'prompt'."
 
 
-def test_parquet_when_damaged_then_says_so(write: Write, tmp_path: Path):
+def test_parquet_when_damaged_then_reports_it(write: Write, tmp_path: Path):
     assert error_of(write("x.parquet", b"PAR1 not really"), tmp_path).startswith("x.parquet: is not a parquet file")
 
 
@@ -173,12 +173,12 @@ class FakeHub(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("datasets")
-        self.asked: list[tuple[str, str | None, str, bool]] = []
+        self.requests: list[tuple[str, str | None, str, bool]] = []
         self.num_read = 0
         self.exceptions = types.SimpleNamespace(DatasetsError=type("DatasetsError", (Exception,), {}))
 
     def load_dataset(self, name: str, config: str | None, *, split: str, streaming: bool) -> Iterator[dict[str, str]]:
-        self.asked.append((name, config, split, streaming))
+        self.requests.append((name, config, split, streaming))
         if name == "owner/configs" and config is None:
             raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['main', 'other']")
         if name == "owner/offline":
@@ -201,7 +201,7 @@ def test_hub_name_when_datasets_is_there_then_rows_come_from_the_split(tmp_path:
     ]
     for name in ("owner/name", "owner/name:en.1:test[:10%]", "owner/name:train[:5]+test[5:]"):
         read_rows(name, tmp_path)
-    assert [(config, split) for _, config, split, _ in hub.asked] == [
+    assert [(config, split) for _, config, split, _ in hub.requests] == [
         (None, "test"),
         (None, "train"),
         ("en.1", "test[:10%]"),
@@ -212,15 +212,15 @@ def test_hub_name_when_datasets_is_there_then_rows_come_from_the_split(tmp_path:
 def test_hub_name_when_only_some_rows_are_wanted_then_they_are_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A data set that never ends is read only as far as it is asked for."""
+    """A data set that never ends is read only as far as needed."""
     hub = FakeHub()
     monkeypatch.setitem(sys.modules, "datasets", hub)
     rows = list(find_source("owner/endless", tmp_path, max_rows=3).rows())
     assert [row.values["text"] for row in rows] == ["0", "1", "2"]
-    assert hub.num_read == 3 and hub.asked[0][3]
+    assert hub.num_read == 3 and hub.requests[0][3]
 
 
-def test_hub_name_when_a_configuration_has_to_be_named_then_says_which_there_are(
+def test_hub_name_when_a_configuration_has_to_be_named_then_names_which_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, "datasets", FakeHub())
@@ -250,7 +250,7 @@ def test_any_bytes_when_read_as_a_table_or_text_then_are_rows_or_a_data_error(da
 
 
 def test_csv_when_a_later_line_is_broken_then_the_rows_before_it_come_first(write: Write, tmp_path: Path):
-    """Tables are read as far as rows are asked for, however large they are."""
+    """Tables are read as far as rows are needed, however large they are."""
     rows = find_source(write("x.csv", b"text\n1\n2\n\xff\n"), tmp_path).rows()
     assert [next(rows).values["text"] for _ in range(2)] == ["1", "2"]
     with pytest.raises(DataError, match=r"^x.csv line 4: the byte 0xff is not UTF-8"):

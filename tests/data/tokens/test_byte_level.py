@@ -1,4 +1,4 @@
-"""What the lengths of tokens tell is what the tokenizer says when it is asked for their characters."""
+"""Spans from the lengths of tokens are the same as the tokenizer's own offsets."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_texts_when_encoded_by_lengths_then_tokens_and_weights_are_those_of_char
         chunk.append(Rendered("".join(pieces), spans, False, "x", tuple(1.0 + i for i in range(len(spans)))))
     quick = ByteLevel.of(tokenizer)
     assert quick is not None
-    found, asked = quick.encode(chunk), _encode_with_offsets(chunk, tokenizer)
-    assert all(one is None or one.is_same(other) for one, other in zip(found, asked, strict=True))
+    found, expected = quick.encode(chunk), _encode_with_offsets(chunk, tokenizer)
+    assert all(one is None or one.is_same(other) for one, other in zip(found, expected, strict=True))
     assert all(one is not None for one, item in zip(found, chunk, strict=True) if item.text.isascii())
 
 
@@ -93,18 +93,18 @@ def with_truncation(tokenizer: Any) -> None:
     "change",
     [with_prefix, with_lower_case, with_greedy_token, with_removed_spaces, with_missing_bytes, with_truncation],
 )
-def test_tokenizer_when_its_tokens_are_not_the_bytes_of_a_text_then_characters_are_asked_for(change: Any):
+def test_tokenizer_when_its_tokens_are_not_the_bytes_of_a_text_then_its_own_offsets_are_used(change: Any):
     tokenizer = make_tokenizer(merges=MERGES)
     change(tokenizer)
     assert ByteLevel.of(tokenizer) is None
 
 
-def test_tokenizer_when_it_trims_offsets_then_characters_are_asked_for():
+def test_tokenizer_when_it_trims_offsets_then_its_own_offsets_are_used():
     assert ByteLevel.of(make_tokenizer(trims_offsets=True)) is None
 
 
 def test_tokenizer_when_the_first_texts_differ_then_lengths_are_never_used():
-    """A tokenizer may do what nobody knows of; then what it says itself counts, for these and all later texts."""
+    """A tokenizer may do anything unknown; then its own offsets count, for these and all later texts."""
     tokenizer = make_tokenizer()
     quick = ByteLevel.of(tokenizer)
     assert quick is not None

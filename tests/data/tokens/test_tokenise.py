@@ -33,7 +33,7 @@ def one(rendered: Rendered, tokenizer: Any) -> Sample:
 
 
 class SlowTokenizer:
-    """A tokenizer that cannot tell which characters a token came from."""
+    """A tokenizer that does not know which characters a token came from."""
 
     is_fast = False
 
@@ -47,7 +47,7 @@ class SlowTokenizer:
 def test_tokenise_when_a_text_is_longer_than_the_model_allows_then_transformers_keeps_quiet(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """Our own sentence says what is done about it."""
+    """Our own sentence explains what is done about it."""
     tokenizer = make_tokenizer()
     tokenizer.model_max_length = 4
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)

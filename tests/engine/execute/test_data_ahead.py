@@ -26,7 +26,7 @@ from weft.model.source import load_tokenizer
 from weft.spec import JobSpec
 
 CLOCK = datetime.datetime(2026, 1, 2)
-ROWS = [{"prompt": f"ask {i}", "completion": f"answer {i}"} for i in range(30)]
+ROWS = [{"prompt": f"item {i}", "completion": f"answer {i}"} for i in range(30)]
 JOBS = tuple(JobSpec(name, (file,), max_steps=1) for name, file in (("good", "good.jsonl"), ("bad", "bad.jsonl")))
 
 
@@ -47,21 +47,21 @@ def ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataAhead
         yield started
 
 
-def load(job: JobSpec, place: Path) -> Any:
-    return load_job_data(job, load_tokenizer("tiny"), place, clock=CLOCK).train
+def load(job: JobSpec, folder: Path) -> Any:
+    return load_job_data(job, load_tokenizer("tiny"), folder, clock=CLOCK).train
 
 
 def test_data_when_it_was_prepared_ahead_then_it_is_found_and_is_the_same(
     ahead: DataAhead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Bits and account; what is wrong with another job's data is said in the very words of loading it here."""
+    """Bits and summary; an error in another job's data has the same message as when it is loaded here."""
     ahead.wait("good")
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as raised:
         ahead.wait("bad")
     with pytest.raises(DataError) as found:
         load(JOBS[1], tmp_path)
-    assert str(told.value) == str(found.value) == "bad.jsonl line 31: completion is missing."
-    assert told.value.setting == found.value.setting == "train_data"
+    assert str(raised.value) == str(found.value) == "bad.jsonl line 31: completion is missing."
+    assert raised.value.setting == found.value.setting == "train_data"
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "prepare", lambda *_: pytest.fail("is prepared again"))
@@ -72,7 +72,7 @@ def test_data_when_it_was_prepared_ahead_then_it_is_found_and_is_the_same(
 
 
 @pytest.mark.faults
-def test_data_when_the_process_that_prepares_it_dies_then_nobody_waits(ahead: DataAhead, tmp_path: Path):
+def test_data_when_the_process_that_prepares_it_dies_then_nothing_waits(ahead: DataAhead, tmp_path: Path):
     """It is then prepared here, as ever."""
     os.kill(ahead._program.pid, signal.SIGKILL)
     ahead.wait("good")
@@ -81,8 +81,8 @@ def test_data_when_the_process_that_prepares_it_dies_then_nobody_waits(ahead: Da
 
 
 @pytest.mark.faults
-def test_process_when_whoever_started_it_is_killed_then_it_ends(tmp_path: Path):
-    """A killed run leaves nobody behind who prepares data for hours."""
+def test_process_when_its_parent_is_killed_then_it_ends(tmp_path: Path):
+    """A killed run leaves no process that prepares data for hours."""
     # Gigabytes of empty lines, to be read for minutes.
     (tmp_path / "endless.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**20) * 8000)
     code = (

@@ -108,7 +108,7 @@ def test_job_when_it_has_neighbours_or_another_capacity_then_starts_and_ends_wit
     assert alone.state == "succeeded"
 
 
-def test_start_when_the_job_gets_its_place_then_is_what_its_first_samples_say():
+def test_start_when_the_job_gets_its_seat_then_follows_from_its_first_samples():
     backbone = random_backbone("llama_bias")
     executor = Engine(backbone, capacity=64).executor
     engine = Engine(executor, capacity=64)
@@ -180,7 +180,7 @@ def test_passes_when_there_is_more_data_than_is_looked_at_then_are_the_first_in_
          "no rows for new tokens; keep one of the two."),
     ],
 )  # fmt: skip
-def test_spec_when_eva_does_not_go_with_it_then_says_why(settings: dict[str, Any], where, sentence):
+def test_spec_when_eva_does_not_go_with_it_then_refused_with_the_reason(settings: dict[str, Any], where, sentence):
     with pytest.raises(ConfigError) as caught:
         AdapterSpec(**settings)
     assert (caught.value.where, caught.value.message) == (where, sentence)
@@ -191,7 +191,7 @@ def test_spec_when_peft_would_move_no_rank_then_its_words_are_accepted():
     assert spec.eva == EvaSpec(tau=0.9)
 
 
-def test_job_when_shared_layers_or_another_adapter_are_asked_for_then_is_refused():
+def test_job_when_shared_layers_or_another_adapter_are_requested_then_is_refused():
     with pytest.raises(ConfigError, match="eva looks at whole inputs, of which devices that share layers have parts"):
         refuse_indivisible(me()[0])
     with pytest.raises(ConfigError, match="an adapter that goes on from another has no eva start"):

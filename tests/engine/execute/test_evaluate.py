@@ -32,21 +32,21 @@ def samples(seed: int, number: int = 7) -> list[Sample]:
 def test_mean_scores_when_bare_then_those_of_transformers(name):
     """On samples whose every third token is the model's own choice: random ones are hit too seldom."""
     backbone = random_backbone(name)
-    total, num_hits, count, asked = 0.0, 0, 0, []
+    total, num_hits, count, scored = 0.0, 0, 0, []
     with attending_eagerly(random_model(name)) as model, torch.no_grad():
         for drawn in samples(0):
             tokens = drawn.tokens.astype(np.int64)
-            for place in range(2, drawn.length, 3):
-                tokens[place] = int(model(torch.from_numpy(tokens[None, :place])).logits[0, -1].argmax())
+            for index in range(2, drawn.length, 3):
+                tokens[index] = int(model(torch.from_numpy(tokens[None, :index])).logits[0, -1].argmax())
             sample = Sample(tokens.astype(drawn.tokens.dtype), drawn.supervised)
-            asked.append(sample)
+            scored.append(sample)
             ids = torch.from_numpy(sample.tokens.astype(np.int64))
             rows = torch.from_numpy(sample.supervised.copy())[1:]
             logits = model(ids[None]).logits[0, :-1]
             total += F.cross_entropy(logits[rows], ids[1:][rows], reduction="sum").item()
             num_hits += int((logits.argmax(dim=-1) == ids[1:])[rows].sum())
             count += int(rows.sum())
-    (mine,) = mean_scores(backbone, [ScoreRequest(None, dataset(asked))], 64, 128)
+    (mine,) = mean_scores(backbone, [ScoreRequest(None, dataset(scored))], 64, 128)
     assert mine.loss == pytest.approx(total / count, rel=1e-5)
     assert mine.accuracy == num_hits / count and 0.2 < mine.accuracy < 0.6
 
@@ -66,8 +66,8 @@ def test_mean_scores_when_evaluated_together_or_apart_then_the_same_bits(dtype):
 
 def test_mean_scores_when_nothing_is_supervised_then_nan():
     quiet = Sample(np.array([3, 4, 5]), np.zeros(3, dtype=bool))
-    asked = [ScoreRequest(None, dataset(each)) for each in ([quiet], samples(0))]
-    silent, other = mean_scores(random_backbone("llama"), asked, 64, 128)
+    requests = [ScoreRequest(None, dataset(each)) for each in ([quiet], samples(0))]
+    silent, other = mean_scores(random_backbone("llama"), requests, 64, 128)
     assert math.isnan(silent.loss) and math.isnan(silent.accuracy) and math.isfinite(other.loss)
 
 
@@ -88,15 +88,15 @@ def test_evaluations_when_due_at_the_same_time_then_share_a_pass_and_keep_their_
     assert all(losses[name] == evaluated(name)[0][name] for name in "abc")
 
 
-def test_evaluation_when_a_job_is_stopped_by_anothers_result_then_nobody_is_evaluated_twice():
+def test_evaluation_when_a_job_is_stopped_by_anothers_result_then_none_is_evaluated_twice():
     engine = Engine(random_backbone("llama"), capacity=256)
     for seed, name in enumerate("ab"):
         engine.submit(job_spec(name, seed=seed, eval_steps=2, eval_data=5), random_data(seed, num_eval=5))
-    told = []
+    evaluations = []
     for event in engine.events():
         if event.kind == "eval":
-            told.append((event.job, event.step))
+            evaluations.append((event.job, event.step))
             if event.job == "a":
                 engine.cancel("b")
-    assert told == [("a", 2), ("b", 2), ("a", 4), ("a", 6)]
+    assert evaluations == [("a", 2), ("b", 2), ("a", 4), ("a", 6)]
     assert sum(span.name == "eval" for span in engine.timeline.spans) == 3

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, small_job, submit, train
+from tiny_models import assert_same_bits, finish, job_spec, random_data, shallow_backbone, small_job, submit, train
 
 from weft.engine.engine import Engine
 from weft.engine.execute.local import LocalExecutor
@@ -58,14 +58,14 @@ class Piped(LocalExecutor):
 
 def jobs() -> list[Any]:
     early = {"eval_data": 2, "eval_steps": 2, "early_stopping_patience": 9, "max_steps": 6}
-    judged = (job_spec("judged", seed=3, adapter={"lora_dropout": 0.2}, **early), random_data(3, num_eval=2))
-    return [small_job("a"), small_job("b", 1, global_batch_size=7), judged]
+    evaluated = (job_spec("evaluated", seed=3, adapter={"lora_dropout": 0.2}, **early), random_data(3, num_eval=2))
+    return [small_job("a"), small_job("b", 1, global_batch_size=7), evaluated]
 
 
 def test_run_when_all_that_crosses_the_protocol_is_pickled_then_no_bit_changes():
     """Jobs, work, tickets and outcomes are plain data, so the other side can be another process."""
-    expected = train(random_backbone("llama_odd"), jobs(), capacity=48)
-    engine = Engine(Piped(random_backbone("llama_odd")), capacity=48)
+    expected = train(shallow_backbone("llama_odd"), jobs(), capacity=48)
+    engine = Engine(Piped(shallow_backbone("llama_odd")), capacity=48)
     submit(engine, *jobs())
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
@@ -75,7 +75,7 @@ def test_run_when_all_that_crosses_the_protocol_is_pickled_then_no_bit_changes()
 def executor() -> LocalExecutor:
     """With a job that has no seat yet."""
     spec, data = small_job("a")
-    found = LocalExecutor(random_backbone("llama_odd"))
+    found = LocalExecutor(shallow_backbone("llama_odd"))
     found.add(NewJob(spec, LiveJob(spec, data).progress.batches, None))
     return found
 
@@ -113,7 +113,7 @@ def test_steps_when_started_behind_a_microbatch_that_was_waited_for_then_are_tak
     assert not before["params_b"].equal(after["params_b"])
 
 
-def test_memory_when_it_ends_then_is_said_in_the_protocols_words_and_the_state_is_whole(executor, monkeypatch):
+def test_memory_when_it_ends_then_is_the_protocols_error_and_the_state_is_whole(executor, monkeypatch):
     def no_room(*_: Any) -> Any:
         raise RuntimeError("Triton Error [CUDA]: out of memory")
 
@@ -132,25 +132,25 @@ def test_memory_when_it_ends_then_is_said_in_the_protocols_words_and_the_state_i
 
 
 def test_microbatches_when_never_waited_for_then_only_the_last_two_are_held(executor):
-    """Memory that runs out leaves some behind; they must not pile up."""
+    """Some remain when memory runs out; they must not pile up."""
     executor.seat("a")
     tickets = [executor.start(microbatch(executor)) for _ in range(4)]
     assert set(executor._started) == {ticket.number for ticket in tickets[-2:]}
 
 
 def test_evaluation_when_the_job_has_no_seat_then_it_gets_one_for_as_long_as_it_takes():
-    """Sweeps judge jobs that have ended or wait, and take no slot from the others."""
-    executor = LocalExecutor(random_backbone("llama_odd"))
-    spec, data = job_spec("judged", eval_data=2), random_data(3, num_eval=2)
+    """Sweeps evaluate jobs that have ended or wait, and take no slot from the others."""
+    executor = LocalExecutor(shallow_backbone("llama_odd"))
+    spec, data = job_spec("evaluated", eval_data=2), random_data(3, num_eval=2)
     executor.add(NewJob(spec, LiveJob(spec, data).progress.batches, data.eval))
-    work = EvaluationWork(("judged",), 48, executor.row_tile(48))
+    work = EvaluationWork(("evaluated",), 48, executor.row_tile(48))
     waiting = executor.wait(executor.start(work)).parts
-    assert executor.jobs["judged"].weights.slot is None
+    assert executor.jobs["evaluated"].weights.slot is None
     assert not any(linear.slots for linear in executor.backbone.linears.values())
-    executor.seat("judged")
+    executor.seat("evaluated")
     seated = executor.wait(executor.start(work)).parts
     assert waiting == seated
-    assert executor.jobs["judged"].weights.slot is not None
+    assert executor.jobs["evaluated"].weights.slot is not None
 
 
 def test_executor_beside_another_when_it_has_a_job_of_the_same_name_then_the_other_keeps_its_own(executor):

@@ -49,7 +49,7 @@ def test_tensor_bytes_when_autograd_keeps_a_tensor_then_it_counts_until_the_back
     x = torch.ones(1000, requires_grad=True)
     with TensorBytes() as count:
         y = (x * 2).exp().sum()
-        # exp's result is kept for its gradient though nobody here names it.
+        # exp's result is kept for its gradient though nothing here names it.
         assert count.live == 4000 + 4
         y.backward()
         del y
@@ -89,7 +89,7 @@ def test_profile_when_measured_then_memory_is_what_tensors_hold(found: Profile):
     assert found.errors["peak_bytes"].mape < 0.03
 
 
-def test_profile_when_measured_then_says_of_what(found: Profile):
+def test_profile_when_measured_then_names_what_was_measured(found: Profile):
     setup = found.setup
     assert (setup.device, setup.model, setup.kernels, setup.quantize) == ("cpu", "tiny", "reference", "none")
     assert (setup.hidden, setup.num_layers, setup.activation_bytes, setup.row_tile) == (64, 2, 4, 128)

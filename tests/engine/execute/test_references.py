@@ -1,4 +1,4 @@
-"""References speak of each sample once: kept, shared or asked again, no bit of a job depends on it."""
+"""References read each sample once; whether results are kept, shared or read again changes no bit of a job."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tiny_models import (
     dataset,
     finish,
     job_spec,
-    random_backbone,
     random_data,
     random_sample,
+    shallow_backbone,
     small_job,
     submit,
     train,
@@ -45,7 +45,7 @@ STORED = AdapterSpec(r=3, lora_alpha=5, target_modules=("q_proj", "down_proj"), 
 
 def stored(folder, seed: int = 9, spec: AdapterSpec = STORED, backbone: Backbone | None = None):
     """An adapter directory for the tiny Llama."""
-    tensors = (backbone or random_backbone()).new_adapter(spec, seed=seed).tensors()
+    tensors = (backbone or shallow_backbone()).new_adapter(spec, seed=seed).tensors()
     names = list(spec.target_modules)
     write_adapter(folder, spec, tensors, base_model="llama", target_names=names)
     return folder
@@ -61,7 +61,7 @@ def pair_job(name: str = "pairs", seed: int = 0, num_samples: int = 12, of_data:
 
 def extra_rows(*jobs, capacity: int = 64) -> list[int]:
     """What references ran in front of each microbatch, in tiles of rows."""
-    engine, found = Engine(random_backbone("llama"), capacity=capacity), []
+    engine, found = Engine(shallow_backbone("llama"), capacity=capacity), []
     submit(engine, *jobs)
 
     def note(_, event):
@@ -73,9 +73,9 @@ def extra_rows(*jobs, capacity: int = 64) -> list[int]:
 
 
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
-def test_rows_when_heard_alone_or_among_others_then_the_same_bits(kernels, tmp_path):
-    """Which is why whoever keeps them may hand them to anybody."""
-    backbone = random_backbone("llama", kernels=kernels)
+def test_rows_when_read_alone_or_among_others_then_the_same_bits(kernels, tmp_path):
+    """Which is why one job's rows can be shared with all others."""
+    backbone = shallow_backbone("llama", kernels=kernels)
     adapter = read_stored(stored(tmp_path / "old", backbone=backbone))
     rng = np.random.default_rng(3)
     samples = [random_sample(rng, length) for length in (19, 30, 12, 25, 17, 8)]
@@ -84,10 +84,10 @@ def test_rows_when_heard_alone_or_among_others_then_the_same_bits(kernels, tmp_p
         for order, limit in ((range(6), 20), (range(5, -1, -1), 500)):
             reference = JobReference(ReferenceCache(backbone), dataset(samples), given)
             reference.take_slot()
-            asked = {i: RequestedRows(reference, None, reference.rows(samples[i], None, TILE)) for i in order}
-            assert run_references(backbone, list(asked.values()), TILE, limit) >= TILE
-            assert run_references(backbone, list(asked.values()), TILE, limit) == 0
-            found.append([asked[i].rows.logprobs_N for i in range(6)])
+            requested = {i: RequestedRows(reference, None, reference.rows(samples[i], None, TILE)) for i in order}
+            assert run_references(backbone, list(requested.values()), TILE, limit) >= TILE
+            assert run_references(backbone, list(requested.values()), TILE, limit) == 0
+            found.append([requested[i].rows.logprobs_N for i in range(6)])
             reference.free_slot()
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -102,30 +102,30 @@ def test_pass_when_it_looks_ahead_then_no_sample_takes_room_twice(monkeypatch):
     """What the microbatch itself has to know is not among what its jobs will have to."""
     seen: list[list[ReferenceRows]] = []
 
-    def hear(backbone, asked, *rest):
-        seen.append([each.rows for each in asked if not each.rows.is_known])
-        return run_references(backbone, asked, *rest)
+    def recorded(backbone, requested, *rest):
+        seen.append([each.rows for each in requested if not each.rows.is_known])
+        return run_references(backbone, requested, *rest)
 
-    monkeypatch.setattr(microbatch, "run_references", hear)
-    train(random_backbone("llama"), [pair_job()])
+    monkeypatch.setattr(microbatch, "run_references", recorded)
+    train(shallow_backbone("llama"), [pair_job()])
     assert len(seen[0]) == len(set(seen[0])) == 12, "all six pairs, of which three are ahead"
 
 
 def test_pass_when_it_has_room_then_is_filled_with_what_neighbours_will_have_to_know():
-    """Each of them by itself would ask for a pass of its own behind the first."""
+    """Each of them alone would need a second pass of its own."""
     few, many = pair_job("few", num_samples=18, max_steps=3), pair_job("many", of_data=6, num_samples=24, max_steps=4)
     assert extra_rows(few, many, capacity=128) == [1, 1, 0, 0]
 
 
 def test_reference_when_adapters_are_there_then_takes_their_kernels(monkeypatch):
-    """Else what it says would depend on which graphs are captured: products round otherwise without adapters."""
-    backbone = random_backbone("llama", kernels="fused")
+    """Otherwise its result would depend on the captured graphs: products round differently without adapters."""
+    backbone = shallow_backbone("llama", kernels="fused")
     shapes: list[InputShape] = []
     forward = InFlightBuffers.forward
 
-    def noted(place, batch, shape, *rest, **options):
+    def noted(buffers, batch, shape, *rest, **options):
         shapes.append(shape)
-        return forward(place, batch, shape, *rest, **options)
+        return forward(buffers, batch, shape, *rest, **options)
 
     monkeypatch.setattr(InFlightBuffers, "forward", noted)
     batch = pack_samples([SlotSample(random_sample(np.random.default_rng(1), 9))], TILE, backbone.device)
@@ -135,13 +135,13 @@ def test_reference_when_adapters_are_there_then_takes_their_kernels(monkeypatch)
     assert [shape.is_adapted for shape in shapes] == [False, True]
 
 
-def test_jobs_when_they_compare_the_same_samples_then_one_of_them_asks():
+def test_jobs_when_they_compare_the_same_samples_then_one_of_them_reads_the_reference():
     jobs = [pair_job(f"p{i}", seed=i, learning_rate=1e-3 * (i + 1)) for i in range(3)]
     assert sum(extra_rows(*jobs)) == sum(extra_rows(jobs[0])) == 1
 
 
-def test_job_when_what_was_said_is_forgotten_on_the_way_then_ends_with_the_same_bits():
-    backbone, forgotten = random_backbone("llama"), []
+def test_job_when_reference_rows_are_dropped_on_the_way_then_ends_with_the_same_bits():
+    backbone, forgotten = shallow_backbone("llama"), []
     kept = train(backbone, [pair_job()])["pairs"]
 
     def forget(engine, event):
@@ -157,7 +157,7 @@ def test_job_when_what_was_said_is_forgotten_on_the_way_then_ends_with_the_same_
 
 @pytest.mark.parametrize("kernels", ["reference", "fused"])
 def test_job_when_it_compares_with_an_adapter_then_alone_and_together_have_the_same_bits(tmp_path, kernels):
-    backbone = random_backbone("llama", kernels=kernels)
+    backbone = shallow_backbone("llama", kernels=kernels)
     path = str(stored(tmp_path / "old", backbone=backbone))
     job = pair_job("mine", reference=path, objective="dpo")
     alone = train(backbone, [job])["mine"]
@@ -172,12 +172,12 @@ def test_job_when_it_starts_from_its_reference_then_its_first_loss_is_that_of_no
     path = str(stored(tmp_path / "old"))
     shape = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
     job = pair_job("next", init_adapter=path, reference=path, objective="dpo", adapter=shape)
-    losses = train(random_backbone(), [job])["next"].losses
+    losses = train(shallow_backbone(), [job])["next"].losses
     assert losses[0] == pytest.approx(np.log(2), abs=1e-6) and losses[-1] < losses[0]
 
 
 def test_reference_when_it_is_prompt_tuned_then_reads_samples_behind_its_virtual_tokens(tmp_path):
-    backbone = random_backbone()
+    backbone = shallow_backbone()
     spec = AdapterSpec(method="prompt_tuning", num_virtual_tokens=3)
     path = stored(tmp_path / "soft", spec=spec, backbone=backbone)
     job = pair_job("mine", reference=str(path), objective="dpo")
@@ -185,7 +185,7 @@ def test_reference_when_it_is_prompt_tuned_then_reads_samples_behind_its_virtual
 
 
 def test_reference_when_it_has_rows_of_the_head_of_its_own_then_speaks_by_these(tmp_path):
-    backbone = random_backbone()
+    backbone = shallow_backbone()
     spec = replace(STORED, trainable_token_indices=(3, 7, 11))
     adapter = backbone.new_adapter(spec, seed=9)
     for rows in adapter.token_rows.values():
@@ -204,7 +204,7 @@ def test_reference_when_it_has_rows_of_the_head_of_its_own_then_speaks_by_these(
 
 
 def test_neighbour_when_a_reference_is_not_finite_then_keeps_its_bits(tmp_path, monkeypatch):
-    backbone = random_backbone()
+    backbone = shallow_backbone()
     job = pair_job("mine", reference=str(stored(tmp_path / "old")), objective="dpo")
     alone = train(backbone, [small_job("n0")])["n0"]
     loaded = Adapter.load
@@ -222,10 +222,10 @@ def test_neighbour_when_a_reference_is_not_finite_then_keeps_its_bits(tmp_path, 
 def test_reference_when_it_is_wrong_then_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"reference: is a setting of dpo and kto; the objective is simpo\."):
         job_spec("mine", reference="old", objective="simpo")
-    engine = Engine(random_backbone(), capacity=64)
+    engine = Engine(shallow_backbone(), capacity=64)
     with pytest.raises(AdapterFileError, match="gone: there is no such adapter directory"):
         engine.submit(*pair_job(reference="gone", objective="dpo"))
-    path = stored(tmp_path / "wide", backbone=random_backbone("llama", hidden_size=64))
+    path = stored(tmp_path / "wide", backbone=shallow_backbone("llama", hidden_size=64))
     with pytest.raises(AdapterFileError, match="is for a module of"):
         engine.submit(*pair_job(reference=str(path), objective="dpo"))
     assert not engine.jobs
@@ -235,7 +235,7 @@ def test_run_when_its_reference_has_changed_then_is_not_resumed(tmp_path):
     path = stored(tmp_path / "old")
 
     def go_on(number: int) -> str:
-        engine = Engine(random_backbone(), capacity=64)
+        engine = Engine(shallow_backbone(), capacity=64)
         with RunDirectory.open(tmp_path / "run", resume=number > 0) as directory:
             if not number:
                 directory.write_run(RunRecord())
@@ -257,7 +257,7 @@ def test_run_when_its_reference_has_changed_then_is_not_resumed(tmp_path):
 
 
 def test_memory_when_a_job_compares_then_what_it_keeps_is_counted(tmp_path):
-    engine = Engine(random_backbone(), capacity=64)
+    engine = Engine(shallow_backbone(), capacity=64)
     engine.submit(*pair_job("bare"))
     engine.submit(*pair_job("adapter", reference=str(stored(tmp_path / "old")), objective="dpo"))
     bare, adapter = (engine._placement.bytes_of(engine.jobs[name]) for name in ("bare", "adapter"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import job_spec, random_backbone, random_data, submit, train
+from tiny_models import job_spec, random_data, shallow_backbone, submit, train
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from weft.engine.engine import Engine
@@ -18,7 +18,7 @@ from weft.store.peft_files import read_adapter
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 def weights(backbone: Any, **settings: Any) -> JobWeights:

@@ -65,11 +65,11 @@ def test_text_when_an_answer_grows_then_it_is_that_of_all_tokens_and_little_is_d
 
 
 @pytest.mark.parametrize(
-    ("text", "stops", "said"),
+    ("text", "stops", "length"),
     [("hello", [], 5), ("war\ufffd", [], 3), ("hello ST", ["STOP"], 6), ("aaa", ["ab"], 2), ("abc", ["x"], 3)],
 )
-def test_text_when_it_may_be_the_start_of_a_stop_then_is_held_back(text, stops, said):
-    assert safe_length(text, stops) == said
+def test_text_when_it_may_be_the_start_of_a_stop_then_is_held_back(text, stops, length):
+    assert safe_length(text, stops) == length
 
 
 @pytest.mark.parametrize(

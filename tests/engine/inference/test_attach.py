@@ -65,7 +65,7 @@ def test_attach_when_the_adapter_was_trained_with_dropout_then_jobs_beside_it_do
         ),
     ],
 )
-def test_attach_when_the_backbone_is_another_then_says_what_does_not_fit(
+def test_attach_when_the_backbone_is_another_then_reports_what_does_not_fit(
     backbone: Backbone, tmp_path: Path, changes: dict[str, int], sentence: str
 ):
     stored = read_named(str(written(backbone, tmp_path / "mine")))
@@ -76,7 +76,7 @@ def test_attach_when_the_backbone_is_another_then_says_what_does_not_fit(
     assert not any(linear.slots for linear in other.linears.values())
 
 
-def test_read_named_when_names_are_given_or_not_then_finds_the_shortest_that_tells_something(
+def test_read_named_when_names_are_given_or_not_then_finds_the_shortest_that_is_informative(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     written(backbone, tmp_path / "run" / "support" / "adapter")
@@ -90,7 +90,7 @@ def test_read_named_when_names_are_given_or_not_then_finds_the_shortest_that_tel
     assert read_named(f"mine={tmp_path / 'odd=name'}").path == tmp_path / "odd=name"
 
 
-def test_common_base_when_adapters_agree_or_not_then_names_it_or_says_why(backbone: Backbone, tmp_path: Path):
+def test_common_base_when_adapters_agree_or_not_then_names_it_or_gives_the_reason(backbone: Backbone, tmp_path: Path):
     one = read_named(str(written(backbone, tmp_path / "one")))
     two = read_named(str(written(backbone, tmp_path / "two")))
     three = read_named(str(written(backbone, tmp_path / "three", base_model="other")))
@@ -101,7 +101,7 @@ def test_common_base_when_adapters_agree_or_not_then_names_it_or_says_why(backbo
         common_base([])
 
 
-def test_load_with_adapters_when_the_base_has_moved_then_says_how_to_name_it(backbone: Backbone, tmp_path: Path):
+def test_load_with_adapters_when_the_base_has_moved_then_explains_how_to_name_it(backbone: Backbone, tmp_path: Path):
     path = written(backbone, tmp_path / "mine", base_model="./old/place")
     with pytest.raises(ModelError) as caught:
         load_with_adapters([str(path)], base_model=None)
@@ -119,13 +119,13 @@ def test_load_with_adapters_when_some_bring_chat_templates_then_each_keeps_its_o
     monkeypatch.setattr(attach, "check_template", lambda template, tokenizer: None)
     plain, own = written(backbone, tmp_path / "plain"), written(backbone, tmp_path / "own")
     (own / "chat_template.jinja").write_text("{{ 1 }}")
-    asked = [str(plain), str(own), "base"]
+    requested = [str(plain), str(own), "base"]
     # The backbone has no template of its own, so it reads chats as the adapter does.
-    assert load_with_adapters(asked, base_model=None).chat_templates == {
+    assert load_with_adapters(requested, base_model=None).chat_templates == {
         "plain": None, "own": "{{ 1 }}", "base": "{{ 1 }}"
     }  # fmt: skip
     backbone.tokenizer.chat_template = "{{ 2 }}"
-    assert load_with_adapters(asked, base_model=None).chat_templates["base"] is None
+    assert load_with_adapters(requested, base_model=None).chat_templates["base"] is None
 
 
 def test_load_with_adapters_when_the_base_is_among_them_then_keeps_the_order(

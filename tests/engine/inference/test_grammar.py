@@ -66,7 +66,7 @@ def test_constraint_when_a_token_does_not_fit_then_it_is_an_error(grammars):
         constraint.take(letter)
 
 
-def test_schema_when_it_is_none_then_one_sentence_says_so(grammars):
+def test_schema_when_it_is_none_then_refused_in_one_sentence(grammars):
     with pytest.raises(DataError, match=r"response_format: has a schema that cannot be followed: "):
         grammars.constraint({"type": "nonsense"}, is_strict=True)
 

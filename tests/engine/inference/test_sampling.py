@@ -63,7 +63,7 @@ def chosen(given: list[Row]) -> list[tuple[int, TokenLogprobs | None]]:
 
 
 def trimmed(row: Row, got: tuple[int, TokenLogprobs | None]) -> tuple:
-    """What the row asked for."""
+    """The row's own request."""
     token, logprobs = got
     if row.sampling.logprobs is None or logprobs is None:
         return (token,)
@@ -237,7 +237,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_sampling_when_a_value_is_wrong_then_one_sentence_says_what_is_accepted(name):
+def test_sampling_when_a_value_is_wrong_then_one_sentence_names_what_is_accepted(name):
     value, sentence = BAD[name]
     with pytest.raises(ConfigError) as refused:
         Sampling(**{name: value})

@@ -11,8 +11,8 @@ from tiny_models import (
     assert_same_bits,
     finish,
     job_spec,
-    random_backbone,
     random_data,
+    shallow_backbone,
     small_job,
     submit,
     train,
@@ -41,17 +41,17 @@ def whole():
     """The long job alone, each of its evaluations in one piece."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluations, "SLICE_MICROBATCHES", None)
-        outcomes = train(random_backbone(), [long_job()], capacity=CAPACITY)
+        outcomes = train(shallow_backbone(), [long_job()], capacity=CAPACITY)
     assert len(outcomes["long"].eval_losses) == 2
     return outcomes["long"]
 
 
 def test_evaluation_when_in_slices_then_has_the_bits_of_one_piece_and_others_train_between(whole):
-    engine, events = Engine(random_backbone(), capacity=CAPACITY), list[Event]()
+    engine, events = Engine(shallow_backbone(), capacity=CAPACITY), list[Event]()
     submit(engine, long_job(), small_job("other", max_steps=40))
     outcomes = finish(engine, lambda _, event: events.append(event))
     assert_same_bits(outcomes["long"], whole)
-    alone = train(random_backbone(), [small_job("other", max_steps=40)], capacity=CAPACITY)
+    alone = train(shallow_backbone(), [small_job("other", max_steps=40)], capacity=CAPACITY)
     assert_same_bits(outcomes["other"], alone["other"])
     slices = [i for i, event in enumerate(events) if isinstance(event, EvalSliceDone)]
     assert len(slices) > 6
@@ -65,7 +65,7 @@ def test_evaluations_when_due_together_then_run_in_the_same_slices_and_their_job
     """Both global batches fit into one microbatch, so the jobs step together, and do so again after the evaluation."""
     data = random_data(5, num_samples=2, lengths=(3, 5), num_eval=40)
     settings = {"global_batch_size": 2, "eval_steps": 2, "max_steps": STEPS, "eval_data": 40}
-    engine, events = Engine(random_backbone(), capacity=CAPACITY), list[Event]()
+    engine, events = Engine(shallow_backbone(), capacity=CAPACITY), list[Event]()
     submit(engine, *((job_spec(name, **settings), data) for name in "ab"))
     finish(engine, lambda _, event: events.append(event))
     first, last = (next(i for i, e in enumerate(events) if isinstance(e, kind)) for kind in (EvalSliceDone, EvalDone))
@@ -75,7 +75,7 @@ def test_evaluations_when_due_together_then_run_in_the_same_slices_and_their_job
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_cancel_when_given_during_an_evaluation_then_takes_effect_before_the_next_slice(number):
-    engine, events = Engine(random_backbone(), capacity=CAPACITY), list[Event]()
+    engine, events = Engine(shallow_backbone(), capacity=CAPACITY), list[Event]()
     submit(engine, long_job(), small_job("other", max_steps=12))
 
     def cancel(engine: Engine, event: Event) -> None:
@@ -91,7 +91,7 @@ def test_cancel_when_given_during_an_evaluation_then_takes_effect_before_the_nex
 
 
 def test_job_when_paused_and_resumed_during_its_evaluation_then_ends_the_same(whole):
-    engine, num_slices = Engine(random_backbone(), capacity=CAPACITY), 0
+    engine, num_slices = Engine(shallow_backbone(), capacity=CAPACITY), 0
     submit(engine, long_job())
 
     def pause(engine: Engine, event: Event) -> None:
@@ -109,7 +109,7 @@ def test_job_when_paused_and_resumed_during_its_evaluation_then_ends_the_same(wh
 
 def test_run_when_stopped_during_an_evaluation_then_the_resumed_run_evaluates_and_ends_the_same(whole, tmp_path: Path):
     def run(path: Path, on_event: Callable[[Engine, Event], None] | None = None) -> tuple[Engine, Outcome]:
-        engine = Engine(random_backbone(), capacity=CAPACITY)
+        engine = Engine(shallow_backbone(), capacity=CAPACITY)
         submit(engine, long_job())
         with RunDirectory.open(path, resume=RunDirectory.holds_run(path)) as directory:
             engine.keep_in(directory)
@@ -133,7 +133,7 @@ def test_evaluation_of_several_when_one_fails_then_the_others_are_evaluated(whol
         look(self, backbone, requests, *given)
 
     monkeypatch.setattr(evaluate.EvaluationInFlight, "__init__", failing)
-    engine = Engine(random_backbone(), capacity=CAPACITY)
+    engine = Engine(shallow_backbone(), capacity=CAPACITY)
     bad = job_spec("bad", eval_steps=2, max_steps=STEPS, eval_data=3), random_data(7, num_samples=6, num_eval=3)
     submit(engine, long_job(), bad)
     outcomes = finish(engine)
@@ -142,7 +142,7 @@ def test_evaluation_of_several_when_one_fails_then_the_others_are_evaluated(whol
 
 
 def test_tenants_share_when_a_job_is_evaluated_then_counts_a_third_of_its_tokens():
-    engine = Engine(random_backbone(), capacity=CAPACITY)
+    engine = Engine(shallow_backbone(), capacity=CAPACITY)
     submit(engine, long_job())
     finish(engine)
     job: LiveJob = engine.jobs["long"]

@@ -16,9 +16,9 @@ from tiny_models import (
     assert_same_bits,
     finish,
     flat,
-    random_backbone,
     random_data,
     random_model,
+    shallow_backbone,
     small_job,
     submit,
     taken_slots,
@@ -40,24 +40,24 @@ STATE = (JobWaiting, JobStarted, JobPreempted, JobResumed)
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(backbone) -> dict[str, Outcome]:
     early = {"eval_data": 2, "eval_steps": 1, "early_stopping_patience": 9}
-    jobs = [small_job("a"), small_job("b", 1, max_steps=12), small_job("c", 2), judged("judged", **early)]
+    jobs = [small_job("a"), small_job("b", 1, max_steps=12), small_job("c", 2), evaluated("evaluated", **early)]
     return train(backbone, jobs, capacity=48)
 
 
-def judged(name: str, **settings: Any) -> Any:
+def evaluated(name: str, **settings: Any) -> Any:
     """A job with evaluations, whose best weights are state too."""
     spec, _ = small_job(name, 3, **settings)
     return spec, random_data(3, num_samples=7, num_eval=2)
 
 
 def run(engine: Engine, act: Callable[[Engine, Event], None] | None = None) -> tuple[dict[str, Outcome], list[Event]]:
-    """Runs to the end while checking that nobody trains without a place."""
+    """Runs to the end while checking that no job trains without a seat."""
     events: list[Event] = []
 
     def watch(engine: Engine, event: Event) -> None:
@@ -75,7 +75,7 @@ def changes(events: list[Event]) -> list[str]:
     return [f"{event.kind} {event.job}" for event in events if isinstance(event, STATE)]
 
 
-def test_run_when_everything_fits_then_nobody_waits(backbone):
+def test_run_when_everything_fits_then_nothing_waits(backbone):
     engine = Engine(backbone, capacity=48)
     submit(engine, small_job("a"), small_job("b", 1))
     _, events = run(engine)
@@ -97,23 +97,23 @@ def test_run_when_a_higher_priority_comes_then_a_job_gives_way_and_ends_with_the
     """Twice preempted, once in the middle of a global batch: the same adapter, the same losses, no step twice."""
     engine = Engine(backbone, capacity=30, max_jobs=1)
     early = {"eval_data": 2, "eval_steps": 1, "early_stopping_patience": 9}
-    submit(engine, judged("judged", **early))
+    submit(engine, evaluated("evaluated", **early))
 
     def act(engine: Engine, event: Event) -> None:
-        if isinstance(event, StepDone) and event.job == "judged" and event.step == 2:
+        if isinstance(event, StepDone) and event.job == "evaluated" and event.step == 2:
             submit(engine, small_job("a", priority=1))
-        job = engine.jobs["judged"]
+        job = engine.jobs["evaluated"]
         if event.kind == "microbatch" and (job.step, job.progress.index > 0, "c" in engine.jobs) == (4, True, False):
             submit(engine, small_job("c", 2, priority=2))
 
     outcomes, events = run(engine, act)
     assert changes(events) == [
-        "job_started judged", "preempted judged", "job_started a", "resumed judged",
-        "preempted judged", "job_started c", "resumed judged",
+        "job_started evaluated", "preempted evaluated", "job_started a", "resumed evaluated",
+        "preempted evaluated", "job_started c", "resumed evaluated",
     ]  # fmt: skip
     assert [e.reason.text for e in events if isinstance(e, JobPreempted)] == ["gives way to a", "gives way to c"]
-    alone = train(backbone, [judged("judged", **early), small_job("a"), small_job("c", 2)], capacity=30)
-    for name in ("judged", "a", "c"):
+    alone = train(backbone, [evaluated("evaluated", **early), small_job("a"), small_job("c", 2)], capacity=30)
+    for name in ("evaluated", "a", "c"):
         assert_same_bits(outcomes[name], alone[name])
 
 
@@ -157,14 +157,14 @@ def test_tenants_when_one_comes_late_then_it_starts_level_with_those_present(bac
         if isinstance(event, StepDone) and event.job == "z" and event.step == 2:
             submit(engine, small_job("y", 1, tenant="y"))
 
-    places: Placement = engine._placement
-    decide = places._shares
+    placement: Placement = engine._placement
+    decide = placement._shares
 
     def spy(*arguments: Any) -> Any:
         list_of_shares.append(decide(*arguments))
         return list_of_shares[-1]
 
-    places._shares = spy  # type: ignore[method-assign]
+    placement._shares = spy  # type: ignore[method-assign]
     run(engine, act)
     since = [shares for shares in list_of_shares if "y" in shares]
     level = since[0]["y"].served_tokens
@@ -172,8 +172,8 @@ def test_tenants_when_one_comes_late_then_it_starts_level_with_those_present(bac
     assert len(since) > 1 and all(shares["y"].served_tokens >= level for shares in since), "it keeps its start"
 
 
-def test_tenants_when_one_weighs_more_then_it_has_more_places(backbone):
-    """Three places, and a tenant of weight 2 beside one of weight 1: two of them are its own."""
+def test_tenants_when_one_weighs_more_then_it_has_more_seats(backbone):
+    """Three seats, and a tenant of weight 2 beside one of weight 1: two of them are its own."""
     engine = Engine(backbone, capacity=48, max_jobs=3, tenant_weights={"y": 2.0})
     jobs = [small_job(f"{tenant}{i}", i, tenant=tenant) for tenant in "xy" for i in range(3)]
     submit(engine, *jobs)
@@ -196,7 +196,7 @@ def test_pause_when_a_job_waits_then_it_holds_back_and_resume_queues_it_again(ba
     assert_same_bits(outcomes["a"], undisturbed["a"])
 
 
-def test_pause_when_a_job_trains_then_its_place_is_free_for_who_waits(backbone, undisturbed):
+def test_pause_when_a_job_trains_then_its_seat_is_free_for_who_waits(backbone, undisturbed):
     engine = Engine(backbone, capacity=48, max_jobs=1)
     submit(engine, small_job("a"), small_job("b", 1, max_steps=12))
 
@@ -257,7 +257,7 @@ def test_stop_when_a_job_has_not_started_then_it_stays_queued_and_its_checkpoint
     assert not list((tmp_path / "run").glob("b/checkpoints/*"))
 
 
-def test_start_when_the_first_in_line_is_found_complete_then_the_next_gets_its_place(backbone, tmp_path: Path):
+def test_start_when_the_first_in_line_is_found_complete_then_the_next_gets_its_seat(backbone, tmp_path: Path):
     """It ends without a microbatch, so nothing but the line itself keeps the engine going."""
     with RunDirectory.open(tmp_path / "run", resume=False) as directory:
         directory.write_run(RunRecord())
@@ -301,7 +301,7 @@ class FullGpu(Backbone):
     """A backbone with memory for so many adapters, whatever admission believes."""
 
     def __init__(self, room: int) -> None:
-        super().__init__(random_model("llama_odd"), SimpleNamespace(eos_token_id=None), "full")
+        super().__init__(random_model("llama_odd", num_hidden_layers=1), SimpleNamespace(eos_token_id=None), "full")
         self.room = room
         self.failures = 0
 
@@ -325,7 +325,7 @@ def test_start_when_memory_turns_out_short_then_the_job_waits_for_another_to_end
         assert_same_bits(outcomes[name], undisturbed[name])
 
 
-def test_start_when_there_is_no_memory_even_alone_then_the_job_fails_and_says_so():
+def test_start_when_there_is_no_memory_even_alone_then_the_job_fails_and_reports_it():
     engine = Engine(FullGpu(0), capacity=48)
     submit(engine, small_job("a"))
     outcomes, events = run(engine)
@@ -355,18 +355,20 @@ def test_stretches_when_they_run_then_are_watched_also_where_memory_runs_out(und
             return super().launch(*given)
 
     monkeypatch.setattr("weft.engine.engine.Placement", Noting)
-    engine = Engine(Once(random_model("llama_odd"), SimpleNamespace(eos_token_id=None), "once"), capacity=96)
+    engine = Engine(
+        Once(random_model("llama_odd", num_hidden_layers=1), SimpleNamespace(eos_token_id=None), "once"), capacity=96
+    )
     submit(engine, small_job("a"))
     outcomes, _ = run(engine)
     assert noted[:4] == ["begin", "ran out", "end", "begin"] and noted.count("ran out") == 1
     assert_same_bits(outcomes["a"], undisturbed["a"])
 
 
-def test_start_when_a_job_gets_its_place_then_it_holds_all_that_admission_counts(backbone):
-    """Moments too, before its first step; so what a first microbatch takes beside it can be told."""
+def test_start_when_a_job_gets_its_seat_then_it_holds_all_that_admission_counts(backbone):
+    """Moments too, before its first step; so what a first microbatch takes beside it can be measured."""
     engine = Engine(backbone, capacity=48)
-    submit(engine, judged("judged", eval_data=2, eval_steps=1, early_stopping_patience=9))
-    job, seen = engine.executor.jobs["judged"].weights, []
+    submit(engine, evaluated("evaluated", eval_data=2, eval_steps=1, early_stopping_patience=9))
+    job, seen = engine.executor.jobs["evaluated"].weights, []
 
     def act(engine: Engine, event: Event) -> None:
         if isinstance(event, JobStarted | StepDone) and job.slot is not None:

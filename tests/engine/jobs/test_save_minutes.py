@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import job_spec, random_backbone, random_data
+from tiny_models import job_spec, random_data, shallow_backbone
 
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, StepDone
@@ -15,12 +15,12 @@ from weft.store.run_dir import RunDirectory, RunRecord
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 @pytest.fixture
 def saved_steps(backbone, tmp_path: Path, monkeypatch) -> Callable[..., list[int]]:
-    """Trains eight steps of four minutes each, and says after which of them there was a checkpoint."""
+    """Trains eight steps of four minutes each, and returns those after which there was a checkpoint."""
 
     def train(*, leap_s: float = 0.0, **settings: float) -> list[int]:
         minutes, saved = 0, []
@@ -41,7 +41,7 @@ def saved_steps(backbone, tmp_path: Path, monkeypatch) -> Callable[..., list[int
     return train
 
 
-def test_checkpoint_when_nothing_is_said_then_one_is_written_every_ten_minutes_and_at_the_end(saved_steps):
+def test_checkpoint_when_nothing_is_set_then_one_is_written_every_ten_minutes_and_at_the_end(saved_steps):
     """Ten minutes are over after the third step, and again three steps after that."""
     assert saved_steps() == [3, 6, 8]
 
@@ -51,7 +51,7 @@ def test_checkpoint_when_minutes_are_zero_then_only_steps_count(saved_steps):
     assert saved_steps(save_minutes=0, save_steps=5) == [5, 8]
 
 
-def test_checkpoint_when_one_was_written_by_steps_then_the_minutes_start_anew(saved_steps):
+def test_checkpoint_when_one_was_written_by_steps_then_the_minutes_start_again(saved_steps):
     """What counts is the age of the last checkpoint, whatever it was written for."""
     assert saved_steps(save_minutes=12, save_steps=2) == [2, 4, 6, 8]
 

@@ -60,7 +60,7 @@ def test_decay_when_it_is_a_fraction_then_is_that_part_of_all_steps():
 
 
 @pytest.mark.parametrize(
-    ("steps", "warmup", "says"),
+    ("steps", "warmup", "problem"),
     [
         (11, 0, "11 steps of decay are more than the 10 of the job."),
         (8, 0.25, "8 steps of decay and 3 of warm-up are more than the 10 of the job."),
@@ -68,16 +68,16 @@ def test_decay_when_it_is_a_fraction_then_is_that_part_of_all_steps():
         (0.75, 0.25, None),
     ],
 )
-def test_decay_when_it_does_not_fit_the_steps_then_is_refused(steps, warmup, says):
+def test_decay_when_it_does_not_fit_the_steps_then_is_refused(steps, warmup, problem):
     settings = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": steps}}
     job = JobSpec("job", ("rows.jsonl",), warmup_steps=warmup, **settings)
-    if says is None:
+    if problem is None:
         check_steps(job, 10)
         check_steps(job, 11)
         return
     with pytest.raises(ConfigError) as refused:
         check_steps(job, 10)
-    assert str(refused.value) == f"lr_scheduler_kwargs.num_decay_steps: {says}"
+    assert str(refused.value) == f"lr_scheduler_kwargs.num_decay_steps: {problem}"
 
 
 def test_rate_when_it_ends_above_its_peak_then_is_refused():

@@ -1,4 +1,4 @@
-"""A job's state changes in one place, which records the change and returns the events that tell it."""
+"""A job's state changes in one place, which records the change and returns its events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from tiny_models import random_backbone, small_job, submit
+from tiny_models import shallow_backbone, small_job, submit
 
 import weft.engine
 from weft.engine.engine import Engine
@@ -19,13 +19,13 @@ REASON = Reason(ReasonCode.NO_SEAT, "waits")
 @pytest.fixture
 def engine() -> Engine:
     """With a job that waits."""
-    made = Engine(random_backbone("llama_odd"), capacity=48)
+    made = Engine(shallow_backbone("llama_odd"), capacity=48)
     submit(made, small_job("a"))
     return made
 
 
 def test_status_when_searched_for_writers_then_only_transitions_assign_it():
-    """Every other module asks for a change, so that none goes unrecorded or untold."""
+    """Every other module requests changes there, so that all are recorded and reported."""
     writers = set()
     for path in Path(weft.engine.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -35,8 +35,8 @@ def test_status_when_searched_for_writers_then_only_transitions_assign_it():
     assert writers == {"live_job.py", "lifecycle.py"}, "the first makes it, the second changes it"
 
 
-def test_job_when_it_waits_for_the_same_thing_again_then_its_owner_hears_it_once(engine):
-    """A job that is queued anew is told anew."""
+def test_job_when_it_waits_for_the_same_thing_again_then_it_is_reported_once(engine):
+    """A job that is queued again is reported again."""
     job, transitions = engine.jobs["a"], engine._lifecycle.transitions
     assert transitions.report_waiting(job, REASON) == [JobWaiting("a", 0, REASON)]
     assert transitions.report_waiting(job, REASON) == []

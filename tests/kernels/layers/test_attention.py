@@ -1,4 +1,4 @@
-"""Attention within samples and its gradient, kernel and twin."""
+"""Attention within samples and its gradient, kernel and reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.kernels.layers.attention_grad import GRAD_KEYS, GRAD_QUERIES, attend_g
 from weft.kernels.lora.tables import SampleRows
 
 RUNS = [(attend_reference, attend_grad_reference), (attend_kernel, attend_grad_kernel)]
-IDS = ["twin", "kernel"]
+IDS = ["reference", "kernel"]
 LENGTHS = (3, 150, 1)
 """A short sample, one of more than one block with a part of another, a single token; then padding."""
 NUM_ROWS = 170
@@ -93,27 +93,27 @@ def test_attend_when_samples_are_packed_then_equals_each_alone(number, heads, wi
 
 
 @pytest.mark.parametrize("size", [128, 256])
-def test_attend_kernel_when_launched_as_for_larger_heads_then_agrees_with_its_twin(size, monkeypatch):
-    """Every launch in the tables gives the twin's numbers, on small heads for speed."""
+def test_attend_kernel_when_launched_as_for_larger_heads_then_agrees_with_its_reference(size, monkeypatch):
+    """Every launch in the tables gives the reference's numbers, on small heads for speed."""
     for table in (ATTEND, GRAD_QUERIES, GRAD_KEYS):
         monkeypatch.setitem(table, 64, table[size])
     qkv_TE, dout_THC = random(4, 2, 16)
     blocks = blocks_for(LENGTHS)
     inside_T = rows_within(blocks)
     pairs = zip(*(both(runs, qkv_TE, dout_THC, blocks, 2, None) for runs in RUNS), strict=True)
-    for twin, kernel in pairs:
-        torch.testing.assert_close(kernel[inside_T], twin[inside_T], rtol=1e-5, atol=1e-5)
+    for reference, kernel in pairs:
+        torch.testing.assert_close(kernel[inside_T], reference[inside_T], rtol=1e-5, atol=1e-5)
 
 
-def test_attend_kernel_when_fp16_then_rounds_as_its_twin():
-    """In half precision kernel and twin agree to a few units in the last place."""
+def test_attend_kernel_when_fp16_then_rounds_as_its_reference():
+    """In half precision kernel and reference agree to a few units in the last place."""
     qkv_TE, dout_THC = random(2, 1, 16, torch.float16)
     blocks = blocks_for(LENGTHS)
     inside_T = rows_within(blocks)
     pairs = zip(*(both(runs, qkv_TE, dout_THC, blocks, 1, None) for runs in RUNS), strict=True)
-    for twin, kernel in pairs:
+    for reference, kernel in pairs:
         assert kernel.dtype == torch.float16
-        torch.testing.assert_close(kernel[inside_T], twin[inside_T], rtol=4e-3, atol=4e-3)
+        torch.testing.assert_close(kernel[inside_T], reference[inside_T], rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -142,8 +142,8 @@ def test_attention_blocks_when_made_then_cover_each_sample_once_longest_work_fir
     assert {(int(line[1]), int(line[2])) for line in used} == {(span.start, span.end) for span in blocks.spans}
     before = [int(line[0] - line[1]) for line in used]
     assert before == sorted(before, reverse=True) and before[0] == BLOCK
-    places = sorted(int(line[3] + line[0] - line[1]) for line in used)
-    assert places == [BLOCK * number for number in range(len(used))]
+    positions = sorted(int(line[3] + line[0] - line[1]) for line in used)
+    assert positions == [BLOCK * number for number in range(len(used))]
 
 
 def test_attention_blocks_when_every_sample_needs_a_part_block_then_still_fit():

@@ -109,12 +109,12 @@ def test_cross_entropy_rows_when_the_cap_is_reached_then_hits_are_those_of_the_l
     assert run(logits_BV, torch.tensor([7, 44]), torch.ones(2), 3.0)[1].tolist() == [0, 1]
 
 
-def test_cross_entropy_rows_kernel_when_fp16_then_rounds_as_its_twin():
-    """In half precision kernel and twin agree to the last digit or so; losses stay fp32."""
+def test_cross_entropy_rows_kernel_when_fp16_then_rounds_as_its_reference():
+    """In half precision kernel and reference agree to the last digit or so; losses stay fp32."""
     logits_BV, targets_B = torch.randn(3, 50).half(), torch.tensor([7, 8, 9])
-    twins = logits_BV.clone(), logits_BV.clone()
+    both_BV = logits_BV.clone(), logits_BV.clone()
     targets_B[1] = logits_BV[1].argmax()
-    results = [run(x, targets_B, torch.full((3,), 0.3), 5.0) for run, x in zip(RUNS, twins, strict=True)]
+    results = [run(x, targets_B, torch.full((3,), 0.3), 5.0) for run, x in zip(RUNS, both_BV, strict=True)]
     torch.testing.assert_close(results[1][0], results[0][0])
     assert results[1][1].equal(results[0][1]) and results[0][1][1] == 1
-    torch.testing.assert_close(twins[1], twins[0], rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(both_BV[1], both_BV[0], rtol=2e-3, atol=1e-6)

@@ -69,8 +69,8 @@ def test_gated_grad_when_it_makes_act_again_then_it_has_the_forwards_bits(forwar
 
 
 @every_activation
-def test_gated_kernels_when_fp16_then_round_as_their_twins(activation):
-    """In half precision kernel and twin agree to the last digit or so."""
+def test_gated_kernels_when_fp16_then_round_as_their_references(activation):
+    """In half precision kernel and reference agree to the last digit or so."""
     gu_TJ, dact_TI = inputs(*SHAPES[0], torch.float16)
     torch.testing.assert_close(*(run(gu_TJ, activation) for run in FORWARD), rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(

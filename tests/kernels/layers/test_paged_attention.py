@@ -1,4 +1,4 @@
-"""Attention of single rows over keys in pages, kernel and twin."""
+"""Attention of single rows over keys in pages, kernel and reference."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_attend_pages_when_keys_lie_in_pages_then_each_row_equals_its_sequence_a
     k_PKC, v_PKC = (part.unflatten(1, (num_kv, size)) for part in rows_PE.chunk(2, dim=1))
     with np.errstate(invalid="ignore"):
         out_THC = RUNS[number](q_THC, k_PKC, v_PKC, table, 0.25, window)
-    twin_THC = expected(q_THC[:-1], [samples[index] for index in order], num_kv, window)
-    torch.testing.assert_close(out_THC[:-1], twin_THC, rtol=1e-5, atol=2e-6)
+    whole_THC = expected(q_THC[:-1], [samples[index] for index in order], num_kv, window)
+    torch.testing.assert_close(out_THC[:-1], whole_THC, rtol=1e-5, atol=2e-6)

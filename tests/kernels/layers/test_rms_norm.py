@@ -77,7 +77,7 @@ def test_add_norm_when_nothing_is_added_then_keeps_x_itself(run):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_add_norm_twin_when_run_then_has_the_bits_of_hugging_face(dtype):
+def test_add_norm_reference_when_run_then_has_the_bits_of_hugging_face(dtype):
     """The norm rounds where LlamaRMSNorm rounds and, its weight in another form, where Gemma3RMSNorm does."""
     x_TD, y_TD = torch.randn(64, 48).to(dtype), torch.randn(64, 48).to(dtype)
     llama, gemma = LlamaRMSNorm(48, EPS).to(dtype), Gemma3RMSNorm(48, EPS).to(dtype)
@@ -92,14 +92,14 @@ def test_add_norm_twin_when_run_then_has_the_bits_of_hugging_face(dtype):
 
 @every_form
 @every_post
-def test_add_norm_kernel_when_fp16_then_rounds_as_its_twin(posts, rounds_first):
-    """In half precision kernel and twin agree to the last digit or so."""
+def test_add_norm_kernel_when_fp16_then_rounds_as_its_reference(posts, rounds_first):
+    """In half precision kernel and reference agree to the last digit or so."""
     tensors = torch.randn(37, 40).half(), torch.randn(37, 40).half()
     norm = RmsNorm(torch.randn(40).half(), EPS, rounds_first)
     norms = (norm, norm if posts else None)
-    for mine, twin in zip(add_norm_kernel(*tensors, *norms), add_norm_reference(*tensors, *norms), strict=True):
+    for mine, reference in zip(add_norm_kernel(*tensors, *norms), add_norm_reference(*tensors, *norms), strict=True):
         assert mine.dtype == torch.float16
-        torch.testing.assert_close(mine, twin, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(mine, reference, rtol=2e-3, atol=2e-3)
 
 
 @every_form

@@ -71,14 +71,14 @@ def test_rotate_when_run_then_equals_hugging_face(run, form):
 
 @pytest.mark.parametrize("form", ["plain", "partly"])
 @pytest.mark.parametrize("run", FORWARD)
-def test_rotate_when_given_a_place_then_writes_there_and_nowhere_else(run, form):
+def test_rotate_when_given_an_output_then_writes_there_and_nowhere_else(run, form):
     """With `out_TE` and no norms qkv keeps every bit."""
     qkv_TE, turns = torch.randn(37, sum(HEADS.sizes)), angles(37, form)
-    before_TE, place_TE = qkv_TE.clone(), torch.empty_like(qkv_TE)
-    assert run(qkv_TE, turns, HEADS, None, place_TE) is place_TE
+    before_TE, out_TE = qkv_TE.clone(), torch.empty_like(qkv_TE)
+    assert run(qkv_TE, turns, HEADS, None, out_TE) is out_TE
     assert qkv_TE.equal(before_TE)
     expected_TE = plain(before_TE.double(), turns, None)
-    torch.testing.assert_close(place_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -97,8 +97,8 @@ def test_rotate_grad_when_run_then_equals_autograd(run, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rotate_kernels_when_fp16_then_round_as_their_twins(form):
-    """In half precision kernel and twin agree to the last digit or so, forward and backward."""
+def test_rotate_kernels_when_fp16_then_round_as_their_references(form):
+    """In half precision kernel and reference agree to the last digit or so, forward and backward."""
     norms, turns = head_norms(form), angles(37, form)
     qkv_TE = torch.randn(37, sum(HEADS.sizes)).half()
     outs = [run(qkv_TE.clone(), turns, HEADS, norms, None) for run in FORWARD]

@@ -69,7 +69,7 @@ def test_expand_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run):
 
 
 def test_expand_kernel_when_fp16_then_rounds_the_sum_once():
-    """In half precision the result is the twin's to the last digit or so."""
+    """In half precision the result is the reference's to the last digit or so."""
     setting = one_site((24, 8), 40, dtype=torch.float16)
     delta = setting.delta(setting.sites[0])
     y_TO = setting.random(128, 32)

@@ -32,7 +32,7 @@ def test_shrink_when_slots_differ_then_gives_each_row_its_owners_product(run, si
                     s_TR[own, column : column + rank].double(), expected_LR, rtol=1e-5, atol=1e-5
                 )
                 assert (s_TR[own, column + rank : column + padded(rank)] == 0).all()
-    assert s_TR[75:80].isnan().all(), "nobody's rows are left alone"
+    assert s_TR[75:80].isnan().all(), "rows without an adapter are left alone"
 
 
 @pytest.mark.parametrize(("sizes", "slots"), CASES.values(), ids=CASES)
@@ -75,7 +75,7 @@ def test_shrink_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run):
 
 @pytest.mark.parametrize("run", FORWARD)
 def test_shrink_when_nothing_may_drop_then_reads_the_whole_input(run):
-    """In evaluation dropout does not apply, whatever the adapters ask for."""
+    """In evaluation dropout does not apply, whatever the adapters' settings."""
     setting = one_site((24, 8), 40, slots=SLOTS, drops=False)
     site, rows, table = setting.sites[0], setting.rows, setting.table
     x_TD, s_TR = setting.random(128, 40), setting.empty_ranks(site)

@@ -32,7 +32,7 @@ def entry(rank: int, dropout: float = 0.0) -> dict[int, Entry]:
     [((), (16,)), ((8, 16), (16,)), ((32,), (64,)), ((8, 32), (16, 64)), ((64, 128), (64, 128)), ((100, 256), (256,))],
 )
 def test_rank_classes_when_ranks_are_seen_then_each_has_one_class(ranks, classes):
-    """Narrow, middle and wide; a class that nobody needs is not launched."""
+    """Narrow, middle and wide; a class that no adapter needs is not launched."""
     assert rank_classes(ranks) == classes
 
 
@@ -51,7 +51,7 @@ def test_launches_when_there_are_several_then_each_rank_belongs_to_exactly_one()
 
 
 def test_needs_when_jobs_come_and_go_then_are_those_of_the_jobs_there():
-    """What was captured serves every job of a class it was captured for; a job that has left costs nobody anything."""
+    """A captured graph serves every job of its class; a job that has left costs the others nothing."""
     table = SlotTable([SITE], torch.device("cpu"))
     narrow = Needs(16, (16,), drops=False)
     assert table.needs == narrow

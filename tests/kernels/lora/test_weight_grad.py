@@ -38,7 +38,7 @@ def test_weight_grad_when_slots_differ_then_adds_each_owners_sums(run, sizes, sl
     site, rows, table = setting.sites[0], setting.rows, setting.table
     x_TD, dy_TO = setting.random(128, 70), setting.random(128, sum(sizes))
     s, ds = setting.delta(site), setting.delta(site)
-    before = {place: (a.clone(), b.clone()) for place, (a, b) in gradients(setting).items()}
+    before = {key: (a.clone(), b.clone()) for key, (a, b) in gradients(setting).items()}
     run(x_TD, s.s_TR, dy_TO, ds.s_TR, site, rows, table)
     for (slot, number), (grad_a_RD, grad_b_OR) in gradients(setting).items():
         column, rank, entry = table.columns(slot, site)[number]
@@ -57,7 +57,7 @@ def test_weight_grad_when_slots_differ_then_adds_each_owners_sums(run, sizes, sl
 
 @pytest.mark.parametrize("run", RUNS)
 def test_weight_grad_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run):
-    """NaN rows of one slot and of nobody reach no other slot's gradients."""
+    """NaN rows of one slot and of no slot reach no other slot's gradients."""
     found = []
     for poisoned in (False, True):
         torch.manual_seed(5)
@@ -69,11 +69,11 @@ def test_weight_grad_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run):
                 tensor[rows_of(NAN_SLOT) | rows_of(BARE)] = torch.nan
         run(*tensors, site, setting.rows, setting.table)
         found.append(gradients(setting))
-    for place, (a_RD, b_OR) in found[0].items():
-        if place[0] == NAN_SLOT:
-            assert found[1][place][0].isnan().any()
+    for key, (a_RD, b_OR) in found[0].items():
+        if key[0] == NAN_SLOT:
+            assert found[1][key][0].isnan().any()
         else:
-            assert a_RD.equal(found[1][place][0]) and b_OR.equal(found[1][place][1])
+            assert a_RD.equal(found[1][key][0]) and b_OR.equal(found[1][key][1])
             assert a_RD.isfinite().all() and b_OR.isfinite().all()
 
 
@@ -93,9 +93,9 @@ def test_weight_grad_when_an_adapters_a_is_frozen_then_all_other_gradients_are_t
             assert table.put(entries) == frozen
         run(*tensors, site, setting.rows, table)
         found.append(gradients(setting))
-    for place, (a_RD, b_OR) in found[0].items():
-        assert b_OR.equal(found[1][place][1])
-        assert place[0] == frozen or a_RD.equal(found[1][place][0])
+    for key, (a_RD, b_OR) in found[0].items():
+        assert b_OR.equal(found[1][key][1])
+        assert key[0] == frozen or a_RD.equal(found[1][key][0])
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -145,7 +145,7 @@ def with_words(setting: Setting) -> list[Words]:
 def test_weight_grad_when_some_sums_are_free_then_words_hold_what_is_added_and_others_have_the_bits_they_had(
     sizes, slots
 ):
-    """The kernel's words come to the twin's sums; gradients of slots with ordered sums do not notice."""
+    """The kernel's words come to the reference's sums; gradients of slots with ordered sums do not notice."""
     totals, grads = [], []
     for run, is_any_order in ((weight_grad_reference, True), (weight_grad_kernel, True), (weight_grad_kernel, False)):
         torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_weight_grad_when_some_sums_are_free_then_words_hold_what_is_added_and_o
         site = setting.sites[0]
         x_TD, dy_TO = setting.random(128, 70), setting.random(128, sum(sizes))
         s, ds = setting.delta(site), setting.delta(site)
-        before = {place: [each.clone() for each in own] for place, own in gradients(setting).items()}
+        before = {key: [each.clone() for each in own] for key, own in gradients(setting).items()}
         words = with_words(setting) if is_any_order else []
         run(x_TD, s.s_TR, dy_TO, ds.s_TR, site, setting.rows, setting.table)
         totals.append([total_of_words(each) for each in words])
@@ -164,5 +164,5 @@ def test_weight_grad_when_some_sums_are_free_then_words_hold_what_is_added_and_o
     assert any(total.any() for total in totals[0])
     for own, other in zip(totals[0], totals[1], strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=3e-5)
-    for place in (place for place in grads[1] if place[0] % 2 == 0):
-        assert all(a.equal(b) for a, b in zip(grads[1][place], grads[2][place], strict=True))
+    for key in (key for key in grads[1] if key[0] % 2 == 0):
+        assert all(a.equal(b) for a, b in zip(grads[1][key], grads[2][key], strict=True))

@@ -54,8 +54,8 @@ def width(field: int) -> int:
 @pytest.mark.parametrize("shifts", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("run", [change_columns_reference, change_columns_kernel])
-def test_change_columns_when_slots_differ_then_changes_each_row_as_its_owner_says(run, in_place, shifts, field, dtype):
-    """Rows of nobody, and of those who change nothing there, stay as they are; NaN too."""
+def test_change_columns_when_slots_differ_then_changes_each_row_as_its_owner_wants(run, in_place, shifts, field, dtype):
+    """Rows without an owner, and of owners that change nothing there, stay as they are; NaN too."""
     x_TN = torch.randn(NUM_ROWS, width(field)).to(dtype)
     x_TN[rows_of(4)] = torch.nan
     rows, slots = all_rows(), table()
@@ -75,7 +75,7 @@ def test_change_columns_when_slots_differ_then_changes_each_row_as_its_owner_say
 @pytest.mark.parametrize("field", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("run", [column_sums_reference, column_sums_kernel])
 def test_column_sums_when_slots_differ_then_adds_to_each_owners_gradients(run, field, monkeypatch):
-    """A neighbour's NaN reaches nobody; with few programs, each takes several blocks."""
+    """A neighbour's NaN reaches no other slot; with few programs, each takes several blocks."""
     monkeypatch.setattr(columns, "NUM_PROGRAMS", 3)
     dy_TN, x_TN = torch.randn(NUM_ROWS, width(field)), torch.randn(NUM_ROWS, width(field))
     dy_TN[rows_of(NAN_SLOT)] = torch.nan

@@ -21,7 +21,7 @@ from weft.kernels.methods.parts import ACTIVATIONS, InnerChange, OtherParts
 SITE = Site(0, (16,), 16, "end")
 SIZES = (72, 5, 16)
 KERNELS = (activate_kernel, activate_grad_kernel, bias_sums_kernel)
-TWINS = (activate_reference, activate_grad_reference, bias_sums_reference)
+REFERENCES = (activate_reference, activate_grad_reference, bias_sums_reference)
 
 
 def table(activation: str) -> SlotTable:
@@ -37,7 +37,7 @@ def table(activation: str) -> SlotTable:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("runs", [TWINS, KERNELS], ids=["twins", "kernels"])
+@pytest.mark.parametrize("runs", [REFERENCES, KERNELS], ids=["twins", "kernels"])
 def test_activate_when_widths_differ_then_each_row_has_its_owners_function_and_gradient(runs, activation):
     """Autograd of f(S + bias) is the oracle; a NaN of one slot stays with it, and a LoRA's ranks are left alone."""
     torch.manual_seed(1)

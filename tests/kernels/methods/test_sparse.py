@@ -53,7 +53,7 @@ def dense(slots: SlotTable, slot: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("run", [sparse_reference, sparse_kernel])
 def test_sparse_when_slots_differ_then_adds_each_owners_product(run):
-    """A NaN of a neighbour reaches nobody."""
+    """A NaN of a neighbour reaches no other slot."""
     slots, rows = table(), all_rows()
     x_TN, y_TN = torch.randn(NUM_ROWS, SITE.num_in), torch.randn(NUM_ROWS, SITE.num_out)
     x_TN[rows_of(NAN_SLOT)] = torch.nan
@@ -80,7 +80,7 @@ def test_sparse_input_when_slots_differ_then_adds_each_owners_product(run):
 
 @pytest.mark.parametrize("run", [sparse_grad_reference, sparse_grad_kernel])
 def test_sparse_grad_when_slots_differ_then_adds_to_each_owners_gradients(run, monkeypatch):
-    """A NaN of a neighbour reaches nobody; with few programs, each takes several blocks."""
+    """A NaN of a neighbour reaches no other slot; with few programs, each takes several blocks."""
     monkeypatch.setattr(sparse, "NUM_PROGRAMS", 3)
     slots, rows = table(), all_rows()
     dy_TN, x_TN = torch.randn(NUM_ROWS, SITE.num_out), torch.randn(NUM_ROWS, SITE.num_in)

@@ -20,7 +20,7 @@ def vectors(modules: int, num_out: int, rank: int) -> tuple[torch.Tensor, torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scale_when_run_by_the_kernel_then_is_what_its_twin_makes(shape, dtype):
+def test_scale_when_run_by_the_kernel_then_is_that_of_its_reference(shape, dtype):
     """To the bit in fp32; the interpreter rounds to bf16 in its own way."""
     shared_OR, *scales = vectors(*shape)
     found, expected = (torch.full((*shape[:2], padded(shape[2])), 7.0, dtype=dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Rows in 8-bit floats: the kernels do what their twins do, rounding stays small, and rows never meet."""
+"""Rows in 8-bit floats: the kernels do what their references do, rounding stays small, and rows never meet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def comparable(x_TK: torch.Tensor, columns_K: torch.Tensor | None, expected_TK: 
 @pytest.mark.parametrize("has_columns", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("num_rows", "num_columns"), SHAPES)
-def test_quantise_rows_kernel_when_run_then_gives_its_twins_numbers(
+def test_quantise_rows_kernel_when_run_then_gives_its_references_numbers(
     num_rows, num_columns, dtype, has_columns, row_block, monkeypatch
 ):
     """Equal numbers and scales for rows shorter and longer than a block, with and without column factors."""
@@ -98,7 +98,7 @@ def test_quantise_rows_when_a_row_is_bad_then_only_its_own_product_is(bad, quant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("stored", [storage.FP8, torch.int8])
 @pytest.mark.parametrize(("num_rows", "num_columns"), SHAPES)
-def test_dequantise_kernel_when_run_then_gives_its_twins_bits(num_rows, num_columns, stored, dtype, monkeypatch):
+def test_dequantise_kernel_when_run_then_gives_its_references_bits(num_rows, num_columns, stored, dtype, monkeypatch):
     monkeypatch.setattr(storage, "COPY_BLOCK", 128)
     q_NK = (torch.randn(num_rows, num_columns) * 40).clamp(-127, 127).to(stored)
     scale_N = torch.rand(num_rows)
@@ -107,5 +107,5 @@ def test_dequantise_kernel_when_run_then_gives_its_twins_bits(num_rows, num_colu
     assert torch.equal(storage.dequantise_kernel(q_NK, scale_N, dtype), expected_NK)
 
 
-def test_has_fp8_when_asked_of_a_cpu_then_no():
+def test_has_fp8_when_the_device_is_a_cpu_then_false():
     assert not storage.has_fp8(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""NF4: the published levels, the nearest of them for every weight, and a kernel that undoes it like its twin."""
+"""NF4: the published levels, the nearest of them for every weight, and a kernel that undoes it like its reference."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_quantise_nf4_when_a_block_is_zero_then_stays_zero():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 64), (3, 200), (2, 7), (2, 320)])
-def test_dequantise_kernel_when_run_then_gives_its_twins_bits(shape, dtype, monkeypatch):
+def test_dequantise_kernel_when_run_then_gives_its_references_bits(shape, dtype, monkeypatch):
     monkeypatch.setattr(storage, "BYTES_BLOCK", 64)
     weight = storage.quantise_nf4(torch.randn(*shape))
     expected_OD = storage.dequantise_nf4_reference(weight, dtype)

@@ -64,7 +64,7 @@ def test_job_when_trained_beside_others_then_equals_plain_autograd(name):
         assert not torch.equal(change, start[path][0]), "it has not learned"
 
 
-def test_merge_when_the_base_has_no_bias_then_one_sentence_says_so():
+def test_merge_when_the_base_has_no_bias_then_refused_in_one_sentence():
     tensors: ModuleTensors = (torch.ones(4),)
     with pytest.raises(AdapterFileError, match=r"layers.0.q_proj of the base has no bias that could hold"):
         METHODS["bitfit"].merge(AdapterSpec(**SPEC), "layers.0.q_proj", tensors, nn.Linear(3, 4, bias=False))

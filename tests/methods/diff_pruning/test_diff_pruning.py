@@ -1,4 +1,4 @@
-"""A sparse difference trains as autograd says, gates and their penalty included, and its files hold what is open."""
+"""A sparse difference trains as autograd does, gates and their penalty included, and its files hold what is open."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_uniform_when_drawn_then_is_uniform_and_depends_on_the_key_alone():
 
 
 @pytest.mark.parametrize("key", [None, 7])
-def test_gates_when_g_changes_a_little_then_their_slopes_say_by_how_much(key):
+def test_gates_when_g_changes_a_little_then_they_change_by_their_slopes(key):
     """Finite differences; numbers whose gate opens or closes in between are left out."""
     g, step = torch.linspace(-3, 3, 200), 1e-3
     z, slope = weights.drawn_gates(g, key)
@@ -224,7 +224,7 @@ def test_load_when_the_base_has_other_numbers_then_keeps_the_positions_of_the_fi
         (([0.0, 5.0], [O, D], [1.0, 2.0]), {}, "diff.indices has type F32; accepted are I32, I64"),
     ],
 )
-def test_read_when_the_files_mean_something_else_then_one_sentence_says_what(tmp_path, tensors, changes, sentence):
+def test_read_when_the_files_mean_something_else_then_refused_with_what_is_wrong(tmp_path, tensors, changes, sentence):
     spec = AdapterSpec(method="diff_pruning", density=0.1)
     given = {PATH: tuple(map(torch.tensor, tensors))}
     write_adapter(tmp_path / "a", spec, given, base_model="tiny", target_names=["up_proj"])

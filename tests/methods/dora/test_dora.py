@@ -64,9 +64,9 @@ def test_linear_when_the_base_is_quantised_then_its_dense_weight_has_the_lengths
 def test_adapter_when_a_row_of_the_base_has_no_length_then_is_refused_in_a_sentence(row):
     linear = nn.Linear(D, O).requires_grad_(False)
     linear.weight[4] = row
-    place = SlotLinear(linear, Routing(), torch.zeros(()))
+    site = SlotLinear(linear, Routing(), torch.zeros(()))
     with pytest.raises(ConfigError, match=f"rows of {PATH}, and one of them is zero or not finite; leave"):
-        adapter_on({PATH: place}, AdapterSpec(method="dora", r=R))
+        adapter_on({PATH: site}, AdapterSpec(method="dora", r=R))
 
 
 def test_files_when_peft_wrote_them_then_weft_computes_the_same(tmp_path):
@@ -94,7 +94,7 @@ def test_files_when_peft_wrote_them_then_weft_computes_the_same(tmp_path):
         ({"lora_bias": True}, O, "LoRA with a bias is not supported yet"),
     ],
 )
-def test_read_when_the_files_mean_something_else_then_one_sentence_says_what(tmp_path, changes, length, sentence):
+def test_read_when_the_files_mean_something_else_then_refused_with_what_is_wrong(tmp_path, changes, length, sentence):
     tensors = {PATH: (torch.ones(R, D), torch.ones(O, R), torch.ones(length))}
     spec = AdapterSpec(method="dora", r=R)
     write_adapter(tmp_path / "a", spec, tensors, base_model="tiny", target_names=["k_proj"])

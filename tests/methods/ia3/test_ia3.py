@@ -24,7 +24,7 @@ DOWN, KEY = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.k_proj"
 
 @pytest.mark.parametrize("path", [DOWN, KEY])
 def test_linear_when_inputs_need_no_gradient_then_the_scales_have_theirs(path):
-    """Nothing below the first adapted module asks for gradients; a NaN beside its rows stays there."""
+    """Nothing below the first adapted module needs gradients; a NaN beside its rows stays there."""
     torch.manual_seed(0)
     linear, routing = nn.Linear(D, O), Routing(slots=(slot_rows(-1, [Rows(2, 5), Rows(5, 8)], None, 10),))
     slotted = SlotLinear(linear, routing, torch.zeros((), requires_grad=True))
@@ -72,7 +72,7 @@ def test_adapter_when_peft_wrote_it_then_training_goes_on_from_there(tmp_path):
         assert torch.equal(outcome.adapter[path][0], scale)
 
 
-def test_files_when_a_name_means_inputs_and_outputs_then_whole_paths_tell_them_apart():
+def test_files_when_a_name_means_inputs_and_outputs_then_whole_paths_distinguish_them():
     paths = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
     spec = AdapterSpec(method="ia3", feedforward_modules=r".*\.1\..*")
     tensors = {paths[0]: (torch.ones(4, 1),), paths[1]: (torch.ones(1, 6),)}
@@ -90,7 +90,7 @@ def test_files_when_a_name_means_inputs_and_outputs_then_whole_paths_tell_them_a
         ({"r": 8}, "unknown setting r = 8"),
     ],
 )
-def test_read_when_the_config_means_something_else_then_one_sentence_says_what(tmp_path, changes, sentence):
+def test_read_when_the_config_means_something_else_then_refused_with_what_is_wrong(tmp_path, changes, sentence):
     spec, scale = AdapterSpec(method="ia3"), torch.ones(1, 6)
     write_adapter(tmp_path / "a", spec, {DOWN: (scale,)}, base_model="tiny", target_names=["down_proj"])
     path = tmp_path / "a" / CONFIG_FILE

@@ -24,8 +24,8 @@ INITS = (True, False, "gaussian", "orthogonal")
 
 def adapter(seed: int = 0, modules: dict[str, tuple[int, int]] | None = None, **settings) -> Adapter:
     shapes = modules or {"a.x": (O, D), "b.x": (O, D)}
-    places = {path: WholeLinear(num_in, num_out, device="meta") for path, (num_out, num_in) in shapes.items()}
-    return adapter_on(places, AdapterSpec(**{"r": R, **settings}), seed)
+    sites = {path: WholeLinear(num_in, num_out, device="meta") for path, (num_out, num_in) in shapes.items()}
+    return adapter_on(sites, AdapterSpec(**{"r": R, **settings}), seed)
 
 
 def peft_weights(init: bool | str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +147,7 @@ def test_load_when_given_back_its_own_tensors_then_every_bit_returns():
     ],
     ids=["missing", "unknown", "shape"],
 )
-def test_load_when_tensors_do_not_fit_then_says_which_and_changes_nothing(change, reason):
+def test_load_when_tensors_do_not_fit_then_names_them_and_changes_nothing(change, reason):
     made = adapter()
     before = made.groups["a"].params.clone()
     tensors = adapter(5, init_lora_weights=False).tensors()

@@ -25,7 +25,7 @@ def test_rows_when_stated_as_peft_does_then_are_those(settings: dict[str, Any], 
     assert bool(found) is bool(settings)
 
 
-def test_count_when_asked_for_then_whole_modules_have_the_vocabulary():
+def test_count_when_a_module_is_whole_then_is_the_vocabulary():
     assert OwnRows(inputs=(1, 2), all_outputs=True).count(100) == 102
 
 
@@ -44,7 +44,7 @@ def test_count_when_asked_for_then_whole_modules_have_the_vocabulary():
         ({"modules_to_save": ["lm_head"], "method": "ia3"}, "modules_to_save: is a setting of lora and dora"),
     ],
 )
-def test_rows_when_no_adapter_can_have_them_then_a_sentence_says_so(settings: dict[str, Any], sentence: str):
+def test_rows_when_no_adapter_can_have_them_then_refused_in_one_sentence(settings: dict[str, Any], sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         AdapterSpec(**settings)
 

@@ -1,4 +1,4 @@
-"""A LoRA that starts as a part of the weight changes nothing at the start, on any base, and says what it cannot do."""
+"""A LoRA that starts as a part of the weight changes nothing at the start, on any base, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_cost_when_the_start_is_kept_then_counts_both_halves():
         ({"alpha_pattern": {"q_proj": 0}}, "lora_alpha", "pissa needs an alpha above 0."),
     ],
 )
-def test_spec_when_a_start_as_weight_does_not_go_with_it_then_says_why(settings: dict[str, Any], where, sentence):
+def test_spec_when_a_start_as_weight_does_not_go_with_it_then_refused_with_the_reason(
+    settings: dict[str, Any], where, sentence
+):
     with pytest.raises(ConfigError) as caught:
         AdapterSpec(init_lora_weights="pissa", **settings)
     assert (caught.value.where, caught.value.message) == (where, sentence)

@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 
 
 def adapter(**settings: Any) -> Adapter:
-    places = {path: WholeLinear(num_in, num_out, device="meta") for path, (num_out, num_in) in PATHS.items()}
-    return adapter_on(places, AdapterSpec(method="vera", **{"vera_rank": 4, **settings}))
+    sites = {path: WholeLinear(num_in, num_out, device="meta") for path, (num_out, num_in) in PATHS.items()}
+    return adapter_on(sites, AdapterSpec(method="vera", **{"vera_rank": 4, **settings}))
 
 
 def test_projection_when_adapters_have_one_key_then_is_in_memory_once():
@@ -41,7 +41,7 @@ def test_projection_when_adapters_have_one_key_then_is_in_memory_once():
     assert first.num_parameters == 2 * 4 + 10 + 8
     del first, second, other, weights
     gc.collect()
-    assert not vera_weights._MADE, "matrices that nobody reads are forgotten"
+    assert not vera_weights._MADE, "unused matrices are still cached"
 
 
 @pytest.mark.parametrize("save_projection", [True, False])
@@ -88,7 +88,7 @@ def names_in(directory: Path) -> set[str]:
         ({"bias": "all"}, "trains biases of the shared backbone"),
     ],
 )
-def test_read_when_the_files_mean_something_else_then_one_sentence_says_what(tmp_path, changes, sentence):
+def test_read_when_the_files_mean_something_else_then_refused_with_what_is_wrong(tmp_path, changes, sentence):
     made = adapter()
     names = ["q_proj", "down_proj"]
     write_adapter(tmp_path / "a", made.spec, made.tensors(), base_model="tiny", target_names=names, shared=made.shared)
@@ -99,7 +99,7 @@ def test_read_when_the_files_mean_something_else_then_one_sentence_says_what(tmp
         read_adapter(tmp_path / "a")
 
 
-def test_read_when_the_shared_matrices_are_missing_then_says_so(tmp_path):
+def test_read_when_the_shared_matrices_are_missing_then_reports_it(tmp_path):
     made = adapter(save_projection=False)
     write_adapter(tmp_path / "a", made.spec, made.tensors(), base_model="tiny", target_names=["q_proj", "down_proj"])
     path = tmp_path / "a" / CONFIG_FILE

@@ -75,12 +75,12 @@ def test_files_when_peft_wrote_them_then_training_goes_on_from_there_and_its_key
 
 def test_prompt_when_it_begins_as_tokens_then_holds_their_embeddings():
     table = torch.randn(40, 6)
-    place = InputRows(6, Routing(), lambda ids: table[ids], lambda text: [ord(letter) - ord("a") for letter in text])
-    place.weight = table
+    site = InputRows(6, Routing(), lambda ids: table[ids], lambda text: [ord(letter) - ord("a") for letter in text])
+    site.weight = table
 
     def begun(**settings: Any) -> torch.Tensor:
         spec = AdapterSpec(method="prompt_tuning", num_virtual_tokens=5, **settings)
-        return adapter_on({"inputs": place}, spec, 1).tensors()["inputs"][0]
+        return adapter_on({"inputs": site}, spec, 1).tensors()["inputs"][0]
 
     text = begun(prompt_tuning_init="text", prompt_tuning_init_text="cad")
     assert torch.equal(text, table[[2, 0, 3, 2, 0]])
@@ -105,7 +105,7 @@ def test_prompt_when_it_begins_as_tokens_then_holds_their_embeddings():
         ({"method": "prefix_tuning", "num_virtual_tokens": 0}, "num_virtual_tokens"),
     ],
 )
-def test_settings_when_they_mean_nothing_then_one_sentence_says_so(settings, sentence):
+def test_settings_when_they_mean_nothing_then_refused_in_one_sentence(settings, sentence):
     with pytest.raises(ConfigError) as caught:
         AdapterSpec(**settings)
     assert sentence in str(caught.value)
@@ -125,7 +125,7 @@ def test_job_when_no_room_is_left_for_tokens_then_is_refused():
         ({"prefix_projection": True}, torch.ones(COUNT, 8), "encoder cannot be restored"),
     ],
 )
-def test_read_when_a_prefix_is_not_whole_then_one_sentence_says_what(tmp_path, changes, tensor, sentence):
+def test_read_when_a_prefix_is_not_whole_then_refused_with_what_is_wrong(tmp_path, changes, tensor, sentence):
     from safetensors.torch import save_file
 
     peft_model("prefix_tuning").save_pretrained(tmp_path)
@@ -136,7 +136,7 @@ def test_read_when_a_prefix_is_not_whole_then_one_sentence_says_what(tmp_path, c
         read_adapter(tmp_path)
 
 
-def test_sample_when_rows_stand_in_front_of_it_then_all_it_says_moves_along():
+def test_sample_when_rows_come_before_it_then_masks_and_weights_move_along():
     sample = Sample([5, 6, 7], [False, True, True], [1.0, 2.0, 0.5], [np.nan, 1.0, np.nan])
     led = sample.led_by(2)
     assert led.length == 5 and led.supervised.tolist() == [False, False, False, True, True]

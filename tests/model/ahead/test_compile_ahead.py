@@ -1,4 +1,4 @@
-"""Another process compiles: what is asked of it, what it is waited for, and how it ends."""
+"""Another process compiles: its requests, who waits for it, and how it ends."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ REQUEST = KernelRequest(
     lanes=(2,),
     gpu=H200,
 )
-SAYS_READY = "print('ready', flush=True); sys.stdin.read()"
+REPORTS_READY = "print('ready', flush=True); sys.stdin.read()"
 IS_SILENT = "sys.stdin.read()"
 ENDS = ""
-FINISHES = "open(sys.argv[-1], 'w').write(asked)"
+FINISHES = "open(sys.argv[-1], 'w').write(request)"
 
 
 def use_program(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
-    """Puts a program in the place of the one that compiles; it has read what it is asked."""
-    code = f"import sys; asked = sys.stdin.readline(); {lines}"
+    """Replaces the program that compiles by another, which has read its request."""
+    code = f"import sys; request = sys.stdin.readline(); {lines}"
     monkeypatch.setattr(compile_ahead, "PROGRAM", (sys.executable, "-S", "-c", code))
 
 
@@ -63,9 +63,9 @@ def test_marker_when_it_covers_the_sources_of_kernels_then_all_of_them_exist():
     assert [name for name in compile_ahead.SOURCES if not (package / name).exists()] == []
 
 
-@pytest.mark.parametrize("lines", [SAYS_READY, ENDS])
+@pytest.mark.parametrize("lines", [REPORTS_READY, ENDS])
 def test_wait_when_the_process_is_ready_or_has_ended_then_goes_on(monkeypatch, tmp_path, lines):
-    """Nobody waits for kernels that are there, or that will not come."""
+    """There is no wait for kernels that exist, or that will never be compiled."""
     use_program(monkeypatch, lines)
     with contextlib.closing(CompileAhead(REQUEST, tmp_path / "marker")) as ahead:
         assert ahead.wait()
@@ -87,7 +87,7 @@ def children() -> set[str]:
 
 
 def test_close_when_the_process_is_at_work_then_it_ends(monkeypatch, tmp_path):
-    """Nothing is left behind."""
+    """Nothing remains."""
     use_program(monkeypatch, IS_SILENT)
     before = children()
     ahead = CompileAhead(REQUEST, tmp_path / "marker")
@@ -99,7 +99,7 @@ def test_close_when_the_process_is_at_work_then_it_ends(monkeypatch, tmp_path):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with a GPU, and a compiler that notes what it is asked; where Triton keeps kernels there."""
+    """A machine with a GPU, and a compiler that records its request; the directory in which Triton keeps kernels."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compile_ahead, "capability", lambda device: (9, 0))
@@ -108,10 +108,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def asked(
+def compile_request(
     cache: Path, spec: BackboneSpec, *adapters: AdapterSpec, have_any_order: bool = False
 ) -> KernelRequest | None:
-    """What another process is asked to compile; None if none is started."""
+    """What another process is requested to compile; None if none is started."""
     before = set(cache.glob("*"))
     ahead = start(resolve(spec, DEVICES["h200"]), adapters, len(adapters), have_any_order=have_any_order)
     if ahead is None:
@@ -125,13 +125,13 @@ def asked(
 def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(gpu):
     """What is compiled follows from the adapters: their widest ranks, and whether any drops."""
     adapters = [AdapterSpec(r=8), AdapterSpec(r=32, lora_dropout=0.1), AdapterSpec(r=8, rank_pattern={"q_proj": 100})]
-    request = asked(gpu, BackboneSpec("tiny", quantize="fp8"), *adapters, AdapterSpec(method="ia3"))
+    request = compile_request(gpu, BackboneSpec("tiny", quantize="fp8"), *adapters, AdapterSpec(method="ia3"))
     assert request is not None
     assert (request.ranks, request.drops, request.num_jobs) == ((8, 32, 100), True, 4)
     assert request.others == (("inputs", "down"), ("outputs", "qkv"))
     assert (request.dtype, request.quantize, request.gpu) == ("bfloat16", "fp8", H200)
     assert request.config["model_type"] == "llama"
-    free = asked(gpu, BackboneSpec("tiny"), AdapterSpec(r=8), have_any_order=True)
+    free = compile_request(gpu, BackboneSpec("tiny"), AdapterSpec(r=8), have_any_order=True)
     assert free is not None and free.others == (ANY_ORDER,)
 
 
@@ -145,8 +145,8 @@ def test_request_when_jobs_have_ranks_and_dropout_then_names_each_kind_once(gpu)
     ],
 )
 def test_request_when_no_kernel_is_launched_or_known_then_is_none(gpu, spec, adapter):
-    """Where the fused path does not run, or nobody knows the model yet, nothing is compiled."""
-    assert asked(gpu, spec, adapter) is None
+    """Where the fused path does not run, or the model is not known yet, nothing is compiled."""
+    assert compile_request(gpu, spec, adapter) is None
 
 
 def test_start_when_there_is_no_gpu_then_does_nothing():
@@ -156,9 +156,9 @@ def test_start_when_there_is_no_gpu_then_does_nothing():
 def test_start_when_everything_was_compiled_before_then_does_nothing(gpu):
     """The second run starts no process; one with other needs does."""
     spec = BackboneSpec("tiny")
-    assert asked(gpu, spec, AdapterSpec(r=8)) is not None
-    assert asked(gpu, spec, AdapterSpec(r=8)) is None
-    assert asked(gpu, spec, AdapterSpec(r=128)) is not None
+    assert compile_request(gpu, spec, AdapterSpec(r=8)) is not None
+    assert compile_request(gpu, spec, AdapterSpec(r=8)) is None
+    assert compile_request(gpu, spec, AdapterSpec(r=128)) is not None
 
 
 class Compiling(ExpectedJobs):
@@ -170,10 +170,10 @@ class Compiling(ExpectedJobs):
         return self.started
 
 
-def test_backbone_when_its_kernels_are_being_compiled_then_says_so_and_the_first_microbatch_waits(
+def test_backbone_when_its_kernels_are_being_compiled_then_reports_it_and_the_first_microbatch_waits(
     monkeypatch, tmp_path
 ):
-    """Nobody wonders why nothing moves, and no kernel is compiled twice."""
+    """A user learns why nothing moves, and no kernel is compiled twice."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     use_program(monkeypatch, f"open({str(gate)!r}).read(); import time; time.sleep(0.2); print('ready', flush=True)")
@@ -212,13 +212,13 @@ def run_here(mode: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_child_when_it_is_asked_then_leaves_binaries_where_a_launch_looks_for_them(tmp_path):
+def test_child_when_it_has_compiled_then_binaries_are_where_a_launch_looks_for_them(tmp_path):
     """A process that launches the same kernel later compiles nothing."""
     with run_here("compile", tmp_path) as process:
         assert process.stdout is not None
-        said = process.stdout.read()
+        output = process.stdout.read()
     assert process.returncode == 0
-    assert said == b"ready\n"
+    assert output == b"ready\n"
     assert (tmp_path / "marker").exists()
     made = sorted(path.name for path in tmp_path.rglob("*.cubin"))
     assert made == ["_norms_kernel.cubin", "_squares_kernel.cubin"]
@@ -229,7 +229,7 @@ def test_child_when_it_is_asked_then_leaves_binaries_where_a_launch_looks_for_th
 
 
 @pytest.mark.slow
-def test_child_when_whoever_asked_is_gone_then_ends_with_its_workers(tmp_path):
+def test_child_when_its_parent_is_gone_then_ends_with_its_workers(tmp_path):
     """A run that is killed leaves no compiler at work."""
     with run_here("hang", tmp_path) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -268,7 +268,7 @@ def main(mode: str) -> None:
 
 
 def launch_two() -> None:
-    """Launches the optimizer's kernels as a step does, up to where a GPU would be asked."""
+    """Launches the optimizer's kernels as a step does, up to where a GPU would be needed."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 

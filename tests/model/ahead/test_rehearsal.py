@@ -136,7 +136,7 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
     # With `offload` nothing is captured, and there is nothing to move either; nor is what no graph can hold.
     backbone.use_kernels("fused", Memory(case.get("recompute", "none"), offload=count == 1))
     sample = Sample(np.arange(5), np.array([False, True, True, True, True]))
-    optimizers, placed, looked_at = [], [], []
+    optimizers, trained, evaluated_samples = [], [], []
     method = case.get("method", "lora")
     for rank, dropout in jobs:
         spec = adapter_spec(method, rank, dropout)
@@ -147,14 +147,14 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
         adapter._take({name: group.params.to(meta) for name, group in adapter.groups.items()})
         slot = backbone.attach(adapter)
         optimizers.append(AdamW(adapter, JobSpec(name="a", train_data="a.jsonl", adapter=spec)))
-        placed.append(SlotSample(sample, slot, dropout_key=1))
-        looked_at.append(SlotSample(sample, slot))
+        trained.append(SlotSample(sample, slot, dropout_key=1))
+        evaluated_samples.append(SlotSample(sample, slot))
     tile = backbone.path.row_tile(sample.length * len(jobs))
-    running = backbone.launch(pack_samples(placed, tile, meta), tile)
+    running = backbone.launch(pack_samples(trained, tile, meta), tile)
     finite_J = running.finite(range(len(jobs)), len(jobs))
-    evaluated = pack_samples(looked_at, tile, meta)
+    evaluated = pack_samples(evaluated_samples, tile, meta)
     backbone.path.look(evaluated, tile)
-    # A captured graph holds the way back too, whoever takes it.
+    # A captured graph includes the backward pass, whether or not it is run.
     backbone.launch(evaluated, tile)
     for optimizer in optimizers:
         optimizer.adapter.complete_gradients()
@@ -163,7 +163,7 @@ def real_run(model: Any, jobs: tuple[tuple[int, float], ...], case: dict[str, An
 
 
 def adapter_spec(method: str, rank: int, dropout: float = 0.0) -> Any:
-    """Of a method, as wide as said."""
+    """A method's settings with a given rank or width."""
     from weft.spec import AdapterSpec
 
     names = {"bottleneck": "bottleneck_size", "vera": "vera_rank"}

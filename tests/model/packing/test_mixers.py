@@ -47,9 +47,9 @@ def test_adapter_when_its_neighbour_is_nan_then_keeps_its_losses_and_gradients(n
         mine.zero_grad()
         ours = [SlotSample(s, slots[0], 0.1) for s in own]
         theirs = [SlotSample(s, slots[1], 0.1) for s in others]
-        placed = [theirs[0], *ours[:2], theirs[1], ours[2]] if beside else ours
-        losses = backbone.forward_backward(pack_samples(placed, 128, backbone.device), 128)
-        kept = [loss for item, loss in zip(placed, losses, strict=True) if item.slot == slots[0]]
+        slot_samples = [theirs[0], *ours[:2], theirs[1], ours[2]] if beside else ours
+        losses = backbone.forward_backward(pack_samples(slot_samples, 128, backbone.device), 128)
+        kept = [loss for item, loss in zip(slot_samples, losses, strict=True) if item.slot == slots[0]]
         return kept, [group.grad.clone() for group in mine.groups.values()]
 
     alone, clean = run(beside=False), run(beside=True)
@@ -116,8 +116,8 @@ for name in {KINDS}:
 def losses_and_gradients(name: str) -> tuple[list[float], list[float]]:
     """Losses of one microbatch, and some numbers of its gradients."""
     backbone, adapters, slots = with_two_adapters(name)
-    placed = [SlotSample(s, slot, 0.1) for s, slot in zip(drawn(9, 66), slots, strict=True)]
-    losses = backbone.forward_backward(pack_samples(placed, 128, backbone.device), 128)
+    slot_samples = [SlotSample(s, slot, 0.1) for s, slot in zip(drawn(9, 66), slots, strict=True)]
+    losses = backbone.forward_backward(pack_samples(slot_samples, 128, backbone.device), 128)
     return losses, [float(group.grad[7]) for adapter in adapters for group in adapter.groups.values()]
 
 

@@ -73,7 +73,7 @@ def test_words_when_they_have_tags_then_the_first_token_of_each_has_its_class(tm
 
 
 @pytest.mark.parametrize(
-    ("objective", "row", "says"),
+    ("objective", "row", "message"),
     [
         ("classification", {"text": "a"}, "label is missing."),
         ("classification", {"label": "pos"}, "text is missing."),
@@ -84,11 +84,11 @@ def test_words_when_they_have_tags_then_the_first_token_of_each_has_its_class(tm
         ("token_classification", {"tokens": ["a"], "ner_tags": "O"}, "ner_tags is 'O'; expected a list with one item"),
     ],
 )
-def test_row_when_it_is_wrong_then_one_sentence_names_its_line(tmp_path, objective, row, says):
+def test_row_when_it_is_wrong_then_one_sentence_names_its_line(tmp_path, objective, row, message):
     with pytest.raises(DataError) as refused:
         load(tmp_path, [*(TEXTS if objective == "classification" else WORDS), row], objective)
     number = 4 if objective == "classification" else 3
-    assert str(refused.value).startswith(f"rows.jsonl line {number}: {says}")
+    assert str(refused.value).startswith(f"rows.jsonl line {number}: {message}")
 
 
 def test_label_when_the_job_names_others_then_is_refused_with_what_was_meant(tmp_path):
@@ -108,7 +108,7 @@ def test_labels_when_there_is_only_one_then_job_and_data_are_refused(tmp_path):
 def test_f1_when_classes_are_unevenly_right_then_is_the_mean_over_those_that_occur():
     """Class 0 has one hit, one miss and one false alarm, class 1 a hit and a false alarm, class 2 only a miss."""
     objective, tally = Classification(("a", "b", "c", "d")), MetricTotals()
-    for right, said in ((0, 0), (0, 1), (1, 1), (2, 0)):
-        tally.add(objective.score(right, 0.5, [said]))
+    for right, predicted in ((0, 0), (0, 1), (1, 1), (2, 0)):
+        tally.add(objective.score(right, 0.5, [predicted]))
     means = tally.means()
     assert means.further == {"accuracy": 0.5, "f1": pytest.approx((2 / 4 + 2 / 3 + 0) / 3)}

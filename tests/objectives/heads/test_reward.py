@@ -1,4 +1,4 @@
-"""Rewards: pairs with a margin, told by the names that pairs have."""
+"""Rewards: pairs with a margin, recognised by the names that pairs have."""
 
 import pytest
 

@@ -40,16 +40,16 @@ def test_loss_when_compared_with_the_formula_then_it_and_its_slopes_are_equal(ob
     losses_G = expected(objective, logprobs_N, references_N)
     losses_G.sum().backward()
     with torch.no_grad():
-        judged = objective.likelihood_loss(Groups(logprobs_N, references_N, LENGTHS, 2))
-    torch.testing.assert_close(judged.losses_G, losses_G.detach())
-    torch.testing.assert_close(judged.weights_N, -logprobs_N.grad)
+        loss = objective.likelihood_loss(Groups(logprobs_N, references_N, LENGTHS, 2))
+    torch.testing.assert_close(loss.losses_G, losses_G.detach())
+    torch.testing.assert_close(loss.weights_N, -logprobs_N.grad)
 
 
 def test_metrics_when_the_chosen_answer_gains_more_then_the_pair_is_right():
     logprobs_N = torch.tensor([-1.0, -3.0, -2.0, -2.0])
     references_N = torch.tensor([-2.0, -2.0, -1.0, -3.0])
-    judged = Dpo(0.5).likelihood_loss(Groups(logprobs_N, references_N, torch.tensor([1, 1, 1, 1]), 2))
-    found = {name: values.tolist() for name, values in judged.metrics.items()}
+    loss = Dpo(0.5).likelihood_loss(Groups(logprobs_N, references_N, torch.tensor([1, 1, 1, 1]), 2))
+    found = {name: values.tolist() for name, values in loss.metrics.items()}
     assert found == {
         "rewards/chosen": [0.5, -0.5],
         "rewards/rejected": [-0.5, 0.5],
@@ -60,6 +60,6 @@ def test_metrics_when_the_chosen_answer_gains_more_then_the_pair_is_right():
 
 def test_loss_when_margins_are_huge_then_stays_a_number():
     logprobs_N = torch.tensor([0.0, -1e4, -1e4, 0.0])
-    judged = Dpo(1.0).likelihood_loss(Groups(logprobs_N, torch.zeros(4), torch.tensor([1, 1, 1, 1]), 2))
-    assert judged.losses_G.tolist() == [0.0, 1e4]
-    assert torch.isfinite(judged.weights_N).all()
+    loss = Dpo(1.0).likelihood_loss(Groups(logprobs_N, torch.zeros(4), torch.tensor([1, 1, 1, 1]), 2))
+    assert loss.losses_G.tolist() == [0.0, 1e4]
+    assert torch.isfinite(loss.weights_N).all()

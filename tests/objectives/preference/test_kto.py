@@ -41,7 +41,7 @@ def test_rows_when_they_are_pairs_then_each_becomes_a_good_and_a_bad_answer(tmp_
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ({"prompt": "a", "completion": "b"}, "has no label; objective kto needs true or false for each answer."),
         ({**GOOD, "label": "maybe"}, "label is 'maybe'; expected true or false."),
@@ -49,10 +49,10 @@ def test_rows_when_they_are_pairs_then_each_becomes_a_good_and_a_bad_answer(tmp_
         ({"prompt": "a", "chosen": "b"}, "has chosen and no rejected."),
     ],
 )
-def test_row_when_its_label_is_missing_or_odd_then_one_sentence_names_its_line(tmp_path, row, says):
+def test_row_when_its_label_is_missing_or_odd_then_one_sentence_names_its_line(tmp_path, row, message):
     with pytest.raises(DataError) as refused:
         load(tmp_path, [GOOD, row], objective="kto")
-    assert str(refused.value) == f"rows.jsonl line 2: {says}"
+    assert str(refused.value) == f"rows.jsonl line 2: {message}"
 
 
 def test_job_when_every_label_is_the_same_then_is_refused(tmp_path):
@@ -103,7 +103,7 @@ def test_loss_when_compared_with_the_formula_then_it_and_its_slopes_are_equal():
     logprobs_N, references_N = -torch.rand(2, 14, generator=generator) * 3
     logprobs_N.requires_grad_()
     labels_GM = torch.tensor([[1.0, math.nan], [0.0, math.nan], [0.0, math.nan]])
-    judged = objective.likelihood_loss(Groups(logprobs_N, references_N, lengths_S, 2, labels_GM))
+    loss = objective.likelihood_loss(Groups(logprobs_N, references_N, lengths_S, 2, labels_GM))
     gains = [piece.sum() for piece in (logprobs_N - references_N).split(lengths_S.tolist())]
     expected = []
     for own, other, label in zip(gains[::2], gains[1::2], (1, 0, 0), strict=True):
@@ -111,7 +111,7 @@ def test_loss_when_compared_with_the_formula_then_it_and_its_slopes_are_equal():
         expected.append(
             1.5 * (1 - torch.sigmoid(0.3 * (own - kl))) if label else 0.5 * (1 - torch.sigmoid(0.3 * (kl - own)))
         )
-    torch.testing.assert_close(judged.losses_G, torch.stack(expected))
+    torch.testing.assert_close(loss.losses_G, torch.stack(expected))
     slopes = torch.autograd.grad(torch.stack(expected).sum(), logprobs_N)[0]
-    torch.testing.assert_close(judged.weights_N.detach(), -slopes)
-    assert judged.metrics["rewards/chosen"].isnan().tolist() == [False, True, True]
+    torch.testing.assert_close(loss.weights_N.detach(), -slopes)
+    assert loss.metrics["rewards/chosen"].isnan().tolist() == [False, True, True]

@@ -12,7 +12,7 @@ from weft.errors import DataError
 from weft.model.source import load_tokenizer
 from weft.objectives.pairs import is_preference, read_preference
 
-ASK, GOOD, BAD = (
+QUESTION, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "g"), ("assistant", "b"))
 )
 FIRST = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -23,18 +23,24 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[Any, Any, Any]]] = {
     "alpaca": ({"instruction": "q", "input": "i", "chosen": "g", "rejected": "b"}, ("q\n\ni", "g", "b")),
     "system": (
         {"system": "s", "question": "q", "chosen": "g", "rejected": "b"},
-        ([{"role": "system", "content": "s"}, ASK], "g", "b"),
+        ([{"role": "system", "content": "s"}, QUESTION], "g", "b"),
     ),
-    "messages": ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, ([ASK], [GOOD], [BAD])),
-    "whole chats": ({"chosen": [*FIRST, ASK, GOOD], "rejected": [*FIRST, ASK, BAD]}, ([*FIRST, ASK], [GOOD], [BAD])),
-    "ultrafeedback": ({"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ([ASK], [GOOD], [BAD])),
+    "messages": ({"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}, ([QUESTION], [GOOD], [BAD])),
+    "whole chats": (
+        {"chosen": [*FIRST, QUESTION, GOOD], "rejected": [*FIRST, QUESTION, BAD]},
+        ([*FIRST, QUESTION], [GOOD], [BAD]),
+    ),
+    "ultrafeedback": (
+        {"prompt": "q", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+        ([QUESTION], [GOOD], [BAD]),
+    ),
     "hh": (
         {"chosen": "\n\nHuman: q\n\nAssistant: g", "rejected": "\n\nHuman: q\n\nAssistant: b"},
-        ([ASK], [GOOD], [BAD]),
+        ([QUESTION], [GOOD], [BAD]),
     ),
     "openai": (
-        {"input": {"messages": [ASK], "tools": TOOLS}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
-        ([ASK], [GOOD], [BAD]),
+        {"input": {"messages": [QUESTION], "tools": TOOLS}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
+        ([QUESTION], [GOOD], [BAD]),
     ),
     "sharegpt": (
         {
@@ -42,7 +48,7 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[Any, Any, Any]]] = {
             "chosen": {"from": "gpt", "value": "g"},
             "rejected": {"from": "gpt", "value": "b"},
         },
-        ([ASK], [GOOD], [BAD]),
+        ([QUESTION], [GOOD], [BAD]),
     ),
 }
 
@@ -59,23 +65,23 @@ def test_row_when_in_a_known_form_then_both_answers_share_its_prompt(form):
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
         ({"prompt": "q", "chosen": "g"}, "has chosen and no rejected."),
         ({"prompt": "q", "rejected": "b", "chosen": ""}, "has rejected and no chosen."),
         ({"prompt": "q", "completion": "g"}, "has no preference: chosen and rejected are missing."),
         ({"prompt": "q", "chosen": "g", "rejected": "g"}, "chosen and rejected are the same answer."),
-        ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, "chosen and rejected are the same answer."),
+        ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION, GOOD]}, "chosen and rejected are the same answer."),
         ({"prompt": "q", "chosen": "g", "rejected": [BAD]}, "chosen is 'g' and rejected a list"),
         ({"chosen": "g", "rejected": "b"}, "has no prompt to chosen and rejected."),
-        ({"chosen": [ASK, GOOD], "rejected": [*FIRST, BAD]}, "chosen and rejected do not answer the same prompt"),
+        ({"chosen": [QUESTION, GOOD], "rejected": [*FIRST, BAD]}, "chosen and rejected do not answer the same prompt"),
         ({"input": {}, "preferred_output": [GOOD], "non_preferred_output": [BAD]}, "input.messages is missing."),
     ],
 )
-def test_row_when_it_is_no_pair_then_one_sentence_says_why(values, says):
+def test_row_when_it_is_no_pair_then_refused_with_the_reason(values, message):
     with pytest.raises(DataError) as error:
         read_preference(values, "p.jsonl line 1")
-    assert str(error.value).startswith(f"p.jsonl line 1: {says}")
+    assert str(error.value).startswith(f"p.jsonl line 1: {message}")
 
 
 def test_pair_when_it_has_an_image_then_is_refused_by_line(tmp_path):
@@ -95,5 +101,5 @@ def test_summary_when_rows_are_pairs_then_counts_pairs_and_names_the_objective_a
         data = load_dataset(
             ["pairs.jsonl"], load_tokenizer("tiny"), objective=objective, max_length=200, base_dir=tmp_path
         )
-        told = data.summary.describe()
-        assert told.startswith("pairs.jsonl: 3 pairs (") and told.endswith(f"; {note}")
+        description = data.summary.describe()
+        assert description.startswith("pairs.jsonl: 3 pairs (") and description.endswith(f"; {note}")

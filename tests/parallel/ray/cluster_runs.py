@@ -12,7 +12,7 @@ from weft.engine.events import Event
 from weft.engine.train import execute_run, load_engine, prepare_run
 from weft.job_state import JobState
 from weft.parallel.replicas.hosts import ReplicaHosts, rank_order
-from weft.parallel.replicas.load import load_replicated
+from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import AdapterSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 
@@ -50,28 +50,28 @@ def train(
     spec: RunSpec,
     data: Path,
     out: Path,
-    places: ReplicaHosts | None = None,
+    hosts: ReplicaHosts | None = None,
     on_event: Callable[[Any, Event], None] = lambda engine, event: None,
     *,
     resume: bool = False,
 ) -> tuple[dict[str, JobState], list[Event]]:
-    """Trains in those places, or in this process; how each job ended, and what happened."""
+    """Trains on those hosts, or in this process; how each job ended, and what happened."""
 
     def over_replicas(spec: RunSpec, jobs: Any, wall: Any) -> Any:
-        assert places is not None
-        return load_replicated(spec, places.start(rank_order(spec, jobs)), clock=CLOCK, wall=wall)
+        assert hosts is not None
+        return ReplicatedEngine.load(spec, hosts.start(rank_order(spec, jobs)), clock=CLOCK, wall=wall)
 
     events: list[Event] = []
-    opener = load_engine if places is None else over_replicas
+    opener = load_engine if hosts is None else over_replicas
     run = prepare_run(spec, base_dir=data, clock=CLOCK, open_engine=opener)
 
-    def hear(event: Event) -> None:
+    def on_rank_event(event: Event) -> None:
         events.append(event)
         on_event(run.engine, event)
 
     try:
         with RunDirectory.open(out, resume=resume) as directory:
-            states = execute_run(run, directory, on_event=hear)
+            states = execute_run(run, directory, on_event=on_rank_event)
     finally:
         run.engine.close()
     return states, events

@@ -1,4 +1,4 @@
-"""What the page about Ray tells people to write and to deploy works as written."""
+"""What the page about Ray has readers write and deploy works as written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_command(line: str) -> None:
     assert {word for word in words if word.startswith("--")} <= known
 
 
-def test_kuberay_recipe_then_asks_for_as_many_replicas_as_it_starts_gpus():
+def test_kuberay_recipe_then_requests_as_many_replicas_as_it_starts_gpus():
     spec = recipe("weft-rayjob.yaml")["spec"]
     check_command(spec["entrypoint"])
     (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
@@ -59,7 +59,7 @@ def test_skypilot_recipe_then_its_script_is_bash_and_its_command_fits_its_machin
 
 @pytest.fixture
 def ray_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A program's own Ray, small and quiet, whatever it asks for."""
+    """A program's own Ray, small and quiet, whatever it requests."""
     ray = need_ray()
     init, settings = (
         ray.init,

@@ -1,4 +1,4 @@
-"""An actor passes on what a controller says in its order, and keeps what the rank tells until it is asked."""
+"""An actor passes on a controller's commands in order, and keeps the rank's reports until they are requested."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def actor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Rank
     return start
 
 
-def told(actor: RankActor) -> tuple[list[Report], str]:
-    """All that a rank tells until its end, and that."""
+def all_reports(actor: RankActor) -> tuple[list[Report], str]:
+    """All reports of a rank until its end, and that."""
     reports: list[Report] = []
     while True:
         batch = actor.next_reports()
@@ -43,30 +43,30 @@ def told(actor: RankActor) -> tuple[list[Report], str]:
 
 
 def echo(connection: Any) -> None:
-    """A rank that tells which jobs it is to cancel."""
+    """A rank that reports which jobs it is to cancel."""
     command: Command = connection.recv()
     while not isinstance(command, EndRank):
         connection.send(JobReleased(command.job, 0))
         command = connection.recv()
 
 
-def test_commands_when_calls_arrive_in_another_order_then_are_obeyed_in_theirs(actor):
+def test_commands_when_calls_arrive_in_another_order_then_are_applied_in_their_own(actor):
     """Ray runs several calls of an actor at a time."""
     serving = actor(echo)
     for number in (2, 0, 3, 1):
         serving.apply(number, EndRank() if number == 3 else CancelJob(f"job{number}"))
-    reports, ending = told(serving)
+    reports, ending = all_reports(serving)
     assert [report.job for report in reports] == ["job0", "job1", "job2"]
     assert ending == "ended"
 
 
-def test_rank_when_it_fails_then_all_it_told_comes_first_and_then_how(actor):
+def test_rank_when_it_fails_then_all_it_reported_comes_first_and_then_how(actor):
     def fail(connection: Any) -> None:
         for number in range(100):
             connection.send(JobReleased(f"job{number}", 0))
         raise ValueError("no such thing")
 
-    reports, ending = told(actor(fail))
+    reports, ending = all_reports(actor(fail))
     assert len(reports) == 100
     assert ending == "ended with ValueError: no such thing"
 
@@ -80,7 +80,7 @@ def test_environment_when_the_controller_has_no_such_variable_then_the_actor_has
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-def test_rank_when_nobody_asks_for_long_then_its_process_ends(actor, monkeypatch):
+def test_rank_when_no_request_comes_for_long_then_its_process_ends(actor, monkeypatch):
     """Its controller is gone, and another one may go on with the run."""
     ended: list[int] = []
     now_s = iter([0.0, 10.0, 59.0, 61.0])
@@ -128,7 +128,7 @@ def test_calls_of_an_actor_when_made_then_are_methods_that_it_has(callers: tuple
     assert called <= methods
 
 
-def test_reader_when_it_fails_then_the_controller_hears_that_the_rank_is_gone():
+def test_reader_when_it_fails_then_the_controller_learns_that_the_rank_is_gone():
     """Else it would wait for the next report for ever."""
     from weft.parallel.ray.ray_ranks import RayRank, RayRanks
 
@@ -143,6 +143,6 @@ def test_reader_when_it_fails_then_the_controller_hears_that_the_rank_is_gone():
 
 
 class NotStarted:
-    """A thread that somebody else runs."""
+    """A thread that another program runs."""
 
     def start(self) -> None: ...

@@ -46,16 +46,16 @@ def at_step(number: int, act: Callable[[Any], None]) -> Callable[[Any, Event], N
     """Does something once, when so many steps are taken."""
     seen = Counter[str]()
 
-    def hear(engine: Any, event: Event) -> None:
+    def on_event(engine: Any, event: Event) -> None:
         seen["steps"] += isinstance(event, StepDone)
         if seen["steps"] == number and not seen["acted"]:
             seen["acted"] += 1
             act(engine)
 
-    return hear
+    return on_event
 
 
-def test_run_through_a_client_when_an_actor_dies_and_then_the_cluster_then_is_whole_or_says_so(
+def test_run_through_a_client_when_an_actor_dies_and_then_the_cluster_then_is_whole_or_reports_it(
     cluster, tmp_path, monkeypatch
 ):
     """An actor costs nothing but steps; without a cluster the run ends, and goes on anywhere."""
@@ -68,16 +68,16 @@ def test_run_through_a_client_when_an_actor_dies_and_then_the_cluster_then_is_wh
     def kill_actor(engine: Any) -> None:
         os.kill(next(iter(engine._ranks)).process.pid, signal.SIGKILL)
 
-    places = find_hosts(address, 2, SPEC.backbone)
-    states, events = train(SPEC, tmp_path, tmp_path / "far", places, at_step(18, kill_actor))
+    hosts = find_hosts(address, 2, SPEC.backbone)
+    states, events = train(SPEC, tmp_path, tmp_path / "far", hosts, at_step(18, kill_actor))
     assert set(states.values()) == {"succeeded"}
     assert Counter(event.job for event in events if isinstance(event, JobEnded)) == Counter(list(states))
     assert [event.message for event in events if isinstance(event, JobWarning)]
     assert bytes_of(tmp_path / "far", SPEC) == expected
 
-    places = find_hosts(address, 2, SPEC.backbone)
+    hosts = find_hosts(address, 2, SPEC.backbone)
     with pytest.raises(JobError, match=r"no replica is left: .* the cluster does not answer any more\. Every job goes"):
-        train(SPEC, tmp_path, tmp_path / "lost", places, at_step(18, lambda engine: process.kill()))
+        train(SPEC, tmp_path, tmp_path / "lost", hosts, at_step(18, lambda engine: process.kill()))
     states, _ = train(SPEC, tmp_path, tmp_path / "lost", resume=True)
     assert set(states.values()) <= {"succeeded"}
     assert bytes_of(tmp_path / "lost", SPEC) == expected

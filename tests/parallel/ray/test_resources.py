@@ -11,7 +11,7 @@ from weft.parallel.ray.connect import ReplicaRequest, alive_nodes, replica_reque
 
 
 def node(cpus: float = 4, gpus: float = 0, kind: str | None = None, alive: bool = True) -> dict[str, Any]:
-    """A node as `ray.nodes` tells of it."""
+    """A node as `ray.nodes` describes it."""
     resources = {"CPU": cpus, "memory": 1e9} | ({"GPU": gpus} if gpus else {})
     resources |= {f"accelerator_type:{kind}": 1.0} if kind else {}
     return {"Alive": alive, "NodeManagerAddress": "10.0.0.1", "Resources": resources}
@@ -41,7 +41,7 @@ def test_request_when_a_type_is_chosen_then_counts_and_takes_only_that():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "settings", "said"),
+    ("nodes", "settings", "sentence"),
     [
         ([node(gpus=1)], {"number": 2}, "--replicas: got 2; the cluster has 1 GPU."),
         ([node(cpus=2)], {"number": 3}, "--replicas: got 3; the cluster has 2 CPUs."),
@@ -72,7 +72,7 @@ def test_request_when_a_type_is_chosen_then_counts_and_takes_only_that():
         ),
     ],
 )
-def test_request_when_the_cluster_cannot_do_it_then_one_sentence_says_what_there_is(nodes, settings, said):
+def test_request_when_the_cluster_cannot_do_it_then_one_sentence_names_what_there_is(nodes, settings, sentence):
     with pytest.raises(ConfigError) as refused:
         request(*nodes, **settings)
-    assert str(refused.value) == said
+    assert str(refused.value) == sentence

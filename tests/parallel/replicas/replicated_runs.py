@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,12 @@ from weft.store.run_dir import RunDirectory
 TIMES = ("time", "eval_runtime")
 WORDS = ["warp", "Weft", "loom", "Yarn", "shed", "Reed", "heddle", "Shuttle", "selvage", "Twill"]
 TASKS: dict[str, Callable[[str], str]] = {"upper": str.upper, "lower": str.lower, "double": lambda word: word * 2}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def write_data(folder: Path) -> None:
@@ -102,11 +109,11 @@ def train(
         done = plan_resume(spec, directory).done if resume else frozenset()
         with opened(spec, data, num_ranks, done=done, **options) as (run, _):
 
-            def hear(event: Event) -> None:
+            def observe(event: Event) -> None:
                 events.append(event)
                 on_event(run.engine, event)  # type: ignore[arg-type]
 
-            states = execute_run(run, directory, on_event=hear)
+            states = execute_run(run, directory, on_event=observe)
     return states, events
 
 

@@ -6,12 +6,11 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor as Workers
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+from named_layouts import AtOnce, Names
 from replicated_runs import files_of, run_spec, write_data
 from replicated_runs import train as train_alone
 from thread_ranks import ThreadRanks
@@ -19,7 +18,6 @@ from thread_ranks import ThreadRanks
 from weft.engine.events import Event, LayoutDecided, StepDone
 from weft.engine.resume import plan_resume
 from weft.engine.train import execute_run, prepare_run
-from weft.errors import PlanError
 from weft.model.source import load_tokenizer
 from weft.parallel.replicas.following_engine import FollowingEngine, LayoutKeeper
 from weft.parallel.replicas.hosts import rank_order
@@ -37,34 +35,6 @@ JOBS = ("urgent", "dropout", "rare", "stops")
 """In the order in which they may end."""
 
 
-class AtOnce(Workers):
-    """Runs what it is given when it is given it, so that no test depends on a clock."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            done.set_exception(error)
-        return done
-
-
-class Names:
-    """A forecaster that names one layout for each number of jobs; all of them save as much."""
-
-    def __init__(self, layouts: dict[int, str], saved_s: float = 1e9, step_s: float = 1.0) -> None:
-        self.layouts, self.saved_s, self.step_s = layouts, saved_s, step_s
-        self.asked: list[tuple[list[RemainingJob], str]] = []
-
-    def __call__(self, jobs: Sequence[RemainingJob], now: Layout) -> LayoutForecast:
-        self.asked.append((list(jobs), str(now)))
-        if len(jobs) not in self.layouts:
-            raise PlanError("no layout is known.")
-        planned = Prediction(parse_layout(self.layouts[len(jobs)]), self.step_s, 1.0)
-        tokens = sum(job.step_tokens for job in jobs)
-        return LayoutForecast(Prediction(now, self.step_s, 1.0 + self.saved_s), planned, tokens, 64)
-
-
 @dataclasses.dataclass
 class Followed:
     """A run over ranks of one device each whose number follows the jobs, and what happened in it."""
@@ -75,7 +45,7 @@ class Followed:
     engine: FollowingEngine | None = None
     num_opened: int = 0
     fails: Callable[[int], bool] = lambda number: False
-    """Whether the ranks that are opened as the n-th cannot be had."""
+    """Whether the ranks that are opened as the n-th fail to open."""
 
     def train(self, data: Path, out: Path, first: str, planned_for: Sequence[str] = JOBS) -> None:
         """Trains into a directory, or goes on with the run there."""
@@ -145,14 +115,14 @@ def test_run_when_jobs_end_then_moves_from_layout_to_layout_and_keeps_every_bit(
     assert_same(tmp_path / "out", alone)
     assert [event.layout for event in run.decided if event.has_moved] == ["stages:1", "spread:3"]
     assert "saves about" in run.decided[0].text and "moving takes" in run.decided[0].text
-    assert run.forecast.asked[1][1] == "spread:2" and len(run.forecast.asked[1][0]) == 3
+    assert run.forecast.requests[1][1] == "spread:2" and len(run.forecast.requests[1][0]) == 3
     spans = json.loads((tmp_path / "out/timeline.json").read_text())["traceEvents"]
     assert [span["args"]["layout"] for span in spans if span["name"] == "move"] == ["stages:1", "spread:3"]
     assert {span["pid"] for span in spans if span["name"] == "forward_backward"} >= {1, 2}
     assert read_run(tmp_path / "out").layout == "spread:2, then one device, then spread:3"
 
 
-def test_run_when_a_move_does_not_pay_then_it_is_kept_and_said_once_for_each_change(data, alone, tmp_path):
+def test_run_when_a_move_does_not_pay_then_it_stays_and_reports_it_once_for_each_change(data, alone, tmp_path):
     """Meanwhile it is measured how much faster steps are than the days that were predicted."""
     named = {4: "stages:1", 3: "stages:1", 2: "spread:2", 1: "spread:2"}
     run = Followed(spec_of(), Names(named, saved_s=0.0, step_s=1e6))
@@ -172,14 +142,14 @@ def test_run_when_moving_would_have_paid_after_all_then_it_moves_without_another
 
     class Later(Names):
         def __call__(self, jobs: Sequence[RemainingJob], now: Layout) -> LayoutForecast:
-            self.saved_s = 0.0 if len(self.asked) < 2 else 1.0
+            self.saved_s = 0.0 if len(self.requests) < 2 else 1.0
             return super().__call__(jobs, now)
 
     run = Followed(spec_of(), Later(dict.fromkeys(range(1, 5), "stages:1")))
     run.train(data, tmp_path / "out", "spread:2")
     assert_same(tmp_path / "out", alone)
     assert [event.has_moved for event in run.decided][:2] == [False, True]
-    assert len(run.forecast.asked[2][0]) == len(run.forecast.asked[1][0]) == 3
+    assert len(run.forecast.requests[2][0]) == len(run.forecast.requests[1][0]) == 3
 
 
 def test_run_when_it_is_resumed_without_some_jobs_then_that_is_a_change(data, tmp_path):
@@ -215,7 +185,7 @@ def test_run_when_the_new_replicas_fail_then_it_goes_on_in_the_old_layout_and_lo
     assert run.engine.time_split.seconds(Activity.LOADING) > 0
 
 
-def test_run_when_planning_raises_then_it_says_so_and_trains_on(data, alone, tmp_path):
+def test_run_when_planning_raises_then_it_is_reported_and_trains_on(data, alone, tmp_path):
     run = Followed(spec_of(), Names({}))
     run.train(data, tmp_path / "out", "spread:2")
     assert_same(tmp_path / "out", alone)

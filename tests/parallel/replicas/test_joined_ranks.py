@@ -1,4 +1,4 @@
-"""Ranks that somebody else starts join a controller over the network, if they hold its key and there is a place."""
+"""Ranks that are started elsewhere join a controller over the network, if they hold its key and one is missing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replicated_runs import free_port
 
 from weft.parallel.replicas import connections
 from weft.parallel.replicas.connections import RankEnded, connect
@@ -24,12 +25,6 @@ from weft.store.run_dir import library_versions
 
 ORDER = RankOrder(BackboneSpec(base_model="tiny"), 96, 96, "auto", (AdapterSpec(),))
 PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture
@@ -46,7 +41,7 @@ def ranks(address: tuple[str, int]) -> Iterator[JoinedRanks]:
 
 @pytest.fixture
 def join(address: tuple[str, int]) -> Callable[..., Any]:
-    """Joins as a rank; returns its connection and what it was told first."""
+    """Joins as a rank; returns its connection and the first message it got."""
 
     def joined(key: str = "key", **versions: str) -> tuple[Any, Any]:
         connection = connect(address, key)
@@ -56,38 +51,38 @@ def join(address: tuple[str, int]) -> Callable[..., Any]:
     return joined
 
 
-def test_rank_when_it_joins_then_it_is_told_its_place_and_heard_until_it_is_gone(ranks, join):
+def test_rank_when_it_joins_then_it_gets_its_index_and_reports_until_it_is_gone(ranks, join):
     handle = ranks.start(0)
-    connection, told = join()
-    assert told == SetUp(0, ORDER)
+    connection, answer = join()
+    assert answer == SetUp(0, ORDER)
     connection.send(RankAlive())
     assert ranks.inbox.get(timeout=20) == (handle, RankAlive())
     connection.close()
     assert ranks.inbox.get(timeout=20) == (handle, RankEnded("on far has gone", is_accident=True))
 
 
-def test_rank_when_there_is_no_place_then_it_is_told_so_and_takes_the_next_that_is_free(ranks, join):
+def test_rank_when_none_is_missing_then_it_is_refused_and_may_take_the_next_free_index(ranks, join):
     ranks.start(0)
     first, _ = join()
-    _, told = join()
-    assert isinstance(told, RefuseRank) and "the run has all its ranks" in str(told.error)
+    _, answer = join()
+    assert isinstance(answer, RefuseRank) and "the run has all its ranks" in str(answer.error)
     first.close()
     ranks.inbox.get(timeout=20)
     ranks.start(0)
     assert join()[1] == SetUp(0, ORDER)
 
 
-def test_rank_when_its_versions_differ_then_both_sides_hear_which(ranks, join):
+def test_rank_when_its_versions_differ_then_both_sides_learn_which(ranks, join):
     handle = ranks.start(0)
-    _, told = join(torch="1.0")
-    says = r"rank 0: on far has torch 1\.0, the controller .*; results would differ in their last bits"
-    assert isinstance(told, RefuseRank) and re.search(says, str(told.error))
+    _, answer = join(torch="1.0")
+    problem = r"rank 0: on far has torch 1\.0, the controller .*; results would differ in their last bits"
+    assert isinstance(answer, RefuseRank) and re.search(problem, str(answer.error))
     rank, report = ranks.inbox.get(timeout=20)
-    assert rank is handle and isinstance(report, RankFailed) and str(report.error) == str(told.error)
+    assert rank is handle and isinstance(report, RankFailed) and str(report.error) == str(answer.error)
 
 
-def test_stranger_when_it_has_no_key_then_it_takes_no_place_and_others_still_join(ranks, address, join):
-    """Nor does one that connects and says nothing keep anybody out."""
+def test_stranger_when_it_has_no_key_then_it_is_not_let_in_and_others_still_join(ranks, address, join):
+    """Nor does one that connects and sends nothing keep others out."""
     ranks.start(0)
     with socket.create_connection(address) as silent:
         with pytest.raises(AuthenticationError):
@@ -96,7 +91,7 @@ def test_stranger_when_it_has_no_key_then_it_takes_no_place_and_others_still_joi
         assert silent.fileno() > 0
 
 
-def test_stranger_when_it_says_nothing_for_long_then_it_is_hung_up_on(ranks, address, monkeypatch):
+def test_stranger_when_it_sends_nothing_for_long_then_it_is_disconnected(ranks, address, monkeypatch):
     monkeypatch.setattr(connections, "HANDSHAKE_S", 0.0)
     with socket.create_connection(address) as silent:
         silent.settimeout(20)
@@ -115,13 +110,13 @@ def test_rank_when_the_controller_gives_it_up_then_its_connection_ends(ranks, jo
     assert ranks.inbox.get(timeout=20) == (handle, RankEnded("on far has gone", is_accident=True))
 
 
-def test_rank_when_nobody_joins_then_giving_it_up_says_so(ranks):
+def test_rank_when_none_joins_then_giving_it_up_reports_it(ranks):
     handle = ranks.start(0)
     ranks.kill(handle)
     assert ranks.inbox.get(timeout=20) == (handle, RankEnded("was not joined"))
 
 
-def test_close_when_ranks_have_joined_then_they_are_told_that_it_is_over(ranks, join, monkeypatch):
+def test_close_when_ranks_have_joined_then_they_are_sent_the_end(ranks, join, monkeypatch):
     monkeypatch.setattr("weft.parallel.replicas.hosts.END_S", 0.0)
     handle = ranks.start(0)
     connection, _ = join()
@@ -147,7 +142,7 @@ def recipe(mark: str) -> str:
     ],
 )
 def test_recipe_when_followed_then_ranks_join_and_every_job_is_trained(tmp_path, mark, program, stand_in):
-    """ssh and srun are stand-ins that start processes here; all else is as the page says."""
+    """ssh and srun are stand-ins that start processes here; all else is as on the page."""
     text = recipe(mark).replace("7070", str(free_port())).replace("jobs.yaml", "jobs.yaml defaults.max_steps=2")
     tools = tmp_path / "tools"
     tools.mkdir()

@@ -20,8 +20,8 @@ from benchmarks.processes import child_processes
 from weft.engine.events import Event, JobEnded, JobWarning, StepDone
 from weft.engine.train import execute_run, prepare_run
 from weft.parallel.replicas.hosts import RankPool, rank_order
-from weft.parallel.replicas.load import load_replicated
 from weft.parallel.replicas.rank_group import RankGroup
+from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.store.run_dir import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -45,9 +45,9 @@ def test_ranks_when_one_is_killed_and_one_is_stopped_then_both_are_replaced_and_
 
     def load(spec: Any, jobs: Any, wall: Any) -> Any:
         ranks = RankGroup(RankPool(rank_order(spec, jobs), [{}, {}]), 2, silent_s=10.0)
-        return load_replicated(spec, ranks, clock=datetime.datetime(2026, 1, 2), wall=wall)
+        return ReplicatedEngine.load(spec, ranks, clock=datetime.datetime(2026, 1, 2), wall=wall)
 
-    def hear(event: Event) -> None:
+    def on_event(event: Event) -> None:
         events.append(event)
         if isinstance(event, StepDone):
             steps["all"] += 1
@@ -59,13 +59,13 @@ def test_ranks_when_one_is_killed_and_one_is_stopped_then_both_are_replaced_and_
     run = prepare_run(run_spec(), base_dir=data, clock=datetime.datetime(2026, 1, 2), open_engine=load)
     try:
         with RunDirectory.open(tmp_path / "out", resume=False) as directory:
-            execute_run(run, directory, on_event=hear)
+            execute_run(run, directory, on_event=on_event)
     finally:
         run.engine.close()
     assert not pending
-    says = " ".join(event.message for event in events if isinstance(event, JobWarning))
-    assert "was ended by signal 9; its jobs go on" in says
-    assert "gave no sign of life for 10 s and was ended; its jobs go on" in says
+    warnings = " ".join(event.message for event in events if isinstance(event, JobWarning))
+    assert "was ended by signal 9; its jobs go on" in warnings
+    assert "gave no sign of life for 10 s and was ended; its jobs go on" in warnings
     assert Counter(event.job for event in events if isinstance(event, JobEnded)) == Counter(NAMES)
     for name in NAMES:
         assert files_of(tmp_path / "out", name) == files_of(tmp_path / "alone", name)
@@ -100,7 +100,7 @@ class Controller:
         self.lines: list[str] = []
 
     def read_until(self, mark: str) -> bool:
-        """Reads what it says up to a line with this mark; False if there is none."""
+        """Reads its output up to a line with this mark; False if there is none."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
@@ -109,7 +109,7 @@ class Controller:
         return False
 
     def finish(self) -> tuple[int, str]:
-        """Its exit code, and all it said."""
+        """Its exit code and its whole output."""
         self.read_until("\0")
         with self.process:
             return self.process.wait(), "".join(self.lines)
@@ -127,8 +127,8 @@ def test_controller_when_it_and_its_ranks_are_killed_then_a_resumed_run_ends_wit
     rng = random.Random(7)
     first = Controller(tmp_path, "out", "--replicas", "2")
     assert first.read_until("step ")
-    code, said = Controller(tmp_path, "out", "--resume", "--replicas", "2").finish()
-    assert code == 2 and "out: is in use by process" in said, said
+    code, output = Controller(tmp_path, "out", "--resume", "--replicas", "2").finish()
+    assert code == 2 and "out: is in use by process" in output, output
     os.kill(rng.choice(first.rank_pids), signal.SIGKILL)
     assert first.read_until("its jobs go on from their last checkpoints")
     assert first.read_until("step ")
@@ -136,8 +136,8 @@ def test_controller_when_it_and_its_ranks_are_killed_then_a_resumed_run_ends_wit
     first.process.kill()
     first.finish()
     # It waits for ranks that have not noticed yet, and they do soon.
-    code, said = Controller(tmp_path, "out", "--resume", "--replicas", "3").finish()
-    assert code == 0, said
+    code, output = Controller(tmp_path, "out", "--resume", "--replicas", "3").finish()
+    assert code == 0, output
     assert ranks and not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     for path in sorted((tmp_path / "alone").glob("*/adapter/adapter_model.safetensors")):
         assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "alone")).read_bytes()
@@ -153,18 +153,18 @@ def test_replicas_when_a_stage_of_one_is_killed_then_its_jobs_go_on_and_all_byte
     assert run.read_until("replicas  2, each in a process of its own") and run.read_until("step ")
     (stages,) = [found for rank in run.rank_pids if (found := child_processes(rank, ["weft-stage"]))]
     os.kill(stages[1], signal.SIGKILL)
-    code, said = run.finish()
-    assert code == 0 and "replica 1 failed: stage 1: was ended by signal 9" in said, said
+    code, output = run.finish()
+    assert code == 0 and "replica 1 failed: stage 1: was ended by signal 9" in output, output
     for path in sorted((tmp_path / "alone").glob("*/adapter/adapter_model.safetensors")):
         assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "alone")).read_bytes()
     assert '"stages:1+stages:2"' in (tmp_path / "out/run.json").read_text()
 
 
-def test_controller_when_it_is_asked_to_stop_then_saves_and_says_how_to_go_on(data, tmp_path):
+def test_controller_when_it_gets_a_stop_signal_then_saves_and_explains_how_to_go_on(data, tmp_path):
     (tmp_path / "jobs.yaml").write_text(JOBS.replace("upper.jsonl", str(data / "upper.jsonl")))
     run = Controller(tmp_path, "out", "--replicas", "2")
     assert run.read_until("step ")
     run.process.send_signal(signal.SIGINT)
-    code, said = run.finish()
-    assert code == 130 and "stopped; go on with: weft train jobs.yaml --out out --resume --replicas 2" in said, said
+    code, output = run.finish()
+    assert code == 130 and "stopped; go on with: weft train jobs.yaml --out out --resume --replicas 2" in output, output
     assert not list((tmp_path / "out").glob(".permit-*"))

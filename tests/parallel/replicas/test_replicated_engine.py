@@ -1,4 +1,4 @@
-"""Jobs over any number of ranks end with the bits of one engine, whoever trains where and whatever happens."""
+"""Jobs over any number of ranks end with the bits of one engine, wherever each trains and whatever happens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weft.plan.place import JobPlacement, Move
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.atomic import TEMP_PREFIX
 from weft.store.owner import Owner
-from weft.store.run_dir import RankDirectory, RunDirectory
+from weft.store.run_dir import RankDirectory, RunDirectory, RunFiles
 
 NAMES = [job.name for job in run_spec().jobs]
 DIVERGES = "diverges"
@@ -66,7 +66,7 @@ def assert_same(out: Path, expected: dict[str, Any], events: Sequence[Event]) ->
 
 
 def dealing(rng: random.Random) -> Callable[..., JobPlacement]:
-    """Deals all jobs out at random whenever it is asked, and now and then lets one wait."""
+    """Deals all jobs out at random at each call, and now and then lets one wait."""
 
     def decide(jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], weights: object) -> JobPlacement:
         ready = [str(rank.index) for rank in ranks if rank.ready is not None]
@@ -91,7 +91,7 @@ def dealing(rng: random.Random) -> Callable[..., JobPlacement]:
     return decide
 
 
-def ask_anew(engine: Any, event: Event) -> None:
+def reassign(engine: Any, event: Event) -> None:
     """Has the next look at who trains where happen at once."""
     if isinstance(event, StepDone | JobStarted | JobPreempted | JobWaiting):
         engine._is_stale = True
@@ -111,7 +111,7 @@ def test_run_when_over_any_number_of_ranks_then_leaves_the_files_of_one_engine(
         assert "urgent" in started[:2], "the higher priority comes first"
     assert (tmp_path / "out" / "timeline.json").exists() and not list((tmp_path / "out").glob(".timeline-*"))
     layout = "stages:1" if num_ranks == 1 else f"spread:{num_ranks}"
-    assert RunDirectory.record_of(tmp_path / "out").layouts == (layout,)
+    assert RunFiles(tmp_path / "out").read_run().layouts == (layout,)
 
 
 @pytest.mark.parametrize("seed", [1, slow(2)])
@@ -120,7 +120,7 @@ def test_run_when_jobs_are_dealt_out_at_random_all_the_time_then_changes_no_bit(
 ):
     """Moves, preemptions and waits at any step, with dropout, evaluations and early stopping."""
     monkeypatch.setattr(replicated_engine, "decide", dealing(random.Random(seed)))
-    states, events = train(run_spec(), data, tmp_path / "out", 3, ask_anew)
+    states, events = train(run_spec(), data, tmp_path / "out", 3, reassign)
     assert states == FINAL
     assert_same(tmp_path / "out", expected, events)
     assert sum(isinstance(event, JobStarted) and event.step > 0 for event in events) >= 8
@@ -134,7 +134,7 @@ def test_run_when_ranks_die_then_every_job_ends_once_with_the_same_bytes(data, e
     assert states == FINAL
     assert_same(tmp_path / "out", expected, events)
     died = [event.message for event in events if isinstance(event, JobWarning)]
-    assert any(says.startswith("replica ") and " vanished; " in says for says in died)
+    assert any(message.startswith("replica ") and " vanished; " in message for message in died)
 
 
 def test_run_when_ranks_die_in_the_middle_of_a_write_then_nothing_half_written_is_left(
@@ -167,7 +167,7 @@ def test_run_when_ranks_die_while_jobs_are_dealt_out_at_random_then_changes_no_b
     monkeypatch.setattr(rank_group, "MAX_RESTARTS", 50)
     monkeypatch.setattr(replicated_engine, "decide", dealing(rng))
     states, events = train(
-        run_spec(), data, tmp_path / "out", 3, ask_anew, life=lambda index: 60 + int(rng.expovariate(1 / 200))
+        run_spec(), data, tmp_path / "out", 3, reassign, life=lambda index: 60 + int(rng.expovariate(1 / 200))
     )
     assert states == FINAL
     assert_same(tmp_path / "out", expected, events)
@@ -197,7 +197,7 @@ def test_run_when_stopped_again_and_again_and_resumed_over_other_ranks_then_chan
 
 
 def fill_disk_once(monkeypatch: pytest.MonkeyPatch, is_due: Callable[[Path], bool]) -> None:
-    """The disk is full for the first file or directory that is to appear at such a path, whoever writes meanwhile."""
+    """The disk is full for the first file or directory that is to appear at such a path, in whichever thread."""
     failed: list[Path] = []
 
     def failing(operation: Callable[..., None]) -> Callable[..., None]:
@@ -215,10 +215,10 @@ def fill_disk_once(monkeypatch: pytest.MonkeyPatch, is_due: Callable[[Path], boo
 
 @pytest.mark.faults
 @pytest.mark.parametrize("file", ["checkpoint", "status"])
-def test_run_when_the_disk_is_full_for_one_job_then_the_others_go_on_in_its_place(
+def test_run_when_the_disk_is_full_for_one_job_then_the_others_take_its_seat(
     data, expected, tmp_path, monkeypatch, file
 ):
-    """There is one place on each rank, so whoever is paused must leave it."""
+    """There is one seat on each rank, so a paused job must leave it."""
     out = tmp_path / "out"
     saved = out / "dropout" / "checkpoints" / "step-00000003"
 
@@ -233,7 +233,7 @@ def test_run_when_the_disk_is_full_for_one_job_then_the_others_go_on_in_its_plac
 
 
 @pytest.mark.faults
-def test_run_when_a_job_that_is_to_move_cannot_be_saved_then_it_is_paused_and_nobody_waits_for_it(
+def test_run_when_a_job_that_is_to_move_cannot_be_saved_then_it_is_paused_and_nothing_waits_for_it(
     data, expected, tmp_path, monkeypatch
 ):
     """It keeps what it has in memory where it is; the others are placed as before."""
@@ -248,9 +248,9 @@ def test_run_when_a_job_that_is_to_move_cannot_be_saved_then_it_is_paused_and_no
     monkeypatch.setattr(replicated_engine, "decide", dealing(random.Random(3)))
     monkeypatch.setattr(JobTransitions, "pause", note_move)
     fill_disk_once(monkeypatch, lambda path: path.parent.name == "checkpoints" and path.parent.parent.name in moving)
-    states, events = train(run_spec(), data, tmp_path / "out", 2, ask_anew)
+    states, events = train(run_spec(), data, tmp_path / "out", 2, reassign)
     assert states == {**FINAL, moving[0]: "paused"}
-    _, more = train(run_spec(), data, tmp_path / "out", 3, ask_anew)
+    _, more = train(run_spec(), data, tmp_path / "out", 3, reassign)
     assert_same(tmp_path / "out", expected, [*events, *more])
 
 
@@ -301,7 +301,7 @@ def test_job_when_its_data_has_changed_since_it_was_checked_then_it_alone_fails(
         assert files_of(out, name) == expected[name], name
 
 
-def test_rank_when_its_device_fails_then_its_own_words_are_told_and_it_is_replaced(
+def test_rank_when_its_device_fails_then_its_own_words_are_reported_and_it_is_replaced(
     data, expected, tmp_path, monkeypatch
 ):
     broken: list[bool] = []
@@ -320,8 +320,8 @@ def test_rank_when_its_device_fails_then_its_own_words_are_told_and_it_is_replac
     states, events = train(run_spec(), data, tmp_path / "out", 2)
     assert states == FINAL
     assert_same(tmp_path / "out", expected, events)
-    (says,) = [event.message for event in events if isinstance(event, JobWarning)]
-    assert "fallen off the bus; its jobs go on from their last checkpoints" in says
+    (message,) = [event.message for event in events if isinstance(event, JobWarning)]
+    assert "fallen off the bus; its jobs go on from their last checkpoints" in message
 
 
 @pytest.mark.faults
@@ -346,12 +346,12 @@ def test_rank_when_it_gives_no_sign_of_life_then_it_is_ended_and_replaced_while_
 
 @pytest.mark.faults
 def test_run_when_ranks_die_as_soon_as_they_are_there_then_ends_with_a_sentence(data, tmp_path):
-    """Nobody waits for a rank that will never come."""
+    """No job waits for a rank that will never come."""
     with pytest.raises(JobError, match=r"no replica is left: the last one vanished\. Every job goes on"):
         train(run_spec(), data, tmp_path / "out", 2, life=lambda index: 2)
 
 
-def test_run_when_a_rank_does_not_see_the_run_directory_then_says_so_before_any_training(data, tmp_path, monkeypatch):
+def test_run_when_a_rank_does_not_see_the_run_directory_then_fails_before_any_training(data, tmp_path, monkeypatch):
     def elsewhere(path: Path, rank: int, owner: Owner, permit: Path) -> RankDirectory:
         return RankDirectory(tmp_path / "other" if rank == 1 else path, rank, owner, permit)
 

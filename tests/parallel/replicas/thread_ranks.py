@@ -75,7 +75,7 @@ class ThreadRank(RankHandle):
 
 
 class ThreadRanks:
-    """All ranks of a controller in one process; `life` says how long each that is started lives."""
+    """All ranks of a controller in one process; `life` gives how long each that is started lives."""
 
     def __init__(self, order: RankOrder, *, life: Callable[[int], int | None] = lambda index: None) -> None:
         self._order = order
@@ -102,7 +102,7 @@ class ThreadRanks:
             rank.send(EndRank())
         for rank in self.started:
             rank.thread.join(20)
-            assert not rank.thread.is_alive(), "a rank does not end when told so"
+            assert not rank.thread.is_alive(), "a rank does not end on request"
         assert not self.problems
 
     def _serve(self, handle: ThreadRank) -> None:

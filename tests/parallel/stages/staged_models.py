@@ -73,7 +73,7 @@ def odd_jobs() -> list[Job]:
     }
     found = [job_spec(name, adapter=adapter, **step) for name, adapter in adapters.items()]
     found += [job_spec(name, adapter={"r": 3}, **step, **own) for name, own in settings.items()]
-    return [(spec, random_data(place, num_samples=5)) for place, spec in enumerate(found)]
+    return [(spec, random_data(seed, num_samples=5)) for seed, spec in enumerate(found)]
 
 
 def objective_jobs() -> list[Job]:
@@ -89,11 +89,11 @@ def objective_jobs() -> list[Job]:
     ]
 
 
-def train_until(engine: Engine, place: Path, step: int, jobs: list[Job]) -> None:
+def train_until(engine: Engine, folder: Path, step: int, jobs: list[Job]) -> None:
     """Trains until all jobs have done so many steps, and saves them there."""
     submit(engine, *jobs)
-    is_new = not place.exists()
-    with RunDirectory.open(place, resume=not is_new) as directory:
+    is_new = not folder.exists()
+    with RunDirectory.open(folder, resume=not is_new) as directory:
         if is_new:
             directory.write_run(RunRecord(base_model="tiny", capacity=48))
         engine.keep_in(directory)
@@ -123,6 +123,6 @@ def shuffled(program: Program, rng: random.Random) -> Program:
     stages = [list(own) for own in program.stages]
     for _ in range(rng.randint(1, 2)):
         own = rng.choice(stages)
-        place = rng.randrange(len(own) - 1)
-        own[place], own[place + 1] = own[place + 1], own[place]
+        i = rng.randrange(len(own) - 1)
+        own[i], own[i + 1] = own[i + 1], own[i]
     return replace(program, stages=tuple(map(tuple, stages)))

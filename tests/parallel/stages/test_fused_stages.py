@@ -58,8 +58,8 @@ def other_methods() -> list[Job]:
     step = {"max_steps": 2, "max_grad_norm": 0.3}
     adapters: list[dict[str, Any]] = [{"method": "ia3"}, {"method": "bitfit"}, {"r": 3, "init_lora_weights": "olora"}]
     return [
-        (job_spec(f"other{place}", adapter=adapter, **step), random_data(place, num_samples=5))
-        for place, adapter in enumerate(adapters)
+        (job_spec(f"other{seed}", adapter=adapter, **step), random_data(seed, num_samples=5))
+        for seed, adapter in enumerate(adapters)
     ]
 
 
@@ -72,15 +72,15 @@ def test_methods_optimizers_and_objectives_when_cut_then_have_the_bits_of_one_pi
 
 
 @pytest.mark.parametrize(
-    ("adapter", "said"),
+    ("adapter", "message"),
     [
         ({"method": "diff_pruning", "density": 0.05, "mask": "l0"}, "diff_pruning with these settings has no kernels"),
         ({"method": "dora", "lora_dropout": 0.1}, "dora with lora_dropout has no kernels, .*; leave lora_dropout out"),
     ],
 )
-def test_method_when_it_has_no_kernels_then_refused_in_a_sentence(adapter, said):
+def test_method_when_it_has_no_kernels_then_refused_in_a_sentence(adapter, message):
     engine = fused_stages("llama", (1, 1), Schedule.ONE_F_ONE_B)
     spec = job_spec("job", adapter=adapter)
     assert not has_kernels(spec.adapter)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         engine.submit(spec, random_data(0))

@@ -1,4 +1,4 @@
-"""Jobs on devices that share every layer end on the fused path as one device's do there, by the kernels' twins."""
+"""Jobs on devices that share every layer end on the fused path as on one device, by the kernels' reference code."""
 
 from __future__ import annotations
 

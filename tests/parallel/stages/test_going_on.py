@@ -90,9 +90,9 @@ def test_checkpoints_when_jobs_are_further_already_then_are_of_their_step(tmp_pa
 
 
 def test_checkpoint_when_an_evaluation_comes_before_it_then_has_the_best_weights_of_that(tmp_path, monkeypatch):
-    """The copy behind a step is older than what the evaluation finds; nothing is ahead of it, so none is needed."""
-    judged = {"eval_data": 2, "eval_steps": 2, "early_stopping_patience": 3, "save_steps": 2, "save_total_limit": 9}
-    jobs = [(job_spec("judged", max_steps=4, **judged), random_data(3, num_eval=2)), short("b", 1, max_steps=4)]
+    """The copy after a step is older than what the evaluation finds; nothing is ahead of it, so none is needed."""
+    evaluated = {"eval_data": 2, "eval_steps": 2, "early_stopping_patience": 3, "save_steps": 2, "save_total_limit": 9}
+    jobs = [(job_spec("evaluated", max_steps=4, **evaluated), random_data(3, num_eval=2)), short("b", 1, max_steps=4)]
     train_until(Engine(random_backbone("llama", num_hidden_layers=3), capacity=48), tmp_path / "one", 4, jobs)
     train_until(Watched(monkeypatch).engine, tmp_path / "going", 4, jobs)
     assert_same_files(tmp_path / "one", tmp_path / "going", at_least=5)
@@ -107,7 +107,7 @@ def assert_same_files(one: Path, other: Path, at_least: int) -> None:
 
 def test_evaluation_when_due_then_nothing_is_appended_and_it_is_of_its_step(monkeypatch):
     early = {"eval_data": 2, "eval_steps": 1, "max_steps": 2, "early_stopping_patience": 2}
-    jobs = [(job_spec("judged", **early), random_data(3, num_eval=2)), short("b", 1, max_steps=7)]
+    jobs = [(job_spec("evaluated", **early), random_data(3, num_eval=2)), short("b", 1, max_steps=7)]
     watched = Watched(monkeypatch)
     submit(watched.engine, *jobs)
     expected = one_device(jobs)
@@ -122,13 +122,13 @@ def test_jobs_when_they_come_and_go_while_programs_go_on_then_have_the_bits_of_o
     late = short("late", 3, max_steps=4)
     watched = Watched(monkeypatch)
     submit(watched.engine, *first)
-    asked: set[str] = set()
+    requested: set[str] = set()
 
-    def ask(engine: Engine, event: Event) -> None:
+    def request(engine: Engine, event: Event) -> None:
         steps = {"late": 2, "gone": 4, "paused": 4}
         for what, step in steps.items():
-            if isinstance(event, StepDone) and event.job == "a" and event.step == step and what not in asked:
-                asked.add(what)
+            if isinstance(event, StepDone) and event.job == "a" and event.step == step and what not in requested:
+                requested.add(what)
                 if what == "late":
                     submit(engine, late)
                 else:
@@ -136,11 +136,11 @@ def test_jobs_when_they_come_and_go_while_programs_go_on_then_have_the_bits_of_o
                     if what == "paused":
                         engine.resume(what)
 
-    found = finish(watched.engine, ask)
+    found = finish(watched.engine, request)
     expected = one_device([first[0], first[2], late])
     for name in ("a", "paused", "late"):
         assert_same_bits(found[name], expected[name])
-    assert found["gone"].state == "cancelled" and asked == {"late", "gone", "paused"}
+    assert found["gone"].state == "cancelled" and requested == {"late", "gone", "paused"}
 
 
 def test_job_when_it_diverges_while_the_next_program_is_under_way_then_ends_as_on_one_device(monkeypatch):

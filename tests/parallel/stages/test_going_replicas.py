@@ -19,7 +19,8 @@ from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.append import DealtStream, joined_all
 from weft.plan.pipeline.orders import open_pipe
 from weft.plan.simulate.interpret import simulate
-from weft.plan.spread import SpreadPlanner, max_lead
+from weft.plan.spread import SpreadPlanner
+from weft.plan.types import max_lead
 
 COST = LinearCost(fixed_s=4.0)
 

@@ -28,8 +28,8 @@ def test_run_when_resumed_under_layouts_of_whole_replicas_then_the_files_are_tho
     ]
     train_until(whole(), tmp_path / "one", 8, jobs)
     engines: list[Callable[[], Engine]] = [lambda: sharded(2)[0], whole, lambda: engine_of((LAYERS,), (LAYERS,)), whole]
-    for place, engine in enumerate(engines):
-        train_until(engine(), tmp_path / "moved", 2 * place + 2, jobs)
+    for index, engine in enumerate(engines):
+        train_until(engine(), tmp_path / "moved", 2 * index + 2, jobs)
     files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors")]
     assert len(files) >= 6
     for path in files:

@@ -33,14 +33,14 @@ from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.learned import MeasuredPairs, PairPace
 from weft.plan.cost.shape import ModelShape, find_shape
 from weft.plan.cost.types import LinearCost
-from weft.plan.pipeline.build import PipelinePlanner, Schedule, whole_batches
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.pipeline.pair import in_halves, side_by_side, two_groups
 from weft.plan.planner import PlanFunction
 from weft.plan.program import Program
 from weft.plan.simulate.choose import FastestPipeline
 from weft.plan.simulate.timeline import BESIDE, COMPUTE
 from weft.plan.simulate.two_streams import PairTimes
-from weft.plan.types import JobQueue, Limits
+from weft.plan.types import JobQueue, Limits, whole_batches
 
 ALONE = PipelinePlanner(Schedule.EAGER, 1)
 SHAPE = ModelShape.from_config(find_shape("tiny").config().to_dict())
@@ -100,7 +100,7 @@ def test_jobs_when_pairs_go_through_stages_then_have_the_bits_that_they_have_wit
     """Both halves of a microbatch cross every border; clipped, with dropout, one evaluated."""
     given = jobs(("lora", "high_rank", "ia3"), num_steps=3)
     alone, without = trained(STAGED, given, sizes=(1, 1), kernels=kernels)
-    paired, engine = trained(lambda *asked: in_halves(STAGED(*asked)), given, sizes=(1, 1), kernels=kernels)
+    paired, engine = trained(lambda *given: in_halves(STAGED(*given)), given, sizes=(1, 1), kernels=kernels)
     assert num_beside(without) == 0 and num_beside(engine) >= 4 * 3
     assert {span.stage for span in engine.timeline.spans if "beside" in span.args} == {0, 1}
     for name, outcome in alone.items():
@@ -153,8 +153,8 @@ def test_objectives_when_in_pairs_then_have_the_bits_that_they_have_without():
         assert_same_bits(paired[name], outcome)
 
 
-def test_jobs_when_they_learn_from_one_teacher_side_by_side_then_both_hear_it(tmp_path):
-    """References run in front of a pair, whoever of it asks for them."""
+def test_jobs_when_they_learn_from_one_teacher_side_by_side_then_both_get_its_output(tmp_path):
+    """References run in front of a pair, whichever half needs them."""
     teacher = stored(tmp_path / "teacher", num_key_value_heads=4)
     given = [comparing(name, Distillation(), 5, teacher=teacher, adapter={"r": 3}) for name in ("a", "b")]
     given.append(comparing("c", Dpo(0.3), 2))
@@ -166,7 +166,7 @@ def test_jobs_when_they_learn_from_one_teacher_side_by_side_then_both_hear_it(tm
 
 
 def test_jobs_when_programs_with_pairs_are_appended_then_have_the_bits_that_they_have_without(monkeypatch):
-    """Over gloo, as `--layout tensor:2,stages:2` plans, told that two take half as long side by side."""
+    """Over gloo, as `--layout tensor:2,stages:2` plans, if two take half as long side by side."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     step = {"max_steps": 6, "max_grad_norm": 0.1}
     given: list[Job] = [
@@ -181,7 +181,7 @@ def test_jobs_when_programs_with_pairs_are_appended_then_have_the_bits_that_they
     monkeypatch.setattr(LookaheadPlanner, "_plan_at_once", lambda self, due: self._plan(self.planner, due).program)
     alone = FastestPipeline(2, LinearCost())
     tokenizer: Any = load_tokenizer(SPEC.base_model)
-    group = StageProcesses(SPEC, find_parts(resolve(SPEC), 2, tensor=2), tensor=2)
+    group = StageProcesses(SPEC, find_parts(resolve(SPEC), 2, tensor=2), tensor=(2,))
     try:
         found = []
         for planner in (alone, dataclasses.replace(alone, pairs=PairTimes(COST, known))):
@@ -202,13 +202,13 @@ def test_processes_when_they_run_pairs_then_jobs_have_the_bits_that_they_have_wi
     """Over gloo, on the embedded backbone; twice the same."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     step = {"max_steps": 2, "max_grad_norm": 0.1}
-    judged = {"eval_steps": 1, "eval_data": 2, "adapter": {"r": 3, "lora_dropout": 0.1}}
+    evaluated = {"eval_steps": 1, "eval_data": 2, "adapter": {"r": 3, "lora_dropout": 0.1}}
     given: list[Job] = [
-        (job_spec("a", **judged, **step), random_data(1, num_samples=6, num_eval=2)),
+        (job_spec("a", **evaluated, **step), random_data(1, num_samples=6, num_eval=2)),
         (job_spec("b", adapter={"r": 4}, **step), random_data(2, num_samples=5)),
     ]
     tokenizer: Any = load_tokenizer(SPEC.base_model)
-    group = StageProcesses(SPEC, find_parts(resolve(SPEC), 1, tensor=2), tensor=2)
+    group = StageProcesses(SPEC, find_parts(resolve(SPEC), 1, tensor=2), tensor=(2,))
     try:
         found = []
         for planner in (ALONE, in_pairs, in_pairs):
@@ -226,16 +226,16 @@ def test_processes_when_they_run_pairs_then_jobs_have_the_bits_that_they_have_wi
 
 
 def test_program_when_the_executor_comes_back_with_it_then_the_next_is_planned_meanwhile(monkeypatch):
-    """What is asked for behind it would never be ready."""
-    said: list[str] = []
+    """A plan that is requested after it would never be ready."""
+    calls: list[str] = []
     start, foresee = StagedExecutor.start, LookaheadPlanner.foresee
     monkeypatch.setattr(
-        StagedExecutor, "start", lambda *given: (said.append(type(given[1]).__name__), start(*given))[1]
+        StagedExecutor, "start", lambda *given: (calls.append(type(given[1]).__name__), start(*given))[1]
     )
-    monkeypatch.setattr(LookaheadPlanner, "foresee", lambda *given: (said.append("foresee"), foresee(*given))[1])
+    monkeypatch.setattr(LookaheadPlanner, "foresee", lambda *given: (calls.append("foresee"), foresee(*given))[1])
     planner = FastestPipeline(1, LinearCost())
     trained(planner, jobs(("ia3",), num_steps=12), sizes=(1,))
-    work = [each for each in said if each in ("foresee", "StagedWork")]
+    work = [each for each in calls if each in ("foresee", "StagedWork")]
     assert work[:2] == ["foresee", "StagedWork"] and work.count("foresee") == work.count("StagedWork") > 1
 
 

@@ -50,7 +50,7 @@ def planner(*copies: Copy) -> SpreadPlanner:
 
 
 def shared_by(*copies: Copy, **options: Any) -> tuple[Engine, list[list[list[Late]]]]:
-    """An engine on devices in this process, and what is asked of peers: by copy, stage and device."""
+    """An engine on devices in this process, and the calls of peers: by copy, stage and device."""
     peers: list[list[list[Late]]] = []
     replicas: list[list[Backbone]] = []
     for count, layers in copies:
@@ -104,8 +104,8 @@ def test_jobs_when_shards_are_combined_then_have_the_bits_of_one_device(copies):
 
 @pytest.mark.parametrize("copies", [[(3, WHOLE)], *BESIDE, *STAGED], ids=str)
 def test_devices_with_unequal_work_then_gather_the_same_layers_in_the_same_order(copies):
-    """A device without work, too: nobody waits for a peer that has no more samples. Others gather nothing, and nobody
-    does again what always stays."""
+    """A device without work, too: no peer waits for one that has no more samples. Others gather nothing, and
+    no layer is gathered again that always stays."""
     own = [
         small_job("short", max_steps=2),
         small_job("long", 1, max_steps=5, gradient_sum="any_order", global_batch_size=7),
@@ -115,8 +115,8 @@ def test_devices_with_unequal_work_then_gather_the_same_layers_in_the_same_order
     engine.run()
     for (count, layers), stages in zip(copies, peers, strict=True):
         for num_layers, together in zip(layers, stages, strict=True):
-            assert len({tuple(device.told) for device in together}) == 1
-            assert (len(together[0].told) > 20) == (count > 1 and num_layers > 2)
+            assert len({tuple(device.calls) for device in together}) == 1
+            assert (len(together[0].calls) > 20) == (count > 1 and num_layers > 2)
 
 
 def test_jobs_when_others_join_and_leave_then_have_the_bits_of_one_device():
@@ -124,18 +124,18 @@ def test_jobs_when_others_join_and_leave_then_have_the_bits_of_one_device():
     expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
     engine, _ = sharded(2)
     submit(engine, own[0], own[2], small_job("leaves", 5, max_steps=50))
-    told: list[Event] = []
+    received: list[Event] = []
 
     def change(engine: Engine, event: Event) -> None:
-        told.append(event)
-        if len(told) == 5:
+        received.append(event)
+        if len(received) == 5:
             submit(engine, own[1])
-        if len(told) == 12:
+        if len(received) == 12:
             engine.cancel("leaves")
             submit(engine, own[3])
 
     found = finish(engine, change)
-    assert found["leaves"].state == "cancelled" and len(told) > 12
+    assert found["leaves"].state == "cancelled" and len(received) > 12
     for spec, _ in own:
         assert_same_bits(found[spec.name], expected[spec.name])
 
@@ -147,16 +147,16 @@ def test_run_when_resumed_under_another_layout_then_the_files_are_those_of_one_d
     own = [small_job("a", gradient_sum="any_order", max_steps=6, ema_decay=0.5), small_job("b", 1, max_steps=6)]
     train_until(whole(), tmp_path / "one", 6, own)
     layouts: list[list[Copy]] = [[(2, WHOLE), (1, (1, 2))], [(2, (1, 2))], [(3, WHOLE)]]
-    for place, copies in enumerate(layouts):
+    for index, copies in enumerate(layouts):
         engine, _ = shared_by(*copies)
-        train_until(engine, tmp_path / "moved", 2 * place + 2, own)
+        train_until(engine, tmp_path / "moved", 2 * index + 2, own)
     files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors")]
     assert len(files) >= 4
     for path in files:
         assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "moved" / path).read_bytes(), path
 
 
-def test_memory_model_says_what_shards_of_stages_hold():
+def test_memory_model_reports_what_shards_of_stages_hold():
     """Embedding on the first, head on the last."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
     parts = part_backbones("llama", (2, 4), **sizes)
@@ -175,7 +175,7 @@ def processes() -> Iterator[StageProcesses]:
 
 
 def test_jobs_when_shards_are_processes_then_have_the_bits_of_one_device(processes):
-    """In two stages. One of them evaluates, hears references or answers, and the other goes through the layers with it;
+    """In two stages. One of them evaluates, runs references or answers, and the other goes through the layers with it;
     each holds a part of the backbone."""
     whole = load_backbone(SPEC)
     own = [*jobs(), paired()]

@@ -23,6 +23,7 @@ from weft.parallel.stages.shares import JobShare, SpreadPart, combine_spread_sum
 from weft.plan import spread
 from weft.plan.check import violations
 from weft.plan.cost.types import LinearCost
+from weft.plan.layout import DispatchRule
 from weft.plan.planner import PipelineChoice
 from weft.plan.program import Measure, Program
 from weft.plan.simulate.choose import FastestSpread
@@ -56,8 +57,10 @@ class AnyDispatch:
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         deal = spread.deal
-        speeds = [self.rng.choice([0.2, 1.0, 5.0]) for _ in self.planner.replica_sizes]
-        spread.deal = lambda given, _, holds: deal(given, speeds, holds)  # type: ignore[assignment]
+        costs = [LinearCost(token_s=self.rng.choice([0.2, 1.0, 5.0])) for _ in self.planner.replica_sizes]
+        spread.deal = lambda given, priced, rule: deal(  # type: ignore[assignment]
+            given, [replace(each, cost=cost) for each, cost in zip(priced, costs, strict=True)], rule
+        )
         try:
             return self.planner(queues, limits)
         finally:
@@ -73,7 +76,7 @@ def engine_of(*replicas: tuple[int, ...], seed: int | None = None, name: str = "
 
 
 def test_jobs_when_spread_over_replicas_of_fused_kernels_then_have_the_bits_of_one_device():
-    """Sums that kernels have made go to the judge in the same words."""
+    """Sums that kernels have made go to the deciding replica in the same words."""
     expected = train(random_backbone("llama", kernels="fused", num_hidden_layers=LAYERS), jobs(), capacity=48)
     engine = engine_of((2,), (1, 1), seed=1, kernels="fused")
     submit(engine, *jobs())
@@ -93,8 +96,25 @@ def test_jobs_when_spread_over_any_replicas_then_have_the_bits_of_one_device(dty
             assert_same_bits(outcome, expected[name])
 
 
+def test_adapters_when_dispatched_by_any_rule_then_have_the_bits_of_one_device():
+    """Rules that deal the same samples to other replicas; each deals otherwise than the others."""
+    own, dealt = jobs()[:3], dict[DispatchRule, list[list[int]]]()
+    expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
+    costs = (LinearCost(fixed_s=4.0), LinearCost(fixed_s=4.0, token_s=0.4))
+    for rule in DispatchRule:
+        engine = Engine(
+            staged_executor("llama", (2,), (1, 1)), capacity=48, planner=SpreadPlanner((1, 2), costs, dispatch=rule)
+        )
+        submit(engine, *own)
+        for name, outcome in finish(engine).items():
+            assert_same_bits(outcome, expected[name])
+        spans = [span for span in engine.timeline.measured().spans if span.name == "forward"]
+        dealt[rule] = [[sum(s.args["jobs"].values()) for s in spans if s.stage == k] for k in (0, 1)]
+    assert len({str(own) for own in dealt.values()}) == len(DispatchRule)
+
+
 def test_jobs_when_replicas_in_stages_group_their_own_then_have_the_bits_of_one_device(monkeypatch):
-    """Who shares microbatches is chosen on each replica, and told; here also for the first program."""
+    """Who shares microbatches is chosen on each replica, and reported; here also for the first program."""
     monkeypatch.setattr(LookaheadPlanner, "_plan_at_once", lambda self, due: self._plan(self.planner, due).program)
     own = [small_job(name, seed, max_steps=2) for seed, name in enumerate("abcd")]
     expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
@@ -146,8 +166,8 @@ def test_run_when_resumed_under_any_layout_then_the_files_are_those_of_one_devic
     own = [small_job("a", gradient_sum="any_order", max_steps=8, ema_decay=0.5), small_job("b", 1, max_steps=8)]
     train_until(whole(), tmp_path / "one", 8, own)
     layouts: list[tuple[tuple[int, ...], ...]] = [((2,), (2,)), (), ((1, 1),), ((1, 1), (2,))]
-    for place, layout in enumerate(layouts):
-        train_until(engine_of(*layout) if layout else whole(), tmp_path / "moved", 2 * place + 2, own)
+    for index, layout in enumerate(layouts):
+        train_until(engine_of(*layout) if layout else whole(), tmp_path / "moved", 2 * index + 2, own)
     files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors")]
     assert len(files) >= 4
     for path in files:
@@ -160,20 +180,20 @@ def test_jobs_when_others_join_pause_and_leave_then_have_the_bits_of_one_device(
     expected = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
     engine = engine_of((2,), (1, 1))
     submit(engine, own[0], own[2], small_job("leaves", 5, max_steps=50))
-    told: list[Event] = []
+    received: list[Event] = []
 
     def change(engine: Engine, event: Event) -> None:
-        told.append(event)
-        if len(told) == 5:
+        received.append(event)
+        if len(received) == 5:
             engine.pause("free")
             submit(engine, own[1])
-        if len(told) == 12:
+        if len(received) == 12:
             engine.cancel("leaves")
             engine.resume("free")
             submit(engine, own[3])
 
     found = finish(engine, change)
-    assert found["leaves"].state == "cancelled" and len(told) > 12
+    assert found["leaves"].state == "cancelled" and len(received) > 12
     for spec, _ in own:
         assert_same_bits(found[spec.name], expected[spec.name])
 
@@ -224,7 +244,7 @@ def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bit
 
 
 def test_steps_when_replicas_measure_them_in_unlike_orders_then_have_the_bits_of_one_device():
-    """Messages have no names: the judge knows in which order another replica sends."""
+    """Messages have no names: the deciding replica knows in which order another replica sends."""
     own = [
         small_job(name, seed, max_steps=3, gradient_sum="any_order", max_grad_norm=0.1)
         for seed, name in enumerate("abc")
@@ -262,5 +282,5 @@ def test_gradient_when_one_replica_has_a_loss_that_is_not_finite_then_no_replica
     """Also where the gradients themselves are finite."""
     share = JobShare(sizes={}, trained=(), modules=(), target_names=(), shared={})
     replicas = [([SpreadPart(is_finite, {}, None)], [share]) for is_finite in flags]
-    verdict, _ = combine_spread_sums(replicas, lambda gradient: torch.tensor(1.0))
-    assert not verdict.is_finite
+    decision, _ = combine_spread_sums(replicas, lambda gradient: torch.tensor(1.0))
+    assert not decision.is_finite

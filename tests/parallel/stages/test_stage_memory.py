@@ -1,22 +1,28 @@
-"""Stages that run out of memory say so in a sentence, and a job has a seat on all stages or on none."""
+"""Stages that run out of memory report it in a sentence, and a job has a seat on all stages or on none."""
 
 from __future__ import annotations
 
+import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from staged_models import staged_executor
-from tiny_models import finish, small_job, submit
+from tiny_models import Job, assert_same_bits, finish, random_backbone, small_job, submit, train
 
 from weft.engine.engine import Engine
 from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemory, ReplicaMemoryError
 from weft.errors import ConfigError
 from weft.parallel.stages.stage_process import StageMemoryError, sendable
 from weft.parallel.stages.staged import StagedExecutor
+from weft.plan.admit import MARGIN
+from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
+from weft.plan.simulate.choose import FastestPipeline
+from weft.store.run_dir import RunDirectory, RunRecord
 
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -77,12 +83,14 @@ def raising(error: Exception) -> Any:
 @pytest.mark.parametrize("error", [OUT, ReplicaMemoryError("none left"), RuntimeError("CUDA error: out of memory")])
 def test_error_when_memory_ends_in_a_stage_then_is_one_sentence_that_ends_the_run(error):
     """It crosses a pipe, and counts as a fault of the replica and of no job."""
-    told = pickle.loads(pickle.dumps(sendable(error, 3, "run")))
-    assert isinstance(told, StageMemoryError) and isinstance(told, ReplicaFaultError)
-    assert str(told).startswith("stage 3: its GPU ran out of memory; lower capacity, set recompute: full, or divide")
+    received = pickle.loads(pickle.dumps(sendable(error, 3, "run")))
+    assert isinstance(received, StageMemoryError) and isinstance(received, ReplicaFaultError)
+    assert str(received).startswith(
+        "stage 3: its GPU ran out of memory; lower capacity, set recompute: full, or divide"
+    )
 
 
-def test_error_when_it_is_another_then_is_told_as_it_is():
+def test_error_when_it_is_another_then_is_reported_as_it_is():
     full = ReplicaMemoryError("none left")
     assert sendable(full, 3, "seat") is full
     refused = ConfigError("no.")
@@ -108,3 +116,89 @@ def test_program_when_kernels_are_being_compiled_then_waits_for_them_once():
     submit(engine, small_job("job", max_steps=2))
     assert finish(engine)["job"].state == "succeeded"
     assert ahead.num_waits == 1 and not executor.is_compiling and executor.compiling_s() > 0
+
+
+class SlowEnd(LinearCost):
+    """Two stages, the first of which would run far ahead."""
+
+    def forward_s(self, lengths: Sequence[int], stage: int) -> float:
+        return (1.0, 5.0)[stage] * sum(lengths)
+
+    def backward_s(self, lengths: Sequence[int], stage: int) -> float:
+        return self.forward_s(lengths, stage)
+
+
+def jobs() -> list[Job]:
+    settings = {"max_steps": 4, "global_batch_size": 12, "save_steps": 1}
+    return [small_job("a", **settings), small_job("b", 1, **settings)]
+
+
+def engine_with(limit: int = 99) -> tuple[Engine, list[list[int]]]:
+    """An engine on two stages, whose memory ends at so many microbatches in flight; and how many each has held."""
+    executor = staged_executor("llama", (1, 1))
+    held: list[list[int]] = []
+    for stage in executor.stages.stages:  # type: ignore[attr-defined]
+        held.append([])
+        counted(stage.runner, held[-1], limit)
+    return Engine(executor, capacity=48, planner=FastestPipeline(2, SlowEnd())), held
+
+
+def counted(runner: Any, held: list[int], limit: int) -> None:
+    forward, backward, present = runner.forward, runner.backward, set[int]()
+
+    def forward_within(k: int, *given: Any) -> Any:
+        present.add(k)
+        held.append(len(present))
+        if len(present) > limit:
+            raise OUT
+        return forward(k, *given)
+
+    def backward_then(k: int, *given: Any) -> Any:
+        present.discard(k)
+        return backward(k, *given)
+
+    runner.forward, runner.backward = forward_within, backward_then
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    return train(random_backbone("llama", num_hidden_layers=2), jobs(), capacity=48)
+
+
+def test_run_when_stages_have_little_memory_then_plans_for_what_is_left_beside_its_jobs(expected):
+    engine, held = engine_with()
+    executor: Any = engine.executor
+    submit(engine, *jobs())
+    spec = [job.spec.adapter for job in engine.jobs.values()]
+    (each, _), sizes = executor.stages.call_all("activation_bytes", 48, spec), engine.jobs.values()
+    seats = sum(engine.bytes_of(job) for job in sizes) / 2
+    for spare in (0.5, 30, 2.5):
+        executor._at_rest = [ReplicaMemory(math.ceil((7 + seats + spare * each) * (1 + MARGIN)), 7)] * 2
+        found = executor.in_flight(48, spec, {job.name: engine.bytes_of(job) for job in sizes})
+        assert found[0] == max(1, int(spare)), "both have half of the adapters"
+    for name, outcome in finish(engine).items():
+        assert_same_bits(outcome, expected[name])
+    assert max(held[0]) == 2
+
+
+def test_run_when_its_stages_run_out_of_memory_then_goes_on_with_less_to_the_bits_of_one_device(tmp_path, expected):
+    """It ends, as its stages do, and starts again from the last checkpoints: with half in flight, then a quarter."""
+    found: dict[str, Any] = {}
+    for num_lessened in range(3):
+        engine, held = engine_with(limit=1)
+        notes = [engine.lessen(48) for _ in range(num_lessened)]
+        submit(engine, *jobs())
+        with RunDirectory.open(tmp_path / "run", resume=num_lessened > 0) as directory:
+            if not num_lessened:
+                directory.write_run(RunRecord(base_model="tiny", capacity=48))
+            engine.keep_in(directory)
+            if num_lessened < 2:
+                with pytest.raises(torch.OutOfMemoryError):
+                    engine.run()
+            else:
+                found = finish(engine)
+        assert max(held[0]) == (1 if num_lessened == 2 else 2)
+    assert notes[-1] == "stages ran out of memory: they hold at most 1 microbatch in flight, of 48 tokens each."
+    for name, outcome in found.items():
+        assert_same_bits(outcome, expected[name])
+    assert engine.lessen(48) is None

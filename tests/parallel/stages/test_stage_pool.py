@@ -25,6 +25,7 @@ from weft.parallel.stages.load_stages import StageLayout, find_parts, load_stage
 from weft.parallel.stages.stage_pool import StageLostError, StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.cost.types import LinearCost
+from weft.plan.layout import DispatchRule
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.spread import SpreadPlanner
 from weft.spec import BackboneSpec
@@ -40,8 +41,8 @@ def stages() -> Iterator[StageProcesses]:
     assert all(process.poll() is not None for process in group.processes)
 
 
-def jobs(optim: str = "adamw") -> list[Any]:
-    settings = {"max_steps": 2, "max_grad_norm": 0.1, "eval_steps": 1, "eval_data": 2, "optim": optim}
+def jobs(**more: Any) -> list[Any]:
+    settings = {"max_steps": 2, "max_grad_norm": 0.1, "eval_steps": 1, "eval_data": 2, **more}
     spec = job_spec("job", adapter={"lora_dropout": 0.1}, **settings)
     return [(spec, random_data(1, num_samples=6, num_eval=2))]
 
@@ -55,7 +56,9 @@ def paired() -> Any:
 
 def engine_on(stages: StageProcesses) -> Engine:
     tokenizer: Any = load_tokenizer(SPEC.base_model)
-    planner = PipelinePlanner(Schedule.ONE_F_ONE_B, *stages.replica_sizes)
+    planner: Any = SpreadPlanner((1, 1), (LinearCost(), LinearCost()), dispatch=DispatchRule.EVEN)
+    if len(stages.replica_sizes) == 1:
+        planner = PipelinePlanner(Schedule.ONE_F_ONE_B, *stages.replica_sizes)
     return Engine(StagedExecutor(stages, tokenizer), capacity=32, planner=planner)
 
 
@@ -67,8 +70,13 @@ def assert_may_fork(child: Path) -> None:
     assert not [file for file in (server / "fd").iterdir() if os.readlink(file).startswith("/dev/nvidia")]
 
 
+def check_until_lost(stages: StageProcesses) -> None:
+    while True:
+        stages.check()
+
+
 def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stages):
-    """Any thread may ask them. When one of them is killed, all end, and whoever asks hears it in a sentence, always."""
+    """Any thread may call them. When one of them is killed, all end, and every caller gets a sentence."""
     own = [*jobs(), paired()]
     one = Engine(load_backbone(SPEC), capacity=32)
     submit(one, *own)
@@ -79,19 +87,21 @@ def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stage
     for name, outcome in finish(engine).items():
         assert_same_bits(outcome, expected[name])
     assert_same_answers(engine, one, ["job"])
-    asked = [64 * n for n in range(1, 41)]
-    alone = [stages.call_all("activation_bytes", rows, []) for rows in asked]
+    sizes = [64 * n for n in range(1, 41)]
+    alone = [stages.call_all("activation_bytes", rows, []) for rows in sizes]
     with ThreadPoolExecutor(4) as threads:
-        assert alone == list(threads.map(lambda rows: stages.call_all("activation_bytes", rows, []), asked))
+        assert alone == list(threads.map(lambda rows: stages.call_all("activation_bytes", rows, []), sizes))
     os.kill(stages.processes[1].pid, signal.SIGKILL)
-    for _ in range(2):
-        with pytest.raises(StageLostError, match="stage 1: was ended by signal 9, so all stages were ended"):
-            engine.executor.row_tile(32)
+    lost = "stage 1: was ended by signal 9, so all stages were ended"
+    with pytest.raises(StageLostError, match=lost):
+        check_until_lost(stages)
+    with pytest.raises(StageLostError, match=lost):
+        engine.executor.row_tile(32)
     assert stages.processes[0].poll() is not None
 
 
 def test_run_when_a_stage_stands_still_then_all_are_ended_before_long(stages):
-    """Nobody waits for ever for a process that was stopped."""
+    """No call waits for ever for a process that was stopped."""
     engine = engine_on(stages)
     submit(engine, *jobs())
     os.kill(stages.processes[0].pid, signal.SIGSTOP)
@@ -128,14 +138,19 @@ def test_jobs_when_replicas_are_processes_then_have_the_bits_of_one_device(sizes
         executor.close()
 
 
-@pytest.mark.parametrize("settings", [{}, {"kernels": "fused", "quantize": "int8"}], ids=["reference", "fused int8"])
-def test_job_when_processes_share_a_stage_then_ends_near_one_device_and_they_end_together(settings):
-    """One is enough to lose the stage."""
+@pytest.mark.parametrize(
+    ("settings", "degrees", "where"),
+    [({}, (2,), "stage 0"), ({"kernels": "fused", "quantize": "int8"}, (2, 1), "replica 0")],
+    ids=["reference", "fused int8 beside one device"],
+)
+def test_job_when_processes_share_a_stage_then_ends_near_one_device_and_they_end_together(settings, degrees, where):
+    """One is enough to lose the stage. Beside it, another replica has the layers whole and some of the samples."""
     spec = replace(SPEC, **settings)
     # Where a gradient is nearly zero, AdamW makes a step of its rounding.
-    given = jobs(optim="sgd")
+    given = jobs(optim="sgd", gradient_sum="in_order" if len(degrees) == 1 else "any_order")
     expected = train(load_backbone(spec), given, capacity=32)["job"]
-    group = StageProcesses(spec, find_parts(resolve(spec), 1, tensor=2), tensor=2, silent_s=10.0)
+    parts = [find_parts(resolve(spec), 1, tensor=degree) for degree in degrees]
+    group = StageProcesses(spec, *parts, tensor=degrees, silent_s=10.0)
     try:
         engine = engine_on(group)
         submit(engine, *given)
@@ -145,7 +160,7 @@ def test_job_when_processes_share_a_stage_then_ends_near_one_device_and_they_end
         for path, tensors in expected.adapter.items():
             assert all(x.allclose(y, atol=1e-5) for x, y in zip(tensors, found.adapter[path], strict=True)), path
         os.kill(group.processes[1].pid, signal.SIGKILL)
-        with pytest.raises(StageLostError, match="stage 0, device 1: was ended by signal 9, so all stages were ended"):
+        with pytest.raises(StageLostError, match=f"{where}, device 1: was ended by signal 9, so all "):
             engine.executor.row_tile(32)
         assert all(process.poll() is not None for process in group.processes)
     finally:

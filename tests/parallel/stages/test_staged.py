@@ -26,12 +26,13 @@ from tiny_models import (
 
 from benchmarks.pipeline.in_process import LocalStages
 from weft.engine.engine import Engine
-from weft.engine.events import EvalSliceDone, Event, JobsGrouped
+from weft.engine.events import EvalSliceDone, Event, JobsGrouped, MicrobatchDone
 from weft.engine.jobs import evaluations
 from weft.errors import ConfigError
 from weft.plan.check import violations
 from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import LinearCost
+from weft.plan.pack.lorafusion import LoraFusionPlanner
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.program import Program, Send
 from weft.plan.simulate.choose import FastestPipeline
@@ -51,16 +52,16 @@ def staged(name: str, sizes: tuple[int, ...], schedule: Schedule = Schedule.MULT
 def jobs() -> list[Job]:
     """Clipped and not, with dropout; one is evaluated between steps and stops early."""
     early = {"eval_data": 2, "eval_steps": 1, "early_stopping_patience": 1, "learning_rate": 0.5, "max_steps": 3}
-    judged = (job_spec("judged", seed=3, adapter={"lora_dropout": 0.2}, **early), random_data(3, num_eval=2))
+    evaluated = (job_spec("evaluated", seed=3, adapter={"lora_dropout": 0.2}, **early), random_data(3, num_eval=2))
     clipped, free = {"max_grad_norm": 0.05, "max_steps": 2}, {"max_grad_norm": 0.0, "max_steps": 2}
-    return [small_job("a", **clipped), small_job("b", 1, global_batch_size=7, **free), judged]
+    return [small_job("a", **clipped), small_job("b", 1, global_batch_size=7, **free), evaluated]
 
 
 def check_bits(schedules: Sequence[Schedule], dtype: torch.dtype) -> None:
     expected = train(random_backbone("llama", num_hidden_layers=4, dtype=dtype), jobs(), capacity=48)
     cuts = [(1, 3), (2, 2), (1, 1, 1, 1)]
-    for place, schedule in enumerate(schedules):
-        engine = staged("llama", cuts[place % len(cuts)], schedule, dtype=dtype)
+    for index, schedule in enumerate(schedules):
+        engine = staged("llama", cuts[index % len(cuts)], schedule, dtype=dtype)
         submit(engine, *jobs())
         for name, outcome in finish(engine).items():
             assert_same_bits(outcome, expected[name])
@@ -75,8 +76,8 @@ def test_evaluation_when_long_then_runs_in_slices_with_the_bits_of_one_device(mo
     """On replicas of stages and on one; other jobs train between the slices."""
     monkeypatch.setattr(evaluations, "SLICE_MICROBATCHES", 1)
     settings = {"eval_data": 12, "eval_steps": 2, "max_steps": 2, "adapter": {"lora_dropout": 0.2}}
-    judged = (job_spec("judged", seed=3, **settings), random_data(3, num_eval=12))
-    jobs = [small_job("a", max_steps=9), judged]
+    evaluated = (job_spec("evaluated", seed=3, **settings), random_data(3, num_eval=12))
+    jobs = [small_job("a", max_steps=9), evaluated]
     expected = train(random_backbone("llama", num_hidden_layers=4), jobs, capacity=48)
     planner = SpreadPlanner((2, 1), (LinearCost(), LinearCost()))
     for engine in (
@@ -102,19 +103,42 @@ def test_jobs_when_the_fastest_plan_is_sought_then_have_the_bits_of_one_device()
     assert any(span.name == "plan_ahead" for span in engine.timeline.spans)
 
 
-def test_jobs_when_fusion_groups_them_then_have_the_bits_of_one_device_and_it_is_told():
-    """Adapters that are said to cost much by the job: each job gets microbatches of its own."""
+class PatientLoraFusion(LoraFusionPlanner):
+    """Always has time for the solver."""
+
+    def within(self, budget_s: float) -> LoraFusionPlanner:
+        return self
+
+
+def test_jobs_when_lorafusion_plans_then_have_the_bits_of_one_device():
+    """Two groups that take turns; the solver packs, and microbatches are merged."""
+    many = [small_job(name, seed, max_steps=5, global_batch_size=3 + seed) for seed, name in enumerate("abc")]
+    expected = train(random_backbone("llama", num_hidden_layers=3), many, capacity=48)
+    planner = PipelinePlanner(Schedule.MULTI_ADAPTER, 2, PatientLoraFusion(2))
+    engine = Engine(staged_executor("llama", (1, 2)), capacity=48, planner=planner)
+    submit(engine, *many)
+    microbatches: list[MicrobatchDone] = []
+    outcomes = finish(
+        engine, lambda _, event: microbatches.append(event) if isinstance(event, MicrobatchDone) else None
+    )
+    for name, outcome in outcomes.items():
+        assert_same_bits(outcome, expected[name])
+    assert len({frozenset(event.jobs) for event in microbatches}) > 1
+
+
+def test_jobs_when_fusion_groups_them_then_have_the_bits_of_one_device_and_it_is_reported():
+    """Adapters that are assumed to cost much by the job: each job gets microbatches of its own."""
     many = [small_job(name, seed, max_steps=20) for seed, name in enumerate("abc")]
     expected = train(random_backbone("llama", num_hidden_layers=3), many, capacity=48)
     planner = FastestPipeline(2, LinearCost(), AdapterTimes(1000.0, 0.0))
     engine = Engine(staged_executor("llama", (1, 2)), capacity=48, planner=planner)
     submit(engine, *many)
-    told: list[JobsGrouped] = []
-    outcomes = finish(engine, lambda _, event: told.append(event) if isinstance(event, JobsGrouped) else None)
+    groupings: list[JobsGrouped] = []
+    outcomes = finish(engine, lambda _, event: groupings.append(event) if isinstance(event, JobsGrouped) else None)
     for name, outcome in outcomes.items():
         assert_same_bits(outcome, expected[name])
-    assert sorted(told[0].groups) == [("a",), ("b",), ("c",)] and told[0].num_measured == 0
-    assert told[0].text.startswith("3 groups of jobs: ") and "faster than one group" in told[0].text
+    assert sorted(groupings[0].groups) == [("a",), ("b",), ("c",)] and groupings[0].num_measured == 0
+    assert groupings[0].text.startswith("3 groups of jobs: ") and "faster than one group" in groupings[0].text
 
 
 def test_jobs_when_the_weights_are_bfloat16_then_have_the_bits_of_one_device():
@@ -131,7 +155,7 @@ def test_methods_optimizers_and_objectives_when_cut_then_have_the_bits_of_one_de
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.LORAPP])
-def test_timeline_when_recorded_then_each_stage_did_what_the_simulator_says_in_its_order(schedule):
+def test_timeline_when_recorded_then_each_stage_did_what_the_simulator_predicts_in_its_order(schedule):
     """One program, two interpreters."""
     planned: list[Program] = []
 
@@ -157,7 +181,7 @@ def done(timeline: Timeline, stage: int) -> list[tuple[str, Any]]:
 
 
 def test_run_when_resumed_with_another_number_of_stages_then_the_files_are_those_of_one_device(tmp_path):
-    """Checkpoints do not tell how many stages wrote them."""
+    """Checkpoints do not record how many stages wrote them."""
     train_until(whole(), tmp_path / "one", 9, resumed_jobs())
     for until, engine in ((2, staged("llama_odd", (1, 2))), (4, whole()), (9, staged("llama_odd", (1, 1, 1)))):
         train_until(engine, tmp_path / "moved", until, resumed_jobs())
@@ -173,7 +197,7 @@ def whole() -> Engine:
 
 def resumed_jobs() -> list[Job]:
     specs = [job_spec("a", ema_decay=0.5, adapter={"lora_dropout": 0.1, "r": 3}), job_spec("b", optim="muon")]
-    return [(spec, random_data(place)) for place, spec in enumerate(specs)]
+    return [(spec, random_data(index)) for index, spec in enumerate(specs)]
 
 
 @pytest.mark.parametrize("is_planted", [True, False], ids=["not finite", "too large"])
@@ -238,8 +262,8 @@ def test_programs_when_mutated_at_random_then_are_refused_or_run_to_the_same_bit
 
 
 @pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.EAGER])
-def test_stages_when_a_program_failed_in_the_middle_then_the_next_one_hears_nothing_of_it(monkeypatch, schedule):
-    """What it had sent is gone, whoever trains there next."""
+def test_stages_when_a_program_failed_in_the_middle_then_the_next_one_gets_nothing_of_it(monkeypatch, schedule):
+    """What it had sent is gone, whichever jobs train there next."""
     own = [small_job("a", max_steps=2), small_job("b", 1, max_steps=2)]
     executor: Any = staged_executor("llama", (1, 1))
     first = executor.stages.stages[0].runner
@@ -264,8 +288,10 @@ def test_stages_when_a_program_failed_in_the_middle_then_the_next_one_hears_noth
 
 
 @pytest.mark.parametrize("schedule", [Schedule.GPIPE, Schedule.EAGER])
-def test_stages_when_one_never_sends_what_another_waits_for_then_it_is_said_who_waits(monkeypatch, schedule):
-    """A list that nobody checked: stages of one process end with an error and not never."""
+def test_stages_when_one_never_sends_what_another_waits_for_then_the_error_names_the_waiting_stage(
+    monkeypatch, schedule
+):
+    """A list that was not checked: stages of one process end with an error instead of never."""
 
     def without_gradients(lists: Any) -> Any:
         return tuple(tuple(i for i in own if not (isinstance(i, Send) and i.is_gradient)) for own in lists)

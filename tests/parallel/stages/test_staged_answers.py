@@ -51,7 +51,7 @@ def jobs() -> list[Job]:
     found.append(job_spec("average", ema_decay=0.5, **settings))
     rows = {"embed_tokens": (4, 7), "lm_head": (4, 9)}
     found.append(job_spec("rows", adapter={"r": 3, "trainable_token_indices": rows}, **settings))
-    own: list[Job] = [(spec, random_data(place, num_samples=4)) for place, spec in enumerate(found)]
+    own: list[Job] = [(spec, random_data(seed, num_samples=4)) for seed, spec in enumerate(found)]
     new = job_spec("new", adapter={"r": 3, "new_tokens": ("<a>", "<b>")}, **settings)
     return [*own, (new, random_data(9, num_samples=4, high=VOCABULARY + 2))]
 
@@ -97,7 +97,7 @@ def worded(engine: Engine) -> Engine:
 
 
 def answered(engine: Engine, *given: AnswersWork) -> tuple[list[dict[str, list[str]]], list[bytes]]:
-    """What jobs answer, and the bytes of all logits behind it in an order of their own."""
+    """The jobs' answers, and the sorted bytes of all logits that they follow from."""
     executor: Any = engine.executor
     seen: list[bytes] = []
     choose = Sampler.choose
@@ -116,13 +116,13 @@ def answered(engine: Engine, *given: AnswersWork) -> tuple[list[dict[str, list[s
     return texts, sorted(seen)
 
 
-def asked_together(names: Collection[str]) -> list[AnswersWork]:
+def all_together(names: Collection[str]) -> list[AnswersWork]:
     """All jobs at once, and the bare backbone in the place of one."""
     together = AnswersWork(dict.fromkeys(names, prompts()), DRAWN)
     return [together, AnswersWork({"prompt": prompts(3)}, DRAWN, is_bare=True)]
 
 
-def asked_one_by_one() -> list[AnswersWork]:
+def one_by_one() -> list[AnswersWork]:
     """Where jobs are on several replicas: what is decoded together is of one job then."""
     return [AnswersWork({name: prompts()}, DRAWN) for name in FEW]
 
@@ -151,8 +151,8 @@ def one() -> Engine:
 @pytest.mark.parametrize("sizes", [(1, 2), slow((1, 1, 1))])
 def test_jobs_when_stages_answer_then_the_logits_have_the_bits_of_one_device(one, sizes):
     """Several groups of prompts are under way at once, and answers end at unlike lengths."""
-    expected, bits = answered(one, *asked_together(ALL))
-    texts, found = answered(trained(staged(*sizes), ALL), *asked_together(ALL))
+    expected, bits = answered(one, *all_together(ALL))
+    texts, found = answered(trained(staged(*sizes), ALL), *all_together(ALL))
     assert texts == expected and found == bits
     lengths = {len(text.split()) for own in expected for texts in own.values() for text in texts}
     assert {DRAWN.max_new_tokens} < lengths
@@ -162,19 +162,19 @@ def test_jobs_when_stages_answer_then_the_logits_have_the_bits_of_one_device(one
 
 def test_jobs_when_stages_of_the_fused_kernels_answer_then_with_the_texts_of_one_device():
     """One device decodes on the fused path, stages on the reference path: their logits differ in the last digits."""
-    expected, _ = answered(trained(whole(kernels="fused"), FEW), *asked_together(FEW))
-    texts, _ = answered(trained(staged(2, 1, kernels="fused"), FEW), *asked_together(FEW))
+    expected, _ = answered(trained(whole(kernels="fused"), FEW), *all_together(FEW))
+    texts, _ = answered(trained(staged(2, 1, kernels="fused"), FEW), *all_together(FEW))
     assert texts == expected
 
 
 def test_jobs_when_their_replicas_answer_then_the_logits_have_the_bits_of_one_device(one):
     """Each at home on one of two unlike replicas."""
-    assert answered(trained(engine_of((3,), (1, 2)), FEW), *asked_one_by_one()) == answered(one, *asked_one_by_one())
+    assert answered(trained(engine_of((3,), (1, 2)), FEW), *one_by_one()) == answered(one, *one_by_one())
 
 
 def test_jobs_when_shards_answer_then_the_logits_have_the_bits_of_one_device(one):
     engine, _ = sharded(2)
-    assert answered(trained(engine, FEW), *asked_one_by_one()) == answered(one, *asked_one_by_one())
+    assert answered(trained(engine, FEW), *one_by_one()) == answered(one, *one_by_one())
 
 
 def test_job_when_devices_share_layers_then_answers_what_one_device_does():
@@ -205,18 +205,18 @@ def test_job_when_it_answers_between_steps_then_no_bit_of_any_job_changes():
     engine = worded(staged(1, 2))
     given: list[Any] = []
 
-    def ask(engine: Engine, event: Event) -> None:
+    def request(engine: Engine, event: Event) -> None:
         if isinstance(event, StepDone) and event.job == "lora":
             given.append(engine.answer("lora", prompts(2), DRAWN))
 
     submit(engine, *own)
-    for name, outcome in finish(engine, ask).items():
+    for name, outcome in finish(engine, request).items():
         assert_same_bits(outcome, expected[name])
     assert len(given) == 2 and all(answer.text for answers in given for answer in answers)
 
 
-@pytest.mark.parametrize(("stage", "what"), [slow(0, "pass_on"), (1, "pass_on"), (2, "logits")])
-def test_job_when_a_stage_fails_in_the_middle_of_an_answer_then_the_next_one_hears_nothing_of_it(
+@pytest.mark.parametrize(("stage", "what"), [slow(0, "read_on"), (1, "read_on"), (2, "read_on")])
+def test_job_when_a_stage_fails_in_the_middle_of_an_answer_then_the_next_one_gets_nothing_of_it(
     one, monkeypatch, stage, what
 ):
     """Of several groups under way, at whichever pass; nor does it keep a slot."""

@@ -29,8 +29,8 @@ def jobs() -> list[Job]:
     ]
     return [
         *(
-            (job_spec(name, seed=3, adapter=adapter, max_steps=2, **settings), random_data(place, num_samples=12))
-            for place, (name, adapter, settings) in enumerate(own)
+            (job_spec(name, seed=3, adapter=adapter, max_steps=2, **settings), random_data(seed, num_samples=12))
+            for seed, (name, adapter, settings) in enumerate(own)
         ),
         small_job("other", max_steps=2),
     ]

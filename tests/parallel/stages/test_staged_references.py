@@ -44,7 +44,7 @@ from weft.store.peft_files import write_adapter
 LAYERS = 3
 STEP: dict[str, Any] = {"max_steps": 2, "global_batch_size": 3, "max_grad_norm": 0.2}
 EVAL: dict[str, Any] = {"eval_data": 2, "eval_steps": 1}
-SAID = [-0.2, -2.0, -3.5]
+TEACHER_LOGPROBS = [-0.2, -2.0, -3.5]
 """Log-probabilities of a teacher's most likely tokens."""
 MIDDLE = {"r": 3, "layers_to_transform": (1,)}
 """An adapter that some stages have nothing of."""
@@ -70,16 +70,17 @@ def stored(folder: Path, spec: AdapterSpec | None = None, **options: Any) -> str
 def comparing(
     name: str, objective: Any, seed: int = 0, num_eval: int = 0, num_samples: int = 8, **settings: Any
 ) -> Job:
-    """A job on random samples; a student without a teacher has what one said in its data."""
+    """A job on random samples; a student without a teacher has a teacher's output in its data."""
     data = random_data(seed, num_samples=num_samples, num_eval=num_eval, lengths=(3, 12))
 
     def with_objective(part: Dataset) -> Dataset:
         samples = list(part.samples)
         if isinstance(objective, Kto):
-            samples = [sample.labelled(place % 3 == 0) for place, sample in enumerate(samples)]
+            samples = [sample.labelled(index % 3 == 0) for index, sample in enumerate(samples)]
         elif isinstance(objective, Distillation) and "teacher" not in settings:
             samples = [
-                sample.with_teacher([[4, 2, 9]] * (n := sample.num_supervised), [SAID] * n) for sample in samples
+                sample.with_teacher([[4, 2, 9]] * (n := sample.num_supervised), [TEACHER_LOGPROBS] * n)
+                for sample in samples
             ]
         return replace(part, objective=objective, samples=Samples.of(samples))
 
@@ -144,14 +145,14 @@ def test_jobs_when_stages_run_their_references_then_have_the_bits_of_one_device(
 
 
 def test_jobs_when_a_stage_receives_early_then_have_the_bits_of_one_device(folder, expected):
-    """What is about to be heard for one microbatch is not asked again for the next."""
+    """What is about to be read for one microbatch is not read again for the next."""
 
     def plan(queues: Sequence[JobQueue], limits: Limits) -> Program:
         made = PipelinePlanner(Schedule.GPIPE, 2)(queues, limits)
         own = list(made.stages[1])
-        for place in range(len(own) - 1):
-            if isinstance(own[place], Forward) and isinstance(own[place + 1], Receive):
-                own[place : place + 2] = own[place + 1], own[place]
+        for index in range(len(own) - 1):
+            if isinstance(own[index], Forward) and isinstance(own[index + 1], Receive):
+                own[index : index + 2] = own[index + 1], own[index]
         return replace(made, stages=(made.stages[0], tuple(own)))
 
     few = [job for job in all_jobs(folder) if job[0].name in ("same", "named", "kto")]
@@ -165,14 +166,14 @@ def test_jobs_when_stages_take_the_fused_kernels_then_have_the_bits_of_one_devic
 
 
 def test_jobs_when_spread_over_unlike_replicas_then_have_the_bits_of_one_device(folder, expected):
-    """However their samples are dealt out, each replica hears what it has to know."""
+    """However their samples are dealt out, each replica reads the references that it needs."""
     free = [job for job in all_jobs(folder, gradient_sum="any_order") if job[0].name in ("dpo", "student")]
     other = [job for job in all_jobs(folder) if job[0].name in ("ipo", "kto")]
     whole = random_backbone("llama", num_hidden_layers=LAYERS)
     check(engine_of((3,), (1, 2), seed=2), free + other, expected | train(whole, free, capacity=48))
 
 
-def test_jobs_when_shards_hear_references_then_have_the_bits_of_one_device(folder, expected):
+def test_jobs_when_shards_run_references_then_have_the_bits_of_one_device(folder, expected):
     engine, _ = sharded(2)
     check(engine, all_jobs(folder), expected)
 
@@ -200,15 +201,15 @@ def test_run_when_resumed_under_other_layouts_then_the_files_are_those_of_one_de
 
     train_until(whole(), tmp_path / "one", 6, own)
     engines = (staged(Schedule.EAGER, 1, 2), whole(), engine_of((1, 2), (3,)))
-    for place, engine in enumerate(engines):
-        train_until(engine, tmp_path / "moved", 2 * place + 2, own)
+    for index, engine in enumerate(engines):
+        train_until(engine, tmp_path / "moved", 2 * index + 2, own)
     files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors")]
     assert len(files) >= 4
     for path in files:
         assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "moved" / path).read_bytes(), path
 
 
-def heard(engine: Engine, *jobs: Job) -> list[int]:
+def reference_rows(engine: Engine, *jobs: Job) -> list[int]:
     """Rows of references in front of each microbatch."""
     found: list[int] = []
     submit(engine, *jobs)
@@ -218,19 +219,19 @@ def heard(engine: Engine, *jobs: Job) -> list[int]:
     return found
 
 
-def test_samples_when_they_have_been_heard_then_are_not_heard_again():
+def test_samples_when_they_have_been_read_then_are_not_read_again():
     """Neither in the second epoch nor for another job that compares the same; all of it is in the timeline."""
     one, other = (comparing(name, Dpo(beta), max_steps=5) for name, beta in (("one", 0.3), ("other", 0.5)))
     engine = staged(Schedule.EAGER, 1, 2)
-    alone = heard(engine, one)
+    alone = reference_rows(engine, one)
     assert alone[0] and not any(alone[len(alone) // 2 :])
     spans = [span for span in engine.timeline.measured().spans if span.name == "reference"]
     assert sum(span.args["rows"] for span in spans) == 2 * sum(alone), "on both stages"
-    assert sum(heard(staged(Schedule.EAGER, 1, 2), one, other)) == sum(alone)
+    assert sum(reference_rows(staged(Schedule.EAGER, 1, 2), one, other)) == sum(alone)
 
 
 def test_job_when_others_that_share_its_references_leave_then_stages_agree_on_what_is_known():
-    """They leave while stages have come to different microbatches; what only they have asked for is asked again."""
+    """They leave while stages have come to different microbatches; what only they have requested is requested again."""
     settings = {"num_samples": 24, "global_batch_size": 1, "save_steps": 1}
     own = [comparing("stays", Dpo(0.3), max_steps=12, **settings)]
     for seed in range(1, 5):
@@ -241,7 +242,7 @@ def test_job_when_others_that_share_its_references_leave_then_stages_agree_on_wh
     check(engine, own, outcomes)
 
 
-def test_executor_when_a_pass_has_failed_then_the_next_run_asks_again(monkeypatch):
+def test_executor_when_a_pass_has_failed_then_the_next_run_repeats_it(monkeypatch):
     """Stages may have come to different microbatches by then."""
     own = [comparing("dpo", Dpo(0.3), num_eval=4, **EVAL)]
     outcomes = train(random_backbone("llama", num_hidden_layers=LAYERS), own, capacity=48)
@@ -265,8 +266,8 @@ def test_executor_when_a_pass_has_failed_then_the_next_run_asks_again(monkeypatc
     check(Engine(executor, capacity=48, planner=PipelinePlanner(Schedule.ONE_F_ONE_B, 2)), own, outcomes)
 
 
-def test_memory_when_stages_hear_references_then_what_they_hold_is_counted(folder):
-    """What is said lies on the last stage, while all else is taken to lie evenly."""
+def test_memory_when_stages_run_references_then_what_they_hold_is_counted(folder):
+    """Results lie on the last stage, while all else is taken to lie evenly."""
     found = []
     for engine in (Engine(random_backbone("llama", num_hidden_layers=LAYERS)), staged(Schedule.EAGER, 1, 2)):
         submit(engine, *all_jobs(folder)[1:3])
@@ -280,7 +281,7 @@ WIDE = ("layers.0.self_attn.q_proj", "layers.2.mlp.down_proj")
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         (
             AdapterSpec(r=2, trainable_token_indices=(3,), layers_to_transform=(2,)),
@@ -294,10 +295,10 @@ WIDE = ("layers.0.self_attn.q_proj", "layers.2.mlp.down_proj")
     ],
     ids=["rows of tokens", "as wide as the widest", "another model"],
 )
-def test_reference_when_stages_cannot_hold_it_then_refused_and_forgotten(tmp_path, spec, said):
+def test_reference_when_stages_cannot_hold_it_then_refused_and_forgotten(tmp_path, spec, message):
     engine = staged(Schedule.ONE_F_ONE_B, 1, 2)
     path = stored(tmp_path / "old", spec, **({} if spec else {"hidden_size": 64}))
-    with pytest.raises(WeftError, match=said):
+    with pytest.raises(WeftError, match=message):
         submit(engine, comparing("job", Dpo(0.3), reference=path))
     submit(engine, comparing("job", Dpo(0.3), max_steps=1))
     assert finish(engine)["job"].state == "succeeded"

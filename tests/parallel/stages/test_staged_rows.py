@@ -36,8 +36,8 @@ def jobs(rows: list[dict[str, Any]], **settings: Any) -> list[Job]:
     step: dict[str, Any] = {"max_steps": 3, "max_grad_norm": 0.3, "learning_rate": 3e-2, "weight_decay": 0.1}
     adapters = [{"r": 3, "lora_dropout": 0.1, **own} for own in (*rows, {})]
     return [
-        (job_spec(f"job{place}", seed=place, adapter=own, **{**step, **settings}), random_data(place, num_samples=6))
-        for place, own in enumerate(adapters)
+        (job_spec(f"job{seed}", seed=seed, adapter=own, **{**step, **settings}), random_data(seed, num_samples=6))
+        for seed, own in enumerate(adapters)
     ]
 
 
@@ -82,7 +82,7 @@ def test_rows_when_devices_share_layers_then_end_near_those_of_one_device(sizes)
     engine.close()
 
 
-def test_reference_when_it_has_rows_then_says_what_it_says_on_one_device(tmp_path):
+def test_reference_when_it_has_rows_then_has_its_results_of_one_device(tmp_path):
     """Rows that are not those it started with, at both ends."""
     backbone = random_backbone("llama_tied", num_hidden_layers=LAYERS)
     adapter = backbone.new_adapter(AdapterSpec(r=3, **SOME), seed=9)
@@ -102,7 +102,7 @@ def test_reference_when_it_has_rows_then_says_what_it_says_on_one_device(tmp_pat
 
 def test_run_when_it_goes_on_in_other_stages_then_files_and_state_are_those_of_one_device(tmp_path):
     many = jobs([SOME], early_stopping_patience=5, eval_data=2, eval_steps=1)
-    many = [(spec, random_data(place, num_eval=2)) for place, (spec, _) in enumerate(many)]
+    many = [(spec, random_data(seed, num_eval=2)) for seed, (spec, _) in enumerate(many)]
     train_until(whole(), tmp_path / "one", 3, many)
     for until, engine in ((1, staged("llama_tied", (1, 2))), (2, whole()), (3, staged("llama_tied", (2, 1)))):
         train_until(engine, tmp_path / "moved", until, many)
@@ -121,7 +121,7 @@ def whole() -> Engine:
 
 
 @pytest.mark.parametrize(("layer", "end"), [(2, "first"), (0, "last")])
-def test_rows_when_their_stage_has_no_module_of_the_adapter_then_it_is_said_which(layer, end):
+def test_rows_when_their_stage_has_no_module_of_the_adapter_then_the_error_names_them(layer, end):
     engine = staged("llama_tied", (1, 2))
     spec = job_spec("job", adapter={"r": 3, "layers_to_transform": (layer,), **SOME})
     with pytest.raises(ConfigError, match=f"its rows of tokens are on the {end} stage, where its adapter has no"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from covering import slow
 from safetensors.torch import load_file
 from staged_models import objective_jobs, train_until
 from tensor_models import tensor_executor
+from test_spread import AnyDispatch
 from tiny_models import (
     Job,
     Outcome,
@@ -26,7 +29,9 @@ from tiny_models import (
 
 from weft.engine.engine import Engine
 from weft.errors import ConfigError
+from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
+from weft.plan.spread import SpreadPlanner
 
 LAYOUTS = {"tensor:2": (2, (2,)), "tensor:2,stages:2": (2, (1, 1)), "tensor:4": (4, (2,))}
 MODEL: dict[str, Any] = {"num_key_value_heads": 4}
@@ -48,14 +53,14 @@ def jobs(names: Collection[str] | None = None, *, num_steps: int = 20, epsilon: 
         "prefix": {"method": "prefix_tuning", "num_virtual_tokens": 3},
     }
     found: list[Job] = []
-    for place, (name, adapter) in enumerate(adapters.items()):
+    for seed, (name, adapter) in enumerate(adapters.items()):
         if names is not None and name not in names:
             continue
-        judged = {"eval_data": 2, "eval_steps": 5} if name == "lora" else {}
-        step = {"max_steps": num_steps, "max_grad_norm": 0.05 if place % 2 else 1.0, "weight_decay": 0.1}
+        evaluated = {"eval_data": 2, "eval_steps": 5} if name == "lora" else {}
+        step = {"max_steps": num_steps, "max_grad_norm": 0.05 if seed % 2 else 1.0, "weight_decay": 0.1}
         step["adam_epsilon"] = epsilon
-        spec = job_spec(name, seed=place, adapter=adapter, learning_rate=1e-3, **step, **judged)
-        found.append((spec, random_data(place, num_samples=6, num_eval=2 if judged else 0)))
+        spec = job_spec(name, seed=seed, adapter=adapter, learning_rate=1e-3, **step, **evaluated)
+        found.append((spec, random_data(seed, num_samples=6, num_eval=2 if evaluated else 0)))
     return found
 
 
@@ -65,8 +70,8 @@ def engine_on(layout: str, **options: Any) -> Engine:
     return Engine(tensor_executor("llama", count, sizes, **MODEL, **options), capacity=48, planner=planner)
 
 
-def trained(layout: str, given: list[Job]) -> dict[str, Outcome]:
-    engine = engine_on(layout)
+def trained(layout: str, given: list[Job], **options: Any) -> dict[str, Outcome]:
+    engine = engine_on(layout, **options)
     submit(engine, *given)
     found = finish(engine)
     engine.close()
@@ -108,6 +113,27 @@ def test_jobs_when_trained_twice_then_have_the_same_bits():
         assert_same_bits(outcome, second[name])
 
 
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+def test_sums_in_any_order_when_replicas_share_layers_then_no_dealing_changes_a_bit(kernels):
+    """Devices of all replicas add up whole numbers; samples are dealt at random over two replicas."""
+    free = {"gradient_sum": "any_order", "max_steps": 3, "max_grad_norm": 0.05}
+    own: list[Job] = [
+        (job_spec("free", adapter={"lora_dropout": 0.1, "r": 3}, **free), random_data(1, num_samples=8)),
+        (job_spec("again", seed=2, **free), random_data(2, num_samples=5)),
+        *(jobs(("dora",), num_steps=3) if kernels == "reference" else ()),
+        *([(replace(spec, gradient_sum="any_order"), data) for spec, data in objective_jobs()[:1]]),
+    ]
+    expected = train(random_backbone("llama", kernels=kernels, **MODEL), own, capacity=48)
+    planner = AnyDispatch(SpreadPlanner((1, 1), (LinearCost(fixed_s=4.0),) * 2), random.Random(1))
+    two = Engine(tensor_executor("llama", 2, (2,), (2,), kernels=kernels, **MODEL), capacity=48, planner=planner)
+    submit(two, *own)
+    found, one = finish(two), trained("tensor:2", own, kernels=kernels)
+    two.close()
+    for name, outcome in found.items():
+        assert_same_bits(outcome, one[name])
+        assert_near(outcome, expected[name])
+
+
 def test_objectives_when_layers_are_shared_then_end_near_those_of_one_device():
     """A head for labels is whole on every device, and pairs share a microbatch."""
     expected = train(random_backbone("llama", **MODEL), objective_jobs(), capacity=48)
@@ -124,7 +150,7 @@ def test_optimizers_when_layers_are_shared_then_see_whole_tensors(optim):
 
 def resumed_jobs() -> list[Job]:
     specs = [job_spec("a", ema_decay=0.5, adapter={"lora_dropout": 0.1, "r": 3}), job_spec("b", optim="adafactor")]
-    return [(spec, random_data(place)) for place, spec in enumerate(specs)]
+    return [(spec, random_data(seed)) for seed, spec in enumerate(specs)]
 
 
 def test_run_when_it_moves_between_layouts_then_files_have_the_keys_and_shapes_of_one_device(tmp_path):
@@ -162,7 +188,6 @@ def assert_near_files(one: Path, moved: Path) -> None:
             "diff_pruning chooses among the numbers of whole weights; with tensor:N use bitfit, bottleneck, dora, ia3, "
             "lora, prefix_tuning, prompt_tuning, vera.",
         ),
-        ({"gradient_sum": "any_order"}, "gradient_sum", "any_order is not supported with tensor:N; use in_order."),
     ],
 )
 def test_job_when_it_cannot_share_layers_then_is_refused_in_a_sentence(settings, where, why):

@@ -20,6 +20,7 @@ from weft.parallel.stages.transport import (
     HostDevices,
     HostTransport,
     Route,
+    Teams,
     TorchDevices,
     TorchTransport,
     join_devices,
@@ -36,10 +37,10 @@ ROUTES = [
 ]
 
 
-def talk(stage: int, store: str, is_by_host: bool, told: Any) -> None:
-    """One of two processes; says what it has received."""
+def talk(stage: int, store: str, is_by_host: bool, results: Any) -> None:
+    """One of two processes; returns what it has received."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=stage, world_size=2, timeout=LONGEST)
-    transport = (HostTransport if is_by_host else TorchTransport)(stage, CPU, LONGEST)
+    transport = (HostTransport if is_by_host else TorchTransport)(stage, CPU, LONGEST, Teams((1, 1)))
     # One of them names the routes backwards: the order in which they are opened is that of the routes.
     transport.open(ROUTES[:: 1 if stage else -1])
     found: list[list[float]] = []
@@ -57,11 +58,14 @@ def talk(stage: int, store: str, is_by_host: bool, told: Any) -> None:
     into = torch.zeros(8, dtype=torch.uint8)
     peers.gather(0, peers.keep(0, whole), into).wait()
     devices = HostDevices(stage, 2, CPU) if is_by_host else TorchDevices(stage, 2)
-    devices.groups = join_devices(0, 1, 2, LONGEST)
+    devices.groups = join_devices(0, Teams((2,)), LONGEST)
     parts = torch.full((3, 2), 1.0 + stage, dtype=torch.bfloat16).t()
     later = devices.start(10 * parts, 1)
     added = devices.add_up(parts)
-    told.put((stage, found, into.tolist(), peers.most(5 - stage), added.tolist(), [x.tolist() for x in later()]))
+    # A row for each of them, of which it gets its own from both.
+    swapped = devices.start_swap(torch.tensor([[10.0], [20.0]]) + stage, 0)
+    sums = [added.tolist(), *([each.tolist() for each in wait()] for wait in (later, swapped))]
+    results.put((stage, found, into.tolist(), peers.most(5 - stage), *sums))
     dist.destroy_process_group()
 
 
@@ -70,17 +74,17 @@ def test_messages_when_two_processes_talk_then_come_in_their_order_by_channel(is
     """In both directions at once, and what is received first need not have been sent first; sums of all devices."""
     processes.prepare()
     context = multiprocessing.get_context("forkserver")
-    told = context.Queue()
-    given = [(stage, str(tmp_path / "store"), is_by_host, told) for stage in range(2)]
+    results = context.Queue()
+    given = [(stage, str(tmp_path / "store"), is_by_host, results) for stage in range(2)]
     both = [context.Process(target=talk, args=own) for own in given]
     for process in both:
         process.start()
-    found = {stage: what for stage, *what in (told.get(timeout=120) for _ in both)}
+    found = {stage: what for stage, *what in (results.get(timeout=120) for _ in both)}
     for process in both:
         process.join()
     sums = [[[3.0] * 3] * 2, [[[10.0] * 3] * 2, [[20.0] * 3] * 2]]
-    assert found[0] == [[[120, 121, 122], [130, 131, 132]], list(range(8)), 5, *sums]
-    assert found[1] == [[[0, 1, 2], [30, 31, 32]], list(range(8)), 5, *sums]
+    assert found[0] == [[[120, 121, 122], [130, 131, 132]], list(range(8)), 5, *sums, [[10.0], [11.0]]]
+    assert found[1] == [[[0, 1, 2], [30, 31, 32]], list(range(8)), 5, *sums, [[20.0], [21.0]]]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def noisy(prices: Fit, loads: list[MicrobatchLoad], noise: float, seed: int = 1)
     return [prices.predict(load) * (1 + noise * float(rng.standard_normal())) for load in loads]
 
 
-def test_load_when_made_of_jobs_then_counts_what_each_term_says():
+def test_load_when_made_of_jobs_then_counts_what_each_term_means():
     load = MicrobatchLoad.of([(16, [10, 20]), (40, [5])], parameters=7, row_tile=32)
     assert (load.rows, load.pairs, load.longest_pairs) == (64, 525, 400)
     assert (load.rank_tokens, load.rank_rows, load.jobs, load.parameters) == (16 * 30 + 40 * 5, 64 * 64, 2, 7)
@@ -115,9 +115,9 @@ def test_error_when_counted_then_mean_and_the_bound_of_nineteen_in_twenty():
 
 def feed(online: OnlineFit, loads: list[MicrobatchLoad], values: list[float], every: int = 8) -> None:
     """Measurements one by one, learnt from now and then."""
-    for place, (load, value) in enumerate(zip(loads, values, strict=True), start=1):
+    for index, (load, value) in enumerate(zip(loads, values, strict=True), start=1):
         online.observe(load, value)
-        if place % every == 0:
+        if index % every == 0:
             online.learn(online.seen)
 
 
@@ -145,12 +145,12 @@ def test_online_when_it_reports_its_error_then_it_is_that_of_predictions_made_be
 def test_online_when_the_device_changes_then_it_follows_within_its_window():
     online, loads = OnlineFit(TIME_TERMS, window=32), random_loads(160)
     slower = Fit({term: 1.5 * price for term, price in SECONDS.prices.items()})
-    feed(online, loads, [(SECONDS if place < 60 else slower).predict(load) for place, load in enumerate(loads)])
+    feed(online, loads, [(SECONDS if index < 60 else slower).predict(load) for index, load in enumerate(loads)])
     assert online.predict(loads[0]) == pytest.approx(slower.predict(loads[0]), rel=1e-3)
     assert online.error.count == len(online.seen) == 32
 
 
-def test_online_when_a_mix_says_nothing_of_a_term_then_what_was_learnt_before_holds_it():
+def test_online_when_a_mix_lacks_a_term_then_keeps_what_was_learnt_of_it_before():
     """One job of one rank for a long time: what ranks cost is still known when others come back."""
     online, loads = OnlineFit(TIME_TERMS, window=64), random_loads(64)
     feed(online, loads, [SECONDS.predict(load) for load in loads])

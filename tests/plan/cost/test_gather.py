@@ -35,7 +35,7 @@ def test_fewer_bytes_and_fewer_others_need_fewer_tokens(shards, quantize):
     assert gather(shards, quantize).hidden_from_tokens == pytest.approx(expected, abs=1)
 
 
-def test_plan_says_from_where_on_gathering_is_hidden_and_by_which_links():
+def test_plan_reports_from_where_on_gathering_is_hidden_and_by_which_links():
     held, text = gather(8).notes()
     assert held.startswith("each of 8 devices holds about ")
     assert f"hidden from {gather(8).hidden_from_tokens:,} tokens" in text

@@ -28,7 +28,7 @@ def noted(num_passes: int, job_s: float) -> StagePace:
     return pace
 
 
-def test_learned_cost_when_jobs_differ_between_microbatches_then_tells_adapters_from_the_backbone():
+def test_learned_cost_when_jobs_differ_between_microbatches_then_separates_adapters_from_the_backbone():
     """The mean over both passes of both stages is 2.25 times a forward on the first."""
     learned = noted(60, job_s=2e-3).learn(2, TABLE, RANKS)
     assert learned is not None

@@ -96,7 +96,7 @@ def test_tensor_parallel_when_doubled_then_halves_linears_alone():
 
 
 @given(st.integers(17, 160), st.lists(st.sampled_from([8, 16, 64, 100]), max_size=20), st.sampled_from([64, 2048]))
-def test_most_rows_when_asked_then_fits_and_one_tile_more_does_not(budget_gb, ranks, row_tile):
+def test_most_rows_then_fits_and_one_tile_more_does_not(budget_gb, ranks, row_tile):
     model = MemoryModel(LLAMA, tensor_parallel=3)
     rows, budget = model.most_rows(budget_gb * 10**9, ranks, row_tile), budget_gb * 10**9
     assert rows % row_tile == 0
@@ -117,6 +117,6 @@ def test_rank_class_when_ranks_differ_then_a_power_of_two_above_all():
         ({"tensor_parallel": 0}, "tensor_parallel: got 0"),
     ],
 )
-def test_memory_model_when_a_setting_is_wrong_then_says_what_is_accepted(settings, sentence):
+def test_memory_model_when_a_setting_is_wrong_then_reports_what_is_accepted(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         MemoryModel(LLAMA, **settings)

@@ -35,7 +35,7 @@ def test_fit_padded_when_given_table_11_then_meets_every_row_of_a_degree(degree)
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_fit_padded_when_the_deepest_pipeline_was_not_seen_then_meets_it(degree):
-    """Fitted on shallower pipelines of the degree; LobRA says of its own predictions that they are within a tenth."""
+    """Fitted on shallower pipelines of the degree; LobRA reports its own predictions to be within a tenth."""
     deepest = max(row[1] for row in rows_of(degree))
     lengths = {row[2] for row in rows_of(degree) if row[1] < deepest}
     seen = [row for row in rows_of(degree) if row[1] < deepest]

@@ -9,8 +9,11 @@ import pytest
 from test_fit import BYTES, SECONDS, noisy, random_loads
 
 from weft.errors import ConfigError
+from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.fit import Fit, MicrobatchLoad
+from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.profile import Measurement, Profile, ProfiledCost, Setup, fit_profile, load_profile
+from weft.plan.cost.shape import ModelShape
 from weft.plan.cost.types import CostModel
 
 SETUP = Setup("NVIDIA H200", "llama-3.1-8b", 4096, 32, 218_103_808, 525_336_576, 81_920, 2, 64)
@@ -28,7 +31,7 @@ def synthetic(noise: float, count: int = 24) -> Profile:
         noisy(BYTES, loads, noise, 6),
     ]
     rows = zip(loads, *columns, strict=True)
-    return fit_profile(SETUP, [Measurement(*row, held_out=place % 4 == 3) for place, row in enumerate(rows)])
+    return fit_profile(SETUP, [Measurement(*row, held_out=index % 4 == 3) for index, row in enumerate(rows)])
 
 
 def test_profile_when_measurements_are_noisy_then_held_out_memory_is_met_within_the_target():
@@ -45,6 +48,23 @@ def test_profile_when_held_out_measurements_differ_then_the_fits_do_not_see_them
     again = fit_profile(SETUP, spoiled)
     assert again.fits == found.fits
     assert again.errors["peak_bytes"].mape == pytest.approx(0.5, abs=0.01)
+
+
+def test_costs_when_what_a_job_adds_is_counted_apart_then_both_parts_are_the_whole():
+    """Of a profile and of the table, over all stages, forward and backward, for any number of jobs in a microbatch."""
+    profiled = ProfiledCost(synthetic(0.0), num_stages=2)
+    table = AnalyticCost(ModelShape("small", 64, 128, 4, 4, 2, 16, 500), find_hardware("h200"), num_stages=2)
+    for whole in (profiled, table):
+        base, adapters = whole.apart()
+        for num_jobs in (1, 3):
+            together = both_s(replace(whole, num_jobs=num_jobs), [64] * 6)
+            parts = both_s(base, [64] * 6) + 2 * 2 * adapters.microbatch_s(dict.fromkeys("abc"[:num_jobs], 64))
+            assert parts == pytest.approx(together, rel=1e-9)
+        assert adapters.job_s > 0
+
+
+def both_s(cost: CostModel, lengths: list[int]) -> float:
+    return sum(cost.forward_s(lengths, stage) + cost.backward_s(lengths, stage) for stage in range(2))
 
 
 def test_profile_when_stored_and_read_then_the_same(tmp_path):
@@ -74,7 +94,7 @@ def damage(text: str, change) -> str:
         (lambda t: t["measurements"][0].update(held_out=1), "is damaged: ValueError held_out is 1"),
     ],
 )
-def test_load_profile_when_the_file_is_wrong_then_one_sentence_says_how(tmp_path, change, sentence):
+def test_load_profile_when_the_file_is_wrong_then_one_sentence_explains_why(tmp_path, change, sentence):
     path = tmp_path / "p.json"
     path.write_text(damage(synthetic(0.0).to_json(), change))
     with pytest.raises(ConfigError) as caught:
@@ -83,7 +103,7 @@ def test_load_profile_when_the_file_is_wrong_then_one_sentence_says_how(tmp_path
     assert sentence in str(caught.value)
 
 
-def test_load_profile_when_there_is_no_json_then_says_so(tmp_path):
+def test_load_profile_when_there_is_no_json_then_reports_it(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_profile(tmp_path / "gone.json")
     (tmp_path / "text.json").write_text("hello")

@@ -152,7 +152,7 @@ def test_relaxed_plan_when_compared_with_every_plan_then_its_bound_is_below_all(
     assert found.bound_s <= min(steps) and step_of(problem, np.array(found.counts)) <= 1.1 * min(steps)
 
 
-def test_plan_when_there_are_too_many_to_list_then_close_to_the_best_and_says_how_close(monkeypatch):
+def test_plan_when_there_are_too_many_to_list_then_close_to_the_best_and_reports_how_close(monkeypatch):
     monkeypatch.setattr(planner, "MAX_LISTED", 1)
     for seed in range(3):
         problem = drawn_problem(seed)
@@ -227,7 +227,7 @@ def test_problem_when_it_cannot_be_then_refused():
         DeployProblem((), {"gpus": 4}, buckets)
 
 
-def test_lengths_when_drawn_then_have_the_mean_and_skewness_asked_for():
+def test_lengths_when_drawn_then_have_the_requested_mean_and_skewness():
     drawn = np.array(LengthSpread(500, 1.5, 100_000).draw(200_000, np.random.default_rng(0)))
     centred = drawn - drawn.mean()
     assert drawn.mean() == pytest.approx(500, rel=0.01)

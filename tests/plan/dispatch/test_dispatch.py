@@ -50,7 +50,7 @@ def test_dispatch_by_length_when_given_the_best_plan_of_figure_4_then_as_unlevel
     is_packed=st.booleans(),
 )
 def test_dispatch_when_any_batch_is_shared_out_then_every_sample_is_there_once(lengths, counts, num_buckets, is_packed):
-    """And on a replica that holds it, and no sooner done than the bound says."""
+    """And on a replica that holds it, and done no sooner than the bound."""
     kinds = small_replicas(is_packed=is_packed)
     models = [model for model, count in zip(kinds, counts, strict=True) for _ in range(count)]
     buckets = choose_buckets(lengths, num_buckets, grain=8)

@@ -80,7 +80,7 @@ def test_dispatch_when_a_job_has_a_home_then_replicas_beside_it_do_not_make_it_f
     assert dispatch(two).homes == (0,) and not any(dispatch(two).counts[1])
 
 
-def test_dispatch_when_free_samples_come_beside_a_job_at_home_then_they_go_where_nobody_is():
+def test_dispatch_when_free_samples_come_beside_a_job_at_home_then_they_go_to_the_empty_replica():
     fleet = fleet_of([[100] * 8], [100] * 8, (2, 0, 0))
     found = dispatch(fleet)
     assert sorted(sum(own) for own in found.counts) == [8, 8]

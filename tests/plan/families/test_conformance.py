@@ -1,5 +1,5 @@
 """What every family on the fast path must do: agree with the reference path, keep neighbours apart, and hold the memory
-that the model says."""
+that the model predicts."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def attached(backbone: Backbone) -> tuple[list[Adapter], list[int]]:
 def packed(slots: Sequence[int], *, drops: bool = True, only: int | None = None) -> PackedBatch:
     """The samples of all adapters, or of one alone."""
     rng = np.random.default_rng(5)
-    placed = [
+    slot_samples = [
         (
             owner,
             SlotSample(random_sample(rng, n), None if owner is None else slots[owner], 0.01, 7 + n if drops else None),
         )
         for n, owner in LENGTHS
     ]
-    chosen = [sample for owner, sample in placed if only is None or owner == only]
+    chosen = [sample for owner, sample in slot_samples if only is None or owner == only]
     return pack_samples(chosen, 128, torch.device("cpu"))
 
 
@@ -126,7 +126,7 @@ def test_fused_step_when_an_adapter_has_neighbours_then_same_bits_as_alone(name,
 
 
 @every_family
-def test_fused_step_when_a_neighbour_is_nan_then_nobody_else_notices(name):
+def test_fused_step_when_a_neighbour_is_nan_then_no_other_adapter_changes(name):
     """A NaN in one adapter's B reaches its own rows and gradients only."""
     backbone = random_backbone(name, kernels="fused")
     adapters, slots = attached(backbone)
@@ -159,7 +159,7 @@ def test_fused_step_when_the_backbone_is_quantised_then_its_gradients_are_the_re
 
 
 def kept_storages(passed: Passed) -> dict[int, int]:
-    """Every storage that the layers keep, its bytes once; behind the last layer there is one more sum and its norm."""
+    """Every storage that the layers keep, its bytes once; after the last layer there is one more sum and its norm."""
     found = {}
     for kept in passed.kept:
         tensors = [getattr(kept, name) for name in passed.context.model.moved]
@@ -192,9 +192,9 @@ def test_kept_when_compared_with_the_memory_model_then_equal_to_the_byte(name, m
     slot = backbone.attach(backbone.new_adapter(AdapterSpec(r=4, rank_pattern={down: 20}), 0))
     batch = pack_samples([SlotSample(random_sample(np.random.default_rng(0), 100), slot)], 128, backbone.device)
     assert isinstance(backbone.path, FusedPath)
-    place = backbone.path.new_buffers()
-    place.forward(batch, input_shape(batch, with_longest=False), 128, needs_grad=True)
-    passed = place._held
+    buffers = backbone.path.new_buffers()
+    buffers.forward(batch, input_shape(batch, with_longest=False), 128, needs_grad=True)
+    passed = buffers._held
     assert isinstance(passed, Passed)
     shape = ModelShape.from_config(backbone.model.config.to_dict())
     model = MemoryModel(shape, recompute=mode, activation_bytes=4, tensor_parallel=count)

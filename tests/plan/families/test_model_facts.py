@@ -35,12 +35,14 @@ def test_rooms_when_named_then_every_family_has_each(name):
     assert "tested against PEFT" in found["checked"]
 
 
-def test_rooms_when_a_model_is_unusual_then_say_so():
+def test_rooms_when_a_model_is_unusual_then_report_it():
     oss = rooms_of("gpt_oss")
     assert oss["layers"] == "1 x attention over 4 tokens, 1 x full attention"
     assert oss["attention"] == "4 heads of 8, 2 for keys and values, sinks"
     assert oss["feed-forward"] == "4 experts of 48, 2 for each token"
-    assert oss["fast path"].startswith("no: gpt_oss is not among llama")
+    assert oss["fast path"] == "no: the fast path has no kernels for routed experts"
+    assert rooms_of("lfm2")["fast path"] == "no: the fast path has no kernels for layers with a state"
+    assert rooms_of("cohere")["fast path"].startswith("no: cohere is not among llama")
     gemma = rooms_of("gemma4_e2b")["attention"]
     assert "in some layers of 16, the last 2 layers reuse keys and values, embeddings of 16 for each layer" in gemma
     assert "MLA" in rooms_of("glm4_moe_lite")["attention"]
@@ -59,7 +61,7 @@ def test_rooms_when_a_model_is_unusual_then_say_so():
     assert rooms({"model_type": "bloom"})["checked"].startswith("refused: bloom adds scores")
 
 
-def test_size_when_a_token_uses_few_experts_then_both_numbers_are_told():
+def test_size_when_a_token_uses_few_experts_then_both_numbers_are_reported():
     moe = ModelShape.from_config(transformers.Qwen3_5MoeTextConfig().to_dict())
     assert size_in_words(moe) == "34.7 B parameters, 2.9 B for a token"
     assert size_in_words(ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict())) == "8.0 B parameters"

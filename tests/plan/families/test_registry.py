@@ -1,4 +1,4 @@
-"""Descriptions of decoders: what they say of configurations, and that they need no torch."""
+"""Descriptions of decoders: what they make of configurations, and that they need no torch."""
 
 from __future__ import annotations
 

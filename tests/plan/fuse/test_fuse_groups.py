@@ -36,9 +36,9 @@ def test_grouped_streams_of_any_queues_keep_order_capacity_and_groups(
     assert streams
     for stream in streams:
         assert sorted(job for group in stream.groups for job in group) == sorted(queue.job for queue in queues)
-        place = {job: number for number, group in enumerate(stream.groups) for job in group}
+        group_of = {job: number for number, group in enumerate(stream.groups) for job in group}
         for microbatch in stream.microbatches:
-            (group,) = {place[job] for job in microbatch.job_tokens}
+            (group,) = {group_of[job] for job in microbatch.job_tokens}
             assert microbatch.num_tokens <= stream.fills[group] <= CAPACITY
         for queue in queues:
             own = [(s.step, s.index) for m in stream.microbatches for s in m.segments if s.job == queue.job]

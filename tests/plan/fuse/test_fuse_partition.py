@@ -63,7 +63,7 @@ def partitions(tasks: list[FuseTask]) -> Iterator[list[list[FuseTask]]]:
 def latency(partition: list[list[FuseTask]], pipe: Pipe) -> float:
     """The latency model, written out once more; infinite where memory does not suffice."""
     total = 0.0
-    for place, tasks in enumerate(partition):
+    for index, tasks in enumerate(partition):
         lengths = [n for t in tasks for n in t.lengths]
         adapters = max(sum(t.adapter_s * t.adapter_share for t in tasks), *(t.adapter_s for t in tasks), 0.0)
         passes = []
@@ -72,7 +72,7 @@ def latency(partition: list[list[FuseTask]], pipe: Pipe) -> float:
             if pipe.free_bytes and copies * sum(lengths) > pipe.free_bytes[stage]:
                 return math.inf
             passes.append(pipe.cost.forward_s(lengths, stage) + pipe.cost.backward_s(lengths, stage) + 2 * adapters)
-        if place == 0:
+        if index == 0:
             total += sum(passes) + (pipe.num_microbatches - 1) * max(passes)
         else:
             total += pipe.num_microbatches * sum(passes) / len(passes)

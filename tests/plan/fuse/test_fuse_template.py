@@ -23,8 +23,8 @@ def lone(job: str, tokens: int) -> FusedTask:
 @st.composite
 def setups(draw: st.DrawFn) -> tuple[list[FusedTask], list[tuple[int, ...]], Pipe]:
     fused = [lone(f"job{i}", draw(st.integers(1, 20))) for i in range(draw(st.integers(1, 5)))]
-    places = [draw(st.integers(0, 2)) for _ in fused]
-    buckets = [tuple(i for i, p in enumerate(places) if p == b) for b in sorted(set(places))]
+    indices = [draw(st.integers(0, 2)) for _ in fused]
+    buckets = [tuple(i for i, p in enumerate(indices) if p == b) for b in sorted(set(indices))]
     stages = draw(st.integers(1, 4))
     cost = LinearCost(fixed_s=draw(st.integers(0, 3)), backward_ratio=draw(st.sampled_from([1.0, 2.0])), send_s=0.25)
     free = draw(st.none() | st.tuples(*[st.integers(100, 200)] * stages))

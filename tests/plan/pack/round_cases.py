@@ -58,7 +58,7 @@ def all_segments(jobs: list[JobQueue]) -> list[Segment]:
     return [Segment(q.job, b.step, b.first + i, n) for q in jobs for b in q.batches for i, n in enumerate(b.lengths)]
 
 
-def by_place(s: Segment) -> tuple[str, int, int]:
+def by_index(s: Segment) -> tuple[str, int, int]:
     return s.job, s.step, s.index
 
 
@@ -69,18 +69,18 @@ def stream_segments(stream: tuple[Microbatch, ...]) -> list[Segment]:
 def problems(plan: RoundPlan, jobs: list[JobQueue]) -> list[str]:
     """What is wrong with a plan; written from the promises, not from any planner."""
     found = []
-    if sorted(stream_segments(plan.stream), key=by_place) != sorted(all_segments(jobs), key=by_place):
+    if sorted(stream_segments(plan.stream), key=by_index) != sorted(all_segments(jobs), key=by_index):
         found.append("a sample is lost, doubled or changed")
     if any(plan.limits.taken(m.segments) > plan.limits.capacity for m in plan.stream):
         found.append("a microbatch is above the capacity")
     last: dict[tuple[str, int], int] = {}
-    for place, m in enumerate(plan.stream):
+    for index, m in enumerate(plan.stream):
         for s in m.segments:
-            last[s.job, s.step] = place
-    for place, m in enumerate(plan.stream):
+            last[s.job, s.step] = index
+    for index, m in enumerate(plan.stream):
         for s in m.segments:
-            if (before := last.get((s.job, s.step - 1))) is not None and place < before + plan.limits.lemma_distance:
-                found.append(f"{s} at {place} comes too early after {before}")
+            if (before := last.get((s.job, s.step - 1))) is not None and index < before + plan.limits.lemma_distance:
+                found.append(f"{s} at {index} comes too early after {before}")
     order: dict[str, list[tuple[int, int]]] = {}
     for s in stream_segments(plan.stream):
         order.setdefault(s.job, []).append((s.step, s.index))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from round_cases import CAPACITY, SMALL, SMALL_LIMITS, by_place, fewest_by_force, segments_of
+from round_cases import CAPACITY, SMALL, SMALL_LIMITS, by_index, fewest_by_force, segments_of
 
 from weft.plan.pack.bins import best_fit, fewest, filled, first_fit, next_fit, subset
 from weft.plan.pack.types import RoundLimits
@@ -18,7 +18,7 @@ from weft.plan.pack.types import RoundLimits
 def test_bins_when_any_samples_then_each_is_packed_once_and_fits(packer, lengths, limits):
     segments = segments_of(*([min(n, limits.room) for n in own] for own in lengths))
     bins = packer(segments, limits)
-    assert sorted((s for own in bins for s in own), key=by_place) == segments
+    assert sorted((s for own in bins for s in own), key=by_index) == segments
     assert all(own and limits.taken(own) <= limits.capacity for own in bins)
 
 

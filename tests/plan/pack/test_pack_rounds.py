@@ -147,7 +147,7 @@ def test_problems_when_a_plan_is_broken_then_each_break_is_seen():
         (lambda: pack_rounds(steady(1, 1, (1,)) * 2, RoundLimits(63)), "job0 is listed twice"),
     ],
 )
-def test_pack_rounds_when_input_is_wrong_then_says_what_and_where(make, words):
+def test_pack_rounds_when_input_is_wrong_then_reports_what_and_where(make, words):
     with pytest.raises(PlanError, match=words) as raised:
         make()
     assert raised.value.code == "plan_error"

@@ -28,7 +28,7 @@ def later(stream: list[Microbatch], by: int) -> list[Microbatch]:
 
 
 def several(drawn: list[list[Microbatch]]) -> list[list[Microbatch]]:
-    return [later(stream, 10 * place) for place, stream in enumerate(drawn)]
+    return [later(stream, 10 * index) for index, stream in enumerate(drawn)]
 
 
 def singles(*named: str) -> list[Microbatch]:
@@ -36,16 +36,16 @@ def singles(*named: str) -> list[Microbatch]:
     return [Microbatch((Segment(name[0], *map(int, name[1:])),)) for name in named]
 
 
-OLDER_STEP_ASKED_FOR_WITH_A_NEWER = [
+OLDER_STEP_DUE_WITH_A_NEWER = [
     singles("a501"),
     singles("a501", "a511", "a521", "b501", "c501", "b511", "b521", "b601", "b611", "b622"),
     [*singles("a501"), Microbatch((Segment("a", 6, 0, 1), Segment("b", 5, 0, 1)))],
 ]
-"""The last microbatch is behind a step of its own program and one of the program before."""
+"""The last microbatch comes after a step of its own program and one of the program before."""
 
 
 @settings(max_examples=25, deadline=None)
-@example(OLDER_STEP_ASKED_FOR_WITH_A_NEWER, 2)
+@example(OLDER_STEP_DUE_WITH_A_NEWER, 2)
 @given(st.lists(streams(), min_size=1, max_size=3), st.integers(2, 4))
 def test_streams_when_joined_then_are_one_valid_program(drawn: list[list[Microbatch]], num_stages: int) -> None:
     """And the simulator runs it to its end."""
@@ -58,23 +58,23 @@ def test_streams_when_joined_then_are_one_valid_program(drawn: list[list[Microba
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(streams(), min_size=1, max_size=3), st.integers(2, 4))
-def test_lists_when_told_then_none_waits_for_what_has_not_been_told(
+def test_lists_when_sent_then_none_waits_for_what_has_not_been_sent(
     drawn: list[list[Microbatch]], num_stages: int
 ) -> None:
     """So a stage is never caught in the middle of what it knows."""
-    endless, told, microbatches = ContinuedProgram(open_pipe(num_stages)), [()] * num_stages, list[Microbatch]()
-    for place, stream in enumerate(several(drawn)):
-        told = add(told, endless.append(DealtStream(stream, [range(len(stream))]), [(COST, None)]))
+    endless, lists, microbatches = ContinuedProgram(open_pipe(num_stages)), [()] * num_stages, list[Microbatch]()
+    for index, stream in enumerate(several(drawn)):
+        lists = add(lists, endless.append(DealtStream(stream, [range(len(stream))]), [(COST, None)]))
         microbatches += stream
-        assert list(stuck(Program(tuple(microbatches), tuple(told)))) == []
-        assert not endless.is_issued(place)
-    told = add(told, endless.end())
+        assert list(stuck(Program(tuple(microbatches), tuple(lists)))) == []
+        assert not endless.is_issued(index)
+    lists = add(lists, endless.end())
     assert endless.is_issued(len(drawn) - 1)
-    assert tuple(told) == joined(several(drawn), num_stages, COST).stages
+    assert tuple(lists) == joined(several(drawn), num_stages, COST).stages
 
 
-def add(told: list[tuple], lists: Lists) -> list[tuple]:
-    return [(*before, *own) for before, own in zip(told, lists, strict=True)]
+def add(before: list[tuple], more: Lists) -> list[tuple]:
+    return [(*first, *own) for first, own in zip(before, more, strict=True)]
 
 
 def without_steps(instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -88,7 +88,7 @@ def test_program_when_another_follows_then_the_first_stage_begins_it_before_it_h
     one_long = build(Schedule.EAGER, [m for part in parts for m in part], 4, cost=COST)
     assert [without_steps(own) for own in whole.stages] == [without_steps(own) for own in one_long.stages]
     first = [i for i in whole.stages[0] if not isinstance(i, Send | Receive)]
-    last_of_first = max(place for place, i in enumerate(first) if getattr(i, "microbatch", 99) == 7)
+    last_of_first = max(index for index, i in enumerate(first) if getattr(i, "microbatch", 99) == 7)
     assert first.index(Forward(8)) < last_of_first
     drained_s = sum(simulate(build(Schedule.EAGER, part, 4, cost=COST), COST).makespan_s for part in parts)
     assert simulate(whole, COST).makespan_s < 0.9 * drained_s
@@ -96,11 +96,11 @@ def test_program_when_another_follows_then_the_first_stage_begins_it_before_it_h
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 3), min_size=2, max_size=3))
-def test_programs_of_several_replicas_when_appended_then_no_list_waits_for_what_has_not_been_told(data, sizes):
+def test_programs_of_several_replicas_when_appended_then_no_list_waits_for_what_has_not_been_sent(data, sizes):
     """Jobs at home and jobs that are spread; they come, end and stay, and replicas are unlike."""
     costs = tuple(LinearCost(fixed_s=data.draw(st.sampled_from([0.0, 5.0])), token_s=1 / size) for size in sizes)
     planner, pipes = SpreadPlanner(tuple(sizes), costs), [open_pipe(size, max_lead=[2 * size] * size) for size in sizes]
-    endless, told = ContinuedProgram(*pipes), [()] * sum(sizes)
+    endless, lists = ContinuedProgram(*pipes), [()] * sum(sizes)
     whole: dict[str, JobQueue] = {}
     given, microbatches, measuring = list[DealtStream](), list[Microbatch](), dict[Measure, tuple[int, ...]]()
     next_step: dict[str, int] = {}
@@ -115,25 +115,27 @@ def test_programs_of_several_replicas_when_appended_then_no_list_waits_for_what_
         program = planner(queues, Limits(64, 99))
         given.append(DealtStream.of(program))
         microbatches += program.microbatches
-        told = add(told, endless.append(given[-1], [(cost, None) for cost in costs]))
+        lists = add(lists, endless.append(given[-1], [(cost, None) for cost in costs]))
         measuring |= program.measuring
-        so_far = Program(tuple(microbatches), tuple(told), replica_sizes=tuple(sizes))
-        # Whoever measures before the judge is told to waits for nobody.
+        so_far = Program(tuple(microbatches), tuple(lists), replica_sizes=tuple(sizes))
+        # A stage that measures before the deciding one is due to waits for no other.
         sent = {of for of, stages in so_far.measuring.items() if stages[0] != measuring[of][0]}
-        waiting = tuple(tuple(i for i in own if i not in sent) for own in told)
+        waiting = tuple(tuple(i for i in own if i not in sent) for own in lists)
         assert list(stuck(replace(so_far, stages=waiting))) == []
-        for step in (i for own in told for i in own if isinstance(i, Step)):
-            assert so_far.measuring[of := Measure(step.job, step.step)] == measuring[of], "nobody steps unjudged"
-    told = add(told, endless.end())
-    assert all(endless.is_issued(place) for place in range(len(given)))
+        for step in (i for own in lists for i in own if isinstance(i, Step)):
+            assert so_far.measuring[of := Measure(step.job, step.step)] == measuring[of], (
+                "no job steps without a decision"
+            )
+    lists = add(lists, endless.end())
+    assert all(endless.is_issued(index) for index in range(len(given)))
     found = joined_all(given, pipes, [(cost, None) for cost in costs])
-    assert tuple(told) == found.stages
+    assert tuple(lists) == found.stages
     assert violations(found, list(whole.values()), Limits(64, 99)) == []
     assert simulate(found, costs).makespan_s > 0
 
 
-def test_replica_when_it_has_no_part_of_the_next_program_then_is_told_the_end_of_the_one_before() -> None:
-    """Else nobody could count that one before the replica has jobs again."""
+def test_replica_when_it_has_no_part_of_the_next_program_then_gets_the_end_of_the_one_before() -> None:
+    """Otherwise that one could not be counted before the replica has jobs again."""
     planner, endless = SpreadPlanner((2, 2), (COST, COST)), ContinuedProgram(open_pipe(2), open_pipe(2))
     queues = [JobQueue(name, (Batch(0, 0, (9,) * 4),), is_all=True, home=home) for home, name in enumerate("ab")]
     endless.append(DealtStream.of(planner(queues, Limits(9))), [(COST, None)] * 2)

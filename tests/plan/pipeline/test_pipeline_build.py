@@ -155,7 +155,7 @@ BACKWARDS = [Microbatch((Segment("a", 1, 0, 8),)), SAMPLE]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stream", "options", "said"),
+    ("schedule", "stream", "options", "problem"),
     [
         (Schedule.GPIPE, [SAMPLE], {"num_stages": 0}, "0 stages make no pipeline"),
         (Schedule.EAGER, [], {"num_stages": 2}, "no sample"),
@@ -170,11 +170,11 @@ BACKWARDS = [Microbatch((Segment("a", 1, 0, 8),)), SAMPLE]
         (Schedule.TEMPLATE, [Microbatch(()), SAMPLE], {"num_stages": 2}, "0 rounds"),
     ],
 )
-def test_build_of_the_impossible_says_why(
-    schedule: Schedule, stream: list[Microbatch], options: dict[str, object], said: str
+def test_build_of_the_impossible_gives_the_reason(
+    schedule: Schedule, stream: list[Microbatch], options: dict[str, object], problem: str
 ) -> None:
     """One sentence names the stage or microbatch and what would be right."""
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=problem):
         build(schedule, stream, **options)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from weft.plan.program import Backward, Forward, Instruction, Measure, Program, 
 from weft.plan.simulate.interpret import simulate
 from weft.plan.types import Microbatch, Segment
 
-Place = tuple[int, int]
+Position = tuple[int, int]
 COST = LinearCost(send_s=0.1)
 
 
@@ -27,12 +27,12 @@ def programs(draw: st.DrawFn, min_stages: int = 1) -> Program:
     return build(schedule, draw(streams(schedule)), draw(st.integers(min_stages, 4)))
 
 
-def places(program: Program, *kinds: type) -> list[Place]:
+def positions(program: Program, *kinds: type) -> list[Position]:
     return [(s, i) for s, own in enumerate(program.stages) for i, each in enumerate(own) if isinstance(each, kinds)]
 
 
-def at(program: Program, place: Place) -> Instruction:
-    return program.stages[place[0]][place[1]]
+def at(program: Program, position: Position) -> Instruction:
+    return program.stages[position[0]][position[1]]
 
 
 def edited(program: Program, stage: int, instructions: list[Instruction]) -> Program:
@@ -40,31 +40,31 @@ def edited(program: Program, stage: int, instructions: list[Instruction]) -> Pro
     return dataclasses.replace(program, stages=tuple(stages))
 
 
-def replaced(program: Program, place: Place, *instead: Instruction) -> Program:
-    own = list(program.stages[place[0]])
-    own[place[1] : place[1] + 1] = instead
-    return edited(program, place[0], own)
+def replaced(program: Program, position: Position, *instead: Instruction) -> Program:
+    own = list(program.stages[position[0]])
+    own[position[1] : position[1] + 1] = instead
+    return edited(program, position[0], own)
 
 
-def moved(program: Program, place: Place, to: int) -> Program:
-    own = list(program.stages[place[0]])
-    own.insert(to, own.pop(place[1]))
-    return edited(program, place[0], own)
+def moved(program: Program, position: Position, to: int) -> Program:
+    own = list(program.stages[position[0]])
+    own.insert(to, own.pop(position[1]))
+    return edited(program, position[0], own)
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
 def test_program_with_an_instruction_dropped_is_refused(program: Program, data: st.DataObject) -> None:
     """Nothing in a program is superfluous."""
-    place = data.draw(st.sampled_from(places(program, object)))
-    assert any("is missing" in problem for problem in violations(replaced(program, place)))
+    position = data.draw(st.sampled_from(positions(program, object)))
+    assert any("is missing" in problem for problem in violations(replaced(program, position)))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
 def test_program_with_an_instruction_repeated_is_refused(program: Program, data: st.DataObject) -> None:
-    """Anywhere behind the first."""
-    stage, i = data.draw(st.sampled_from(places(program, object)))
+    """Anywhere after the first."""
+    stage, i = data.draw(st.sampled_from(positions(program, object)))
     own = list(program.stages[stage])
     own.insert(data.draw(st.integers(i + 1, len(own))), own[i])
     assert any("comes again" in problem for problem in violations(edited(program, stage, own)))
@@ -74,42 +74,42 @@ def test_program_with_an_instruction_repeated_is_refused(program: Program, data:
 @given(program=programs(min_stages=2), data=st.data())
 def test_program_with_an_instruction_on_another_stage_is_refused(program: Program, data: st.DataObject) -> None:
     """It is missing there and too much here."""
-    place = data.draw(st.sampled_from(places(program, object)))
-    other = data.draw(st.integers(0, program.num_stages - 1).filter(lambda s: s != place[0]))
-    instruction = at(program, place)
+    position = data.draw(st.sampled_from(positions(program, object)))
+    other = data.draw(st.integers(0, program.num_stages - 1).filter(lambda s: s != position[0]))
+    instruction = at(program, position)
     own = list(program.stages[other])
     own.insert(data.draw(st.integers(0, len(own))), instruction)
-    assert violations(edited(replaced(program, place), other, own))
+    assert violations(edited(replaced(program, position), other, own))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(min_stages=2), data=st.data())
 def test_transfer_with_another_partner_is_refused(program: Program, data: st.DataObject) -> None:
     """A stage that is not the neighbour, or not there at all."""
-    place = data.draw(st.sampled_from(places(program, Send, Receive)))
-    transfer = at(program, place)
+    position = data.draw(st.sampled_from(positions(program, Send, Receive)))
+    transfer = at(program, position)
     field = "to_stage" if isinstance(transfer, Send) else "from_stage"
     partner = data.draw(st.integers(-1, program.num_stages).filter(lambda s: s != getattr(transfer, field)))
-    assert violations(replaced(program, place, dataclasses.replace(transfer, **{field: partner})))
+    assert violations(replaced(program, position, dataclasses.replace(transfer, **{field: partner})))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
 def test_instruction_for_another_microbatch_is_refused(program: Program, data: st.DataObject) -> None:
     """Whether that exists or not."""
-    place = data.draw(st.sampled_from(places(program, Forward, Backward, Send, Receive)))
-    instruction = at(program, place)
+    position = data.draw(st.sampled_from(positions(program, Forward, Backward, Send, Receive)))
+    instruction = at(program, position)
     assert not isinstance(instruction, Step)
     other = data.draw(st.integers(-1, len(program.microbatches)).filter(lambda k: k != instruction.microbatch))
-    assert violations(replaced(program, place, dataclasses.replace(instruction, microbatch=other)))
+    assert violations(replaced(program, position, dataclasses.replace(instruction, microbatch=other)))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
 def test_step_before_its_last_backward_is_refused(program: Program, data: st.DataObject) -> None:
     """An early step would miss gradients."""
-    stage, i = place = data.draw(st.sampled_from(places(program, Step)))
-    step = at(program, place)
+    stage, i = position = data.draw(st.sampled_from(positions(program, Step)))
+    step = at(program, position)
     assert isinstance(step, Step)
     last = max(
         j
@@ -119,14 +119,14 @@ def test_step_before_its_last_backward_is_refused(program: Program, data: st.Dat
     )
     assert last < i
     to = data.draw(st.integers(0, last))
-    assert any("early" in problem for problem in violations(moved(program, place, to)))
+    assert any("early" in problem for problem in violations(moved(program, position, to)))
 
 
 @settings(max_examples=80, deadline=None)
 @given(program=programs(), data=st.data())
 def test_forward_before_the_step_it_waits_for_is_refused(program: Program, data: st.DataObject) -> None:
     """A late step would train batch b + 1 on the adapter of batch b."""
-    steps = {at(program, place): place for place in places(program, Step) if place[0] == 0}
+    steps = {at(program, position): position for position in positions(program, Step) if position[0] == 0}
     late = [
         (steps[Step(s.job, s.step - 1)], i)
         for i, each in enumerate(program.stages[0])
@@ -135,15 +135,15 @@ def test_forward_before_the_step_it_waits_for_is_refused(program: Program, data:
         if Step(s.job, s.step - 1) in steps
     ]
     assume(late)
-    place, forward = data.draw(st.sampled_from(late))
-    assert any("comes before step" in problem for problem in violations(moved(program, place, forward)))
+    position, forward = data.draw(st.sampled_from(late))
+    assert any("comes before step" in problem for problem in violations(moved(program, position, forward)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(program=programs(min_stages=2), data=st.data())
 def test_compute_before_its_input_and_send_before_its_result_are_refused(program: Program, data: st.DataObject) -> None:
     """Data only flows forward in time."""
-    stage, i = data.draw(st.sampled_from(places(program, Send, Receive)))
+    stage, i = data.draw(st.sampled_from(positions(program, Send, Receive)))
     transfer = program.stages[stage][i]
     assert isinstance(transfer, Send | Receive)
     kind = Backward if transfer.is_gradient else Forward
@@ -155,7 +155,7 @@ def test_compute_before_its_input_and_send_before_its_result_are_refused(program
 @given(program=programs(), data=st.data())
 def test_backward_before_its_forward_is_refused(program: Program, data: st.DataObject) -> None:
     """Also on the last stage, where no transfer separates them."""
-    stage, i = data.draw(st.sampled_from(places(program, Backward)))
+    stage, i = data.draw(st.sampled_from(positions(program, Backward)))
     backward = program.stages[stage][i]
     assert isinstance(backward, Backward)
     forward = program.stages[stage].index(Forward(backward.microbatch))
@@ -168,7 +168,7 @@ def test_any_two_instructions_exchanged_either_change_nothing_that_matters_or_ar
     program: Program, data: st.DataObject
 ) -> None:
     """What passes runs to its end, and its timeline keeps every dependency."""
-    stage, i = data.draw(st.sampled_from(places(program, object)))
+    stage, i = data.draw(st.sampled_from(positions(program, object)))
     own = list(program.stages[stage])
     j = data.draw(st.integers(0, len(own) - 1))
     own[i], own[j] = own[j], own[i]
@@ -178,14 +178,14 @@ def test_any_two_instructions_exchanged_either_change_nothing_that_matters_or_ar
     spans = simulate(exchanged, LinearCost(fixed_s=1.0, optimizer_s=1.0)).spans
     when = {(s.name, s.stage, s.args["microbatch"]): s for s in spans if s.name != "step"}
     steps = {(s.stage, *s.args["jobs"], s.args["step"]): s for s in spans if s.name == "step"}
-    for (name, place, k), span in when.items():
-        source = when.get((name, place + (-1 if name == "forward" else 1), k))
+    for (name, position, k), span in when.items():
+        source = when.get((name, position + (-1 if name == "forward" else 1), k))
         assert source is None or source.end_s <= span.start_s
         for segment in program.microbatches[k].segments:
-            own_step = steps[place, segment.job, segment.step]
-            before = steps.get((place, segment.job, segment.step - 1))
+            own_step = steps[position, segment.job, segment.step]
+            before = steps.get((position, segment.job, segment.step - 1))
             assert span.end_s <= own_step.start_s and (before is None or before.end_s <= span.start_s)
-        assert name == "forward" or when["forward", place, k].end_s <= span.start_s
+        assert name == "forward" or when["forward", position, k].end_s <= span.start_s
 
 
 def test_stages_that_wait_for_each_other_are_refused() -> None:
@@ -230,7 +230,7 @@ def test_memory_one_byte_below_the_peak_is_refused(schedule: Schedule) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(program=programs(min_stages=2), data=st.data())
-def test_transfer_that_nobody_needs_is_refused(program: Program, data: st.DataObject) -> None:
+def test_transfer_that_is_not_needed_is_refused(program: Program, data: st.DataObject) -> None:
     """Beside all the right ones, at the end of a stage's list."""
     stage = data.draw(st.integers(0, program.num_stages - 1))
     kind, other = data.draw(st.sampled_from([Send, Receive])), data.draw(st.integers(0, program.num_stages - 1))
@@ -252,7 +252,7 @@ ONE_SAMPLE = [Microbatch((Segment("a", 0, 0, 1),))]
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_step_before_its_gradient_is_measured_is_refused(stage: int) -> None:
-    """A stage would clip by a norm that nobody knows yet."""
+    """A stage would clip by a norm that is not known yet."""
     program = build(Schedule.GPIPE, ONE_SAMPLE, 2)
     own = [i for i in program.stages[stage] if i != Step("a", 0)]
     own.insert(own.index(Measure("a", 0)), Step("a", 0))
@@ -263,8 +263,8 @@ def test_step_before_its_gradient_is_measured_is_refused(stage: int) -> None:
 def test_measure_before_the_last_backward_or_on_one_device_is_refused() -> None:
     """It would miss a part of the gradient, or there are no parts."""
     program = build(Schedule.GPIPE, ONE_SAMPLE, 2)
-    place = program.stages[1].index(Measure("a", 0))
-    assert "1 backwards early" in violations(moved(program, (1, place), place - 1))[0]
+    position = program.stages[1].index(Measure("a", 0))
+    assert "1 backwards early" in violations(moved(program, (1, position), position - 1))[0]
     alone = build(Schedule.GPIPE, ONE_SAMPLE, 1)
     assert "is for several stages" in violations(edited(alone, 0, [*alone.stages[0], Measure("a", 0)]))[0]
 

@@ -38,7 +38,7 @@ def test_play_within_a_lead_or_memory_waits_for_a_backward() -> None:
         assert [p.is_backward for p in limited[0]] == [False, True] * 3
 
 
-def test_play_of_what_fits_nowhere_says_where_it_does_not() -> None:
+def test_play_of_what_fits_nowhere_names_the_stage() -> None:
     with pytest.raises(PlanError, match="stage 1: microbatch 0 keeps 4 bytes until its backward, and the stage has 3"):
         play([clock(2, held=4)], 2, [4, 3])
 

@@ -74,8 +74,8 @@ def best_makespan_s(jobs: Sequence[Candidate], replicas: Sequence[Replica]) -> f
     seconds = np.array([c.seconds_left for c in jobs])
     num_bytes = np.array([c.applicant.num_bytes for c in jobs])
     last, fits = np.zeros(len(ways)), np.ones(len(ways), dtype=bool)
-    for place, replica in enumerate(replicas):
-        here = ways == place
+    for index, replica in enumerate(replicas):
+        here = ways == index
         last = np.maximum(last, here @ seconds / replica.speed)
         fits &= here @ num_bytes <= (np.inf if replica.budget.usable_bytes is None else replica.budget.usable_bytes)
         fits &= here.sum(axis=1) <= (replica.budget.max_jobs or np.inf)

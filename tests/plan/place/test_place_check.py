@@ -25,7 +25,7 @@ BUSY = Reason(ReasonCode.NO_SEAT, "waits")
 
 
 def seated(jobs: list[Candidate], held: tuple[str, ...] = (), **replica_of: str) -> JobPlacement:
-    """A placement with these seats, told as it is."""
+    """A placement with these seats, described correctly."""
     was = {c.job: c.replica for c in jobs}
     ends: dict[str, float] = {}
     for c in jobs:
@@ -58,17 +58,17 @@ def test_violations_when_nothing_is_wrong_then_none():
         (seated(JOBS, ("d", "e"), a="r0", c="r0", b="r1"), "d does not train; it fits on r1"),
     ],
 )
-def test_violations_when_something_is_wrong_then_says_what(wrong, text):
+def test_violations_when_something_is_wrong_then_reports_what(wrong, text):
     assert text in " ".join(violations(wrong, JOBS, REPLICAS))
 
 
-def test_violations_when_a_lower_priority_has_the_place_then_says_so():
+def test_violations_when_a_lower_priority_has_the_seat_then_reports_it():
     jobs = [job("low", 10, "r0"), job("high", 10, priority=1)]
     found = violations(seated(jobs, ("high",), low="r0"), jobs, alike(1, max_jobs=1))
     assert found == ["high does not train; it fits on r0 beside those of its priority."]
 
 
-def test_violations_when_a_replica_is_idle_for_nothing_then_says_so():
+def test_violations_when_a_replica_is_idle_for_nothing_then_reports_it():
     jobs = [job("a", 100, "r0"), job("b", 50, "r0")]
     stays = seated(jobs, a="r0", b="r0")
     assert violations(stays, jobs, alike(2)) == ["r1 is idle while r0 has 2 jobs; a would gain there."]
@@ -77,7 +77,7 @@ def test_violations_when_a_replica_is_idle_for_nothing_then_says_so():
     assert violations(stays, jobs, [*alike(1), Replica("r1", Budget(0))]) == []
 
 
-def test_violations_when_a_move_is_of_no_use_then_says_so():
+def test_violations_when_a_move_is_of_no_use_then_reports_it():
     jobs = [job("a", 100, "r0"), job("b", 10, "r1"), job("c", 10, "r2"), job("d", 10, "r1")]
     moved = seated(jobs, a="r0", b="r2", c="r2", d="r1")
     assert violations(moved, jobs, alike(3)) == ["b moves from r1 to r2 and nothing ends sooner for it."]

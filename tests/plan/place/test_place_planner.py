@@ -20,7 +20,7 @@ from weft.plan.place import Candidate, Move, Replica, assign_jobs
 
 
 @given(cases(), st.sampled_from([0.0, 5.0, 100.0]))
-def test_place_when_any_case_then_the_checker_finds_nothing(case, move_s):
+def test_assign_jobs_when_any_case_then_the_checker_finds_nothing(case, move_s):
     jobs, replicas, shares = case
     placement = assign_jobs(jobs, replicas, shares, move_s=move_s)
     assert violations(placement, jobs, replicas, move_s=move_s) == []
@@ -28,15 +28,15 @@ def test_place_when_any_case_then_the_checker_finds_nothing(case, move_s):
 
 
 @given(cases(), st.randoms(use_true_random=False))
-def test_place_when_asked_in_another_order_then_answers_the_same(case, shuffled):
+def test_assign_jobs_when_given_in_another_order_then_gives_the_same(case, shuffled):
     jobs, replicas, shares = case
     again = assign_jobs(shuffled.sample(jobs, len(jobs)), shuffled.sample(replicas, len(replicas)), shares)
     assert again == assign_jobs(jobs, replicas, shares)
 
 
 @given(cases())
-def test_place_when_asked_again_then_who_trains_stays_and_moves_still_gain(case):
-    """Carried out and asked again, the set that trains is the same, and a job moves only if the makespan falls."""
+def test_assign_jobs_when_repeated_then_who_trains_stays_and_moves_still_gain(case):
+    """Carried out and planned again, the set that trains is the same, and a job moves only if the makespan falls."""
     jobs, replicas, shares = case
     first = assign_jobs(jobs, replicas, shares)
     again = assign_jobs(after(first, jobs), replicas, shares)
@@ -45,7 +45,7 @@ def test_place_when_asked_again_then_who_trains_stays_and_moves_still_gain(case)
 
 
 @given(cases(most_replicas=1))
-def test_place_when_there_is_one_replica_then_is_admission_itself(case):
+def test_assign_jobs_when_there_is_one_replica_then_is_admission_itself(case):
     jobs, replicas, shares = case
     takers = [replica for replica in replicas if not replica.is_draining]
     if not takers:
@@ -57,7 +57,9 @@ def test_place_when_there_is_one_replica_then_is_admission_itself(case):
 
 
 @given(cases(), st.integers(1, 4), st.integers(1, 3))
-def test_place_when_only_seats_are_short_then_admission_with_the_seats_pooled_chooses(case, num_replicas, num_seats):
+def test_assign_jobs_when_only_seats_are_short_then_admission_with_the_seats_pooled_chooses(
+    case, num_replicas, num_seats
+):
     jobs, _, shares = case
     replicas = alike(num_replicas, max_jobs=num_seats)
     names = {replica.name for replica in replicas}
@@ -71,14 +73,14 @@ lengths = st.lists(st.floats(1, 1000), min_size=1, max_size=7)
 
 
 @given(lengths, st.integers(1, 3))
-def test_place_when_replicas_are_alike_and_all_is_new_then_within_the_bound_of_lpt(seconds, num_replicas):
+def test_assign_jobs_when_replicas_are_alike_and_all_is_new_then_within_the_bound_of_lpt(seconds, num_replicas):
     jobs, replicas = [job(f"job{i}", s) for i, s in enumerate(seconds)], alike(num_replicas)
     bound = 4 / 3 - 1 / (3 * num_replicas)
     assert assign_jobs(jobs, replicas).makespan_s <= (bound + 1e-5) * best_makespan_s(jobs, replicas)
 
 
 @given(lengths, st.lists(st.sampled_from([0.3, 0.5, 1.0, 2.0, 5.0]), min_size=1, max_size=3))
-def test_place_when_replicas_differ_and_all_is_new_then_within_the_bound_of_lpt(seconds, speeds):
+def test_assign_jobs_when_replicas_differ_and_all_is_new_then_within_the_bound_of_lpt(seconds, speeds):
     jobs = [job(f"job{i}", s) for i, s in enumerate(seconds)]
     replicas = [Replica(f"r{i}", speed=speed) for i, speed in enumerate(speeds)]
     bound = 2 * len(speeds) / (len(speeds) + 1)
@@ -86,8 +88,8 @@ def test_place_when_replicas_differ_and_all_is_new_then_within_the_bound_of_lpt(
 
 
 @given(st.lists(st.tuples(st.floats(20, 1000), st.integers(0, 2)), min_size=1, max_size=7), st.integers(1, 3))
-def test_place_when_jobs_sit_already_then_within_the_bound_that_counts_moves(placed, num_replicas):
-    jobs = [job(f"job{i}", s, f"r{at}") for i, (s, at) in enumerate(placed)]
+def test_assign_jobs_when_jobs_sit_already_then_within_the_bound_that_counts_moves(times, num_replicas):
+    jobs = [job(f"job{i}", s, f"r{at}") for i, (s, at) in enumerate(times)]
     replicas = alike(num_replicas)
     bound = (2 - 1 / num_replicas) * best_makespan_s(jobs, replicas) + 3 * 10.0
     assert assign_jobs(jobs, replicas, move_s=10.0).makespan_s <= bound * (1 + 1e-5)
@@ -106,7 +108,7 @@ def tight_replicas(drawn: random.Random) -> list[Replica]:
 
 
 @pytest.mark.parametrize(("make", "best_share", "worst"), [(open_replicas, 0.96, 1.09), (tight_replicas, 0.9, 1.48)])
-def test_place_when_all_ways_are_tried_then_most_placements_are_the_best(make, best_share, worst):
+def test_assign_jobs_when_all_ways_are_tried_then_most_placements_are_the_best(make, best_share, worst):
     """A fixed set of 150 each; where not all jobs can be seated, the case does not count."""
     ratios = []
     for seed in range(150):
@@ -121,25 +123,25 @@ def test_place_when_all_ways_are_tried_then_most_placements_are_the_best(make, b
     assert max(ratios) <= worst
 
 
-def test_place_when_a_replica_has_no_job_then_one_of_two_moves_there():
+def test_assign_jobs_when_a_replica_has_no_job_then_one_of_two_moves_there():
     jobs = [job("a", 100, "r0"), job("b", 60, "r0")]
     placement = assign_jobs(jobs, alike(2))
     assert placement.moves == (Move("b", "r0", "r1"),)
     assert placement.makespan_s == 100
 
 
-def test_place_when_the_gain_is_below_the_cost_then_nothing_moves():
+def test_assign_jobs_when_the_gain_is_below_the_cost_then_nothing_moves():
     jobs = [job("a", 100, "r0"), job("b", 4, "r0")]
     assert assign_jobs(jobs, alike(2), move_s=5.0).moves == ()
     assert assign_jobs(jobs, alike(2), move_s=3.0).moves == (Move("b", "r0", "r1"),)
 
 
-def test_place_when_another_replica_ends_last_anyway_then_nothing_moves():
+def test_assign_jobs_when_another_replica_ends_last_anyway_then_nothing_moves():
     jobs = [job("long", 1000, "r0"), job("a", 100, "r1"), job("b", 100, "r1"), job("c", 10, "r2")]
     assert assign_jobs(jobs, alike(3)).moves == ()
 
 
-def test_place_when_jobs_wait_that_will_fill_the_gap_then_nothing_moves():
+def test_assign_jobs_when_jobs_wait_that_will_fill_the_gap_then_nothing_moves():
     seats = alike(2, max_jobs=2)
     jobs = [job("a", 300, "r0"), job("b", 300, "r0"), job("c", 50, "r1"), job("d", 50, "r1")]
     assert assign_jobs(jobs, seats).moves != ()
@@ -147,7 +149,7 @@ def test_place_when_jobs_wait_that_will_fill_the_gap_then_nothing_moves():
     assert assign_jobs([*jobs, *waiting], seats).moves == ()
 
 
-def test_place_when_a_replica_drains_then_its_jobs_move_and_none_comes():
+def test_assign_jobs_when_a_replica_drains_then_its_jobs_move_and_none_comes():
     replicas = [Replica("r0", is_draining=True), Replica("r1"), Replica("r2")]
     jobs = [job("a", 10, "r0"), job("b", 20, "r0"), job("c", 30)]
     placement = assign_jobs(jobs, replicas)
@@ -155,14 +157,14 @@ def test_place_when_a_replica_drains_then_its_jobs_move_and_none_comes():
     assert set(placement.replica_of.values()) == {"r1", "r2"}
 
 
-def test_place_when_a_replica_is_lost_then_its_jobs_start_anew_elsewhere():
+def test_assign_jobs_when_a_replica_is_lost_then_its_jobs_start_again_elsewhere():
     placement = assign_jobs([job("a", 10, "gone"), job("b", 20, "r0")], alike(2))
     assert placement.admission.start == ("a",)
     assert placement.moves == ()
     assert placement.replica_of == {"a": "r1", "b": "r0"}
 
 
-def test_place_when_no_replica_takes_jobs_then_all_wait_and_none_is_refused():
+def test_assign_jobs_when_no_replica_takes_jobs_then_all_wait_and_none_is_refused():
     draining = [Replica("r0", Budget(10), is_draining=True)]
     placement = assign_jobs([job("a", 10, "r0"), job("b", 10)], draining)
     assert [held.job for held in (*placement.admission.preempt, *placement.admission.wait)] == ["a", "b"]
@@ -170,21 +172,21 @@ def test_place_when_no_replica_takes_jobs_then_all_wait_and_none_is_refused():
     assert placement.makespan_s == 0
 
 
-def test_place_when_a_job_needs_the_memory_of_a_whole_replica_then_others_make_room():
+def test_assign_jobs_when_a_job_needs_the_memory_of_a_whole_replica_then_others_make_room():
     jobs = [job("a", 100, "r0", num_bytes=4), job("b", 100, "r1", num_bytes=4), job("c", 100, num_bytes=8, arrival=1)]
     placement = assign_jobs(jobs, alike(2, total_bytes=10))
     assert len(placement.replica_of) == 3
     assert placement.replica_of["a"] == placement.replica_of["b"] != placement.replica_of["c"]
 
 
-def test_place_when_only_a_new_packing_holds_all_then_finds_it():
+def test_assign_jobs_when_only_a_new_packing_holds_all_then_finds_it():
     """5 + 3 + 2 and 4 + 3 + 3 are the only way to fill two replicas of 10; no single move leads there from the walk."""
     sizes = [2, 3, 3, 3, 4, 5]
     jobs = [job(f"job{i}", 100, num_bytes=size, arrival=i) for i, size in enumerate(sizes)]
     assert len(assign_jobs(jobs, alike(2, total_bytes=10)).replica_of) == 6
 
 
-def test_place_when_a_higher_priority_comes_then_the_lowest_gives_way_wherever_it_sits():
+def test_assign_jobs_when_a_higher_priority_comes_then_the_lowest_gives_way_wherever_it_sits():
     replicas = alike(2, max_jobs=1)
     jobs = [job("low", 10, "r0"), job("mid", 10, "r1", priority=1), job("high", 10, priority=2, arrival=1)]
     placement = assign_jobs(jobs, replicas)
@@ -193,7 +195,7 @@ def test_place_when_a_higher_priority_comes_then_the_lowest_gives_way_wherever_i
     assert placement.moves == ()
 
 
-def test_place_when_memory_differs_then_large_jobs_go_where_they_fit_and_impossible_ones_are_refused():
+def test_assign_jobs_when_memory_differs_then_large_jobs_go_where_they_fit_and_impossible_ones_are_refused():
     replicas = [Replica("small", Budget(10)), Replica("large", Budget(40))]
     jobs = [job("wide", 10, num_bytes=30), job("thin", 100, num_bytes=5), job("huge", 1, num_bytes=50)]
     placement = assign_jobs(jobs, replicas)
@@ -208,14 +210,14 @@ def test_place_when_memory_differs_then_large_jobs_go_where_they_fit_and_impossi
     )
 
 
-def test_place_when_speeds_differ_then_the_fast_replica_gets_more():
+def test_assign_jobs_when_speeds_differ_then_the_fast_replica_gets_more():
     jobs = [job(f"job{i}", 100) for i in range(9)]
     placement = assign_jobs(jobs, [Replica("slow"), Replica("fast", speed=2.0)])
     assert sorted(placement.replica_of.values()).count("fast") == 6
     assert placement.makespan_s == 300
 
 
-def test_place_when_a_thousand_jobs_and_64_replicas_then_level():
+def test_assign_jobs_when_a_thousand_jobs_and_64_replicas_then_level():
     drawn = random.Random(0)
     jobs = [job(f"job{i}", drawn.lognormvariate(7, 1), num_bytes=drawn.randint(1, 9)) for i in range(1000)]
     replicas = alike(64, total_bytes=100, max_jobs=32)
@@ -225,7 +227,7 @@ def test_place_when_a_thousand_jobs_and_64_replicas_then_level():
 
 
 @pytest.mark.parametrize(
-    ("ask", "text"),
+    ("call", "text"),
     [
         (
             lambda: assign_jobs([], [Replica("r0"), Replica("r0")]),
@@ -241,6 +243,6 @@ def test_place_when_a_thousand_jobs_and_64_replicas_then_level():
         (lambda: Candidate(Applicant("a", 0), float("nan")), "a: has nan seconds left; that must be at least 0."),
     ],
 )
-def test_place_when_input_is_wrong_then_says_what(ask, text):
+def test_assign_jobs_when_input_is_wrong_then_reports_what(call, text):
     with pytest.raises(PlanError, match=re.escape(text)):
-        ask()
+        call()

@@ -37,17 +37,17 @@ class ExactRoom:
 def can_seat(sizes: tuple[int, ...], left: Left) -> bool:
     if not sizes:
         return True
-    for place_ in sorted(set(left)):
-        num_bytes, num_jobs = place_
+    for room in sorted(set(left)):
+        num_bytes, num_jobs = room
         if num_bytes >= sizes[0] and num_jobs:
             rest = list(left)
-            rest[rest.index(place_)] = (num_bytes - sizes[0], num_jobs - 1)
+            rest[rest.index(room)] = (num_bytes - sizes[0], num_jobs - 1)
             if can_seat(sizes[1:], tuple(sorted(rest))):
                 return True
     return False
 
 
-def test_place_when_memory_is_short_then_nearly_always_admits_whom_an_exhaustive_walk_admits():
+def test_assign_jobs_when_memory_is_short_then_nearly_always_admits_whom_an_exhaustive_walk_admits():
     """A fixed set of 40: jobs are placed, some end, others come, and all are placed again."""
     same = 0
     for seed in range(40):

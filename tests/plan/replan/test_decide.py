@@ -23,7 +23,7 @@ def forecast(now_s: float | None, planned_s: float, planned: Layout = OTHER) -> 
 
 @given(SECONDS, SECONDS, st.floats(1e-3, 1e3), SECONDS, SECONDS)
 def test_decision_when_anything_is_forecast_then_what_is_done_takes_no_longer_than_what_is_not(a, b, pace, save, load):
-    """In seconds of the run; and the sentence says what is done."""
+    """In seconds of the run; and the sentence states what is done."""
     found = decide(NOW, forecast(a, b), pace, MoveCost(save, load))
     moved_s, kept_s = save + load + pace * b, pace * a
     if found.moves:

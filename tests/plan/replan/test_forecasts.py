@@ -44,7 +44,7 @@ def test_cluster_when_the_long_job_ends_then_small_replicas_are_best_for_those_l
     assert left.planned.left_s == pytest.approx(100 * left.planned.step_s)
 
 
-def test_cluster_when_a_long_job_arrives_then_the_small_replicas_are_said_not_to_hold_it():
+def test_cluster_when_a_long_job_arrives_then_the_small_replicas_are_reported_not_to_hold_it():
     found = CLUSTER([job("long", 1000, 5)], parse_layout("spread:3"))
     assert found.now is None and any(replica.stages == 2 for replica in found.planned.layout.replicas)
 

@@ -29,7 +29,7 @@ def queues() -> list[JobQueue]:
 
 
 def test_replicas_when_adapters_cost_much_then_group_their_own_jobs_and_the_program_is_right():
-    planner = FastestSpread(QUICK, measured=((COST, AdapterTimes(100.0, 0.0)),) * 3)
+    planner = FastestSpread(replace(QUICK, measured=((COST, AdapterTimes(100.0, 0.0)),) * 3))
     choice = planner.choose(queues(), LIMITS)
     assert choice is not None and violations(choice.program, queues(), LIMITS) == []
     assert len(choice.groups) > choice.num_replicas == 2 and choice.seconds < 0.99 * choice.one_group_s
@@ -47,8 +47,8 @@ def test_replicas_when_passes_cost_much_then_one_group_each_and_no_slower_than_a
     costs = list(quick.costs)
     at_once = simulate(quick(queues(), LIMITS), costs).makespan_s
     assert simulate(choice.program, costs).makespan_s <= at_once * (1 + 1e-9)
-    told = JobsGrouped(choice.groups, choice.fills, 0.05, 0, choice.num_replicas).text
-    assert told.startswith("one group on each of 2 replicas in stages is best; several groups would take 5.0% longer")
+    text = JobsGrouped(choice.groups, choice.fills, 0.05, 0, choice.num_replicas).text
+    assert text.startswith("one group on each of 2 replicas in stages is best; several groups would take 5.0% longer")
 
 
 def test_replicas_when_a_job_is_spread_or_none_has_company_then_nothing_is_chosen():

@@ -106,7 +106,7 @@ def test_forecast_when_in_stages_then_names_memory_of_each_and_groups():
     assert violations(found.program) == []
 
 
-def test_forecast_when_the_model_is_too_large_then_says_that_it_does_not_fit():
+def test_forecast_when_the_model_is_too_large_then_reports_that_it_does_not_fit():
     large = ModelShape("large", 8192, 28672, 80, 64, 8, 128, 128256)
     for num_stages in (1, 2):
         device = AnalyticCost(large, find_hardware("a100-40"), num_stages)
@@ -134,11 +134,11 @@ def profile() -> Profile:
     """Of a device on which every row takes 1 µs each way and 1,000 bytes; reserved memory is 1 % off at times."""
     setup = Setup("NVIDIA H200", "small", 64, 4, SHAPE.layer_weights, SHAPE.head_weights, 100, 2, 1)
     measurements = []
-    for place in range(16):
-        load = MicrobatchLoad.of([(8, [10 + 7 * place] * (1 + place % 3))], 1000 * (place % 4), 1)
+    for index in range(16):
+        load = MicrobatchLoad.of([(8, [10 + 7 * index] * (1 + index % 3))], 1000 * (index % 4), 1)
         memory = 1e6 + 1e3 * load.rows
-        off = 1.01 if place % 4 == 3 else 1.0
-        row = Measurement(load, 1e-6 * load.rows, 1e-6 * load.rows, 1e-5, memory, off * memory, place % 4 == 3)
+        off = 1.01 if index % 4 == 3 else 1.0
+        row = Measurement(load, 1e-6 * load.rows, 1e-6 * load.rows, 1e-5, memory, off * memory, index % 4 == 3)
         measurements.append(row)
     return fit_profile(setup, measurements)
 

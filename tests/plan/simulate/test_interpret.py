@@ -1,8 +1,9 @@
-"""Simulated pipelines take exactly as long as the published formulas say."""
+"""Simulated pipelines take exactly as long as the published formulas predict."""
 
 from __future__ import annotations
 
 import pytest
+from covering import each_pair
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,15 +42,11 @@ def steady_bubble(num_stages: int, num_jobs: int, per_batch: int, cost: LinearCo
     return timeline.bubble_ratio(begin[num_batches // 2 - 1], begin[-2])
 
 
-@pytest.mark.parametrize("num_stages", range(1, 9))
-def test_lorapp_bubble_equals_the_formula(num_stages: int) -> None:
-    """max((D - L)/D, 0) for 1 to 8 jobs, and max((D - 1 + N - L N)/(D + N - 1), 0) with N microbatches each."""
-    d = num_stages
-    for jobs in range(1, 9):
-        assert steady_bubble(d, jobs, 1, LinearCost()) == pytest.approx(max((d - jobs) / d, 0), abs=1e-9)
-        for n in (2, 3, 5):
-            formula = max((d - 1 + n - jobs * n) / (d + n - 1), 0)
-            assert steady_bubble(d, jobs, n, LinearCost()) == pytest.approx(formula, abs=1e-9)
+@pytest.mark.parametrize(("num_stages", "jobs", "n"), each_pair(range(1, 9), range(1, 9), (1, 2, 3, 5)))
+def test_lorapp_bubble_equals_the_formula(num_stages: int, jobs: int, n: int) -> None:
+    """max((D - 1 + N - L N)/(D + N - 1), 0) for L jobs of N microbatches each."""
+    formula = max((num_stages - 1 + n - jobs * n) / (num_stages + n - 1), 0)
+    assert steady_bubble(num_stages, jobs, n, LinearCost()) == pytest.approx(formula, abs=1e-9)
 
 
 @given(num_stages=st.integers(1, 8), num=st.integers(1, 10), ratio=st.sampled_from([0.5, 1.0, 2.0]))
@@ -103,7 +100,7 @@ def test_memory_over_time_reaches_the_peak_of_the_program_and_returns_to_nothing
 
 
 def test_program_that_blocks_is_named_instead_of_run_for_ever() -> None:
-    """A receive that nobody serves."""
+    """A receive that no send serves."""
     (microbatch,) = equal(1, 1)
     program = Program((microbatch,), ((Forward(0), Backward(0)), (Receive(0, False, 0), Forward(0))))
     with pytest.raises(PlanError, match=r"stage 1 waits for ever at Receive\(microbatch=0"):

@@ -1,4 +1,4 @@
-"""What two microbatches side by side are predicted to take, whether that pays, and what measurements say of it."""
+"""What two microbatches side by side are predicted to take, whether that pays, and how measurements change it."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_program_when_simulated_then_both_of_a_pair_run_at_once_and_are_held_at_
     assert (first.args["beside"], second.args["beside"]) == (1, 0)
     assert timeline.peak_bytes(0) == 2 * cost().held_bytes(SAMPLES, 0)
     assert timeline.bubble_ratio() == pytest.approx(0.0)
-    # Without anything that says what pairs gain, they gain nothing.
+    # Without a measured gain of pairs they gain nothing.
     alone = simulate(dataclasses.replace(program, pairs=()), cost())
     assert simulate(program, cost()).makespan_s == pytest.approx(alone.makespan_s)
     assert timeline.makespan_s < 0.75 * alone.makespan_s
 
 
 @pytest.mark.parametrize(("pairs_share_room", "num_pairs", "num_tokens"), [(True, 6, 2048), (False, 3, 4096)])
-def test_choice_when_pairs_pay_then_is_pairs_and_says_by_how_much(pairs_share_room, num_pairs, num_tokens):
+def test_choice_when_pairs_pay_then_is_pairs_and_reports_the_gain(pairs_share_room, num_pairs, num_tokens):
     """On a GPU, two half full ones, which take no more memory than one full one."""
     planner = pipeline_planner("auto", cost(), in_pairs=True)
     assert isinstance(planner, FastestPipeline) and planner.pairs_share_room
@@ -90,8 +90,8 @@ def test_choice_when_pairs_pay_then_is_pairs_and_says_by_how_much(pairs_share_ro
     without = dataclasses.replace(planner, pairs=None).choose(queues("a", "b"), LIMITS)
     assert without.program.pairs == () and without.pairs is None
     assert choice.pairs.gain == pytest.approx(1 - choice.seconds / without.seconds) and choice.pairs.gain > 0.2
-    told = MicrobatchesPaired(3, choice.pairs.gain, (("a",), ("b",)), 0).text
-    assert told.startswith("microbatches of a; b run two at a time") and "links are assumed" in told
+    text = MicrobatchesPaired(3, choice.pairs.gain, (("a",), ("b",)), 0).text
+    assert text.startswith("microbatches of a; b run two at a time") and "predicted from the hardware table" in text
 
 
 def test_choice_when_jobs_fit_one_microbatch_then_counts_what_two_half_full_ones_cost():
@@ -120,7 +120,7 @@ def test_choice_when_a_sample_is_longer_than_half_a_microbatch_then_it_runs_alon
     assert max(sizes) > LIMITS.capacity // 2
 
 
-def test_choice_when_there_is_one_job_then_says_that_nothing_is_without_a_common_job():
+def test_choice_when_there_is_one_job_then_reports_that_all_microbatches_share_a_job():
     planner = pipeline_planner("auto", cost(), in_pairs=True)
     assert isinstance(planner, FastestPipeline)
     choice = planner.choose(queues("a"), LIMITS)
@@ -144,12 +144,12 @@ def test_pace_when_enough_was_seen_then_knows_waits_and_pairs_of_that_stage():
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_choice_when_there_are_stages_then_pairs_go_through_all_of_them(behind):
-    """Two half full microbatches take the way of one; also behind what another program has left in the pipeline."""
+    """Two half full microbatches take the way of one; also after what another program has left in the pipeline."""
     own = dataclasses.replace(cost(), num_stages=2)
     planner = pipeline_planner("auto", own, in_pairs=True)
     assert isinstance(planner, FastestPipeline)
     if behind:
-        left = [Microbatch((Segment("z", 0, place, 2048),)) for place in range(2)]
+        left = [Microbatch((Segment("z", 0, index, 2048),)) for index in range(2)]
         planner = dataclasses.replace(planner, behind=tuple(left))
     given = queues("a", "b", "c", "d")
     choice = planner.choose(given, LIMITS)
@@ -161,6 +161,6 @@ def test_choice_when_there_are_stages_then_pairs_go_through_all_of_them(behind):
         passes = [i for i in stage if isinstance(i, Forward | Backward)]
         assert len(passes) == 48 and all(type(a) is type(b) for a, b in zip(passes[::2], passes[1::2], strict=True))
     assert [len(parts) for parts in uncut(program)] == [2] * 12
-    limits = planner.memory_bytes(LIMITS.capacity)
+    limits = planner.memory_bytes(LIMITS)
     timeline = simulate(program, own)
     assert all(timeline.peak_bytes(stage) <= most for stage, most in enumerate(limits))

@@ -1,4 +1,4 @@
-"""Devices that share frozen weights run their passes at the same time, and nobody waits for ever."""
+"""Devices that share frozen weights run their passes at the same time, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rounds(program: Program) -> list[list[int]]:
 @given(st.data(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3))
 def test_program_when_weights_are_shared_then_passes_the_checker_and_comes_to_its_end(data, layout):
     """Whatever jobs are spread or at home, on copies that are shared or not, in stages or not: stages of the same
-    layers go in the same directions, in every round somebody has samples, and microbatches stay as they were."""
+    layers go in the same directions, in every round some device has samples, and microbatches stay as they were."""
     shards, stages = zip(*layout, strict=True)
     if sum(shards) * max(stages) == 1:
         return
@@ -88,8 +88,8 @@ def test_simulation_when_devices_are_in_step_then_a_round_takes_as_long_as_its_s
     assert simulate(apart, LinearCost()).makespan_s == 2 * (40 + 30)
 
 
-def test_checker_when_a_device_is_out_of_step_then_says_so():
-    """One without its last microbatch, and a program that waits for a step of somebody who has to run first."""
+def test_checker_when_a_device_is_out_of_step_then_reports_it():
+    """One without its last microbatch, and a program that waits for a step of one that has to run first."""
     own = [job("a", 40, 30, home=0), job("b", 20, home=1, steps=1)]
     program = plan(own, 2)
     first, second = program.stages
@@ -101,7 +101,7 @@ def test_checker_when_a_device_is_out_of_step_then_says_so():
     assert violations(dataclasses.replace(wrong, shards=()), own, LIMITS) == []
 
 
-def test_checker_when_stages_of_the_same_layers_go_in_other_directions_then_says_so():
+def test_checker_when_stages_of_the_same_layers_go_in_other_directions_then_reports_it():
     own = [job("a", 40, 40, home=0, steps=1), job("b", 50, 50, home=1, steps=1)]
     program = plan(own, 2)
     first, second = program.stages
@@ -114,7 +114,7 @@ def test_checker_when_stages_of_the_same_layers_go_in_other_directions_then_says
     assert "stage 0 waits for ever at Forward" in found and "stage 1 waits for ever at Backward" in found
 
 
-def test_checker_when_those_that_are_to_share_weights_are_not_there_then_says_so():
+def test_checker_when_those_that_are_to_share_weights_are_not_there_then_reports_it():
     own = [job("a", 40, 30, home=0), job("b", 20, home=1)]
     program = planner([2], [2])(own, LIMITS)
     assert "shards of (2, 1) replicas are not those" in violations(dataclasses.replace(program, shards=(2, 1)))[0]

@@ -1,4 +1,4 @@
-"""Programs for several replicas: every sample once, nobody waits for ever, whatever the jobs and the replicas are."""
+"""Programs for several replicas: every sample once, no replica waits for ever, for any jobs and replicas."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.plan.check import violations
+from weft.plan.cost.fit import Fit
+from weft.plan.cost.learned import PASSES, AdapterTimes, LearnedCost
 from weft.plan.cost.types import LinearCost
 from weft.plan.level import PlannedReplicas, choose_homes
 from weft.plan.planner import HomeLoad
@@ -64,12 +66,12 @@ def test_program_when_a_replica_has_jobs_of_its_own_then_gets_less_of_those_that
 
 
 def test_program_when_a_replica_is_faster_then_gets_more():
-    program = SpreadPlanner((1, 2), (LinearCost(), LinearCost(token_s=0.5)))([job("a", *[10] * 6, steps=1)], LIMITS)
+    program = SpreadPlanner((1, 1), (LinearCost(), LinearCost(token_s=0.5)))([job("a", *[10] * 6, steps=1)], LIMITS)
     (home,) = [m for m in program.microbatches if m.num_tokens == 20]
     assert program.microbatches.index(home) in {i.microbatch for i in program.stages[0] if hasattr(i, "microbatch")}
 
 
-def test_checker_when_a_program_of_several_replicas_is_wrong_then_says_so():
+def test_checker_when_a_program_of_several_replicas_is_wrong_then_reports_it():
     own = [job("a", 40, 30, 20, 10), job("b", 20, home=1)]
     program = SpreadPlanner((1, 1), (LinearCost(), LinearCost()))(own, LIMITS)
 
@@ -86,8 +88,8 @@ def test_checker_when_a_program_of_several_replicas_is_wrong_then_says_so():
     assert "is not a sample that a has left" in found(microbatches=doubled)
 
 
-def test_program_when_a_plan_says_what_replicas_hold_then_none_gets_more():
-    """Neither a sample nor a microbatch; jobs at home where they fit, whoever is faster."""
+def test_program_when_a_plan_states_what_replicas_hold_then_none_gets_more():
+    """Neither a sample nor a microbatch; jobs at home where they fit, even if another is faster."""
     planned = PlannedReplicas(holds=(30, 1000), home_s={"planned": (1.0, 5.0)})
     planner = SpreadPlanner((1, 1), (LinearCost(), LinearCost(token_s=5.0)), planned)
     program = planner([job("a", 40, 30, 20, 10, 10)], LIMITS)
@@ -99,3 +101,12 @@ def test_program_when_a_plan_says_what_replicas_hold_then_none_gets_more():
     seconds = planner.home_seconds(loads, LIMITS.capacity)
     assert seconds["planned"] == (1.0, 5.0) and seconds["long"][0] == math.inf
     assert choose_homes(seconds) == {"planned": 0, "long": 1, "short": 0}
+
+
+def test_program_when_measured_time_is_all_of_adapters_then_passes_the_checker():
+    """So it is if all microbatches have the same jobs and no padding: then nothing separates rows and adapters."""
+    own = [job("a", 40, 30, 20, 10, steps=3), job("b", *[7] * 9, steps=3)]
+    fits = {(name, stage): Fit({"rank_tokens": 1.0}) for name in PASSES for stage in range(2)}
+    costs = LearnedCost(fits, {}, 1, LinearCost()), AdapterTimes(0.0, 0.0)
+    program = SpreadPlanner((1, 2), (LinearCost(),) * 2, measured=(costs,) * 2)(own, LIMITS)
+    assert violations(program, own, LIMITS) == []

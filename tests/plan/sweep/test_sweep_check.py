@@ -42,17 +42,17 @@ def test_violations_when_nothing_is_wrong_then_none(plan):
         ({"gpus": (0, 1)}, "is in two packs at once"),
     ],
 )
-def test_violations_when_a_pack_is_wrong_then_says_which_and_how(plan, changes, text):
+def test_violations_when_a_pack_is_wrong_then_names_it_and_the_problem(plan, changes, text):
     assert text in " ".join(violations(with_pack(plan, **changes), SWEEP))
 
 
-def test_violations_when_a_configuration_is_missing_or_twice_then_says_so(plan):
+def test_violations_when_a_configuration_is_missing_or_twice_then_reports_it(plan):
     fewer, more = replace(plan, packs=plan.packs[1:]), replace(plan, packs=(*plan.packs, plan.packs[0]))
     name = plan.packs[0].configurations[0]
     assert f"{name} is in 0 packs; it belongs in one." in violations(fewer, SWEEP)
     assert f"{name} is in 2 packs; it belongs in one." in violations(more, SWEEP)
 
 
-def test_violations_when_the_bound_is_above_the_makespan_then_says_so(plan):
+def test_violations_when_the_bound_is_above_the_makespan_then_reports_it(plan):
     wrong = replace(plan, lower_bound_s=2 * plan.makespan_s)
     assert "is below the lower bound" in " ".join(violations(wrong, SWEEP))

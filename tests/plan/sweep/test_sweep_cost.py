@@ -33,11 +33,11 @@ def test_pack_when_measured_on_an_h200_then_predicted_within_a_tenth_and_peft_ne
     assert tokens / one_by_one_s(sweep, setting) >= 0.99 * alone
 
 
-def test_pack_when_one_kind_fills_microbatches_then_costs_what_the_model_says_of_each():
+def test_pack_when_one_kind_fills_microbatches_then_costs_what_the_model_predicts_for_each():
     setting = SweepSetting(PEER, DEVICES["a100-40"], capacity=4096, recompute="none")
     (kind,) = PackCost([Configuration("c", 32, 4, 10, 1024)], setting).ways
     cost = PackCost([Configuration("c", 32, 4, 10, 1024)], setting)
-    step = setting.step_cost(kind, 32)
+    step = setting.step_cost(kind, Configuration("c", 32, 4, 10, 1024))
     each = step.forward_s([1024] * 4, 0) + step.backward_s([1024] * 4, 0) + step.step_s(0)
     assert cost.price([0], 1)[0] == pytest.approx(10 * each)
 
@@ -46,7 +46,7 @@ def test_pack_when_it_is_evaluated_then_costs_the_forward_passes_too_and_so_does
     setting = SweepSetting(PEER, DEVICES["a100-40"], capacity=4096, recompute="none")
     without, with_evals = (Configuration("c", 32, 4, 10, 1024, forward_tokens=n) for n in (0, 20 * 4096))
     (way,) = PackCost([without], setting).ways
-    passes = 20 * setting.step_cost(way, 32).forward_s([1024] * 4, 0)
+    passes = 20 * setting.step_cost(way, without).forward_s([1024] * 4, 0)
     packed, evaluated = (PackCost([c], setting).price([0], 1)[0] for c in (without, with_evals))
     assert evaluated - packed == pytest.approx(passes, rel=0.02)
     alone, longer = (one_by_one_s([c], setting) for c in (without, with_evals))

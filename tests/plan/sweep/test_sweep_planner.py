@@ -34,7 +34,7 @@ def test_plan_when_any_sweep_then_it_is_valid_within_memory_and_above_its_bound(
     assert plan.approximation_ratio >= 1 - 1e-9
     by_name = {c.name: c for c in configurations}
     for pack in plan.packs:
-        # The memory model itself, not the planner's tables, says what the pack needs.
+        # The memory model itself, not the planner's tables, gives what the pack needs.
         memory = setting.memory(len(pack.gpus), pack.recompute)
         needed = memory.total_bytes(pack.capacity, [by_name[name].rank for name in pack.configurations])
         assert needed == pack.gpu_bytes <= setting.usable_bytes
@@ -59,7 +59,7 @@ def test_plan_when_all_schedules_are_tried_then_is_near_the_best(case):
 
 @settings(max_examples=8, deadline=None)
 @given(sweeps(most=10, most_gpus=4))
-def test_plan_when_asked_twice_or_in_another_order_then_the_same_plan_and_time_also_as_json(case):
+def test_plan_when_made_twice_or_in_another_order_then_the_same_plan_and_time_also_as_json(case):
     configurations, setting = case
     plan = planned(case)
     assert planned(case) == plan
@@ -139,13 +139,13 @@ def test_plan_when_it_is_over_at_once_then_the_time_is_still_a_number():
         ({"memory_share": 1.5}, "memory_share: got 1.5; it is above 0 and at most 1."),
     ],
 )
-def test_plan_when_asked_for_the_impossible_then_says_so(arguments, text):
+def test_plan_when_the_request_is_impossible_then_refused(arguments, text):
     given = {"configurations": [ONE], "shape": SHAPE, "device": device(200), "gpus": 1}
     with pytest.raises(PlanError, match=re.escape(text)):
         plan_sweep(**(given | arguments))
 
 
-def test_plan_when_a_configuration_fits_nowhere_then_says_the_arithmetic():
+def test_plan_when_a_configuration_fits_nowhere_then_shows_the_arithmetic():
     with pytest.raises(PlanError) as caught:
         plan_sweep([ONE, Configuration("huge", 4096, 1, 1, 100)], SHAPE, device(25), 2)
     text = str(caught.value)

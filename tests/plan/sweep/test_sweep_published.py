@@ -1,4 +1,4 @@
-"""PLoRA's planner as printed: its number of solver calls, its bound, packs that are the best in the sense it says."""
+"""PLoRA's planner as printed: its number of solver calls, its bound, packs that are the best in its sense."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from benchmarks.sweeps.published import JobPlanner, PackProgram, Throughput, pla
 from weft.plan.sweep import Configuration, plan_sweep
 from weft.plan.sweep.cost import PackCost, SweepSetting
 
+pytestmark = pytest.mark.slow
+"""It is what Weft's planner is measured against."""
 MANY = [Configuration(f"c{i}", 16 << i % 3, 1 << i % 2, 10, 100) for i in range(1200)]
 
 

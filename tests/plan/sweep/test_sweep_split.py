@@ -23,8 +23,8 @@ def test_split_when_all_cuts_are_tried_then_none_is_shorter(case):
     ]
     n, best = len(cost.kind_of), float("inf")
     for order, size in itertools.product(orders, range(n)):
-        for places in itertools.combinations(range(1, n), size):
-            runs = itertools.pairwise((0, *places, n))
+        for cuts in itertools.combinations(range(1, n), size):
+            runs = itertools.pairwise((0, *cuts, n))
             best = min(best, sum(cost.price(order[a:b], 1)[0] for a, b in runs))
     split = Splitter(cost).split(cost.kind_of, 1)
     assert split.seconds == pytest.approx(best)

@@ -79,8 +79,8 @@ def test_varied_axes_then_fixed_parameters_have_none_and_dotted_names_are_short_
         ("dropout", "linear"),
         ("target_modules", "choice"),
     ]
-    twins = [{"a.r": i, "b.r": i} for i in range(2)]
-    assert [a.label for a in varied_axes(read_board(board_of(*twins)))] == ["a.r", "b.r"]
+    alike = [{"a.r": i, "b.r": i} for i in range(2)]
+    assert [a.label for a in varied_axes(read_board(board_of(*alike)))] == ["a.r", "b.r"]
 
 
 def test_axis_when_few_trials_have_all_different_numbers_then_they_were_drawn_from_a_range() -> None:
@@ -89,7 +89,7 @@ def test_axis_when_few_trials_have_all_different_numbers_then_they_were_drawn_fr
     assert axis_of(8, 16, 32, 64, 16, 8, 64, 32).kind == "choice"
 
 
-def test_axis_when_the_sweep_says_how_a_range_is_searched_then_it_is_drawn_so() -> None:
+def test_axis_when_the_sweep_states_how_a_range_is_searched_then_it_is_drawn_so() -> None:
     """However few trials there are and however near its ends; a few whole numbers stay choices."""
     narrow = [1e-4 * 1.2**i for i in range(8)]
     wide = [10.0**-i for i in range(9)]
@@ -105,7 +105,7 @@ def test_axis_when_values_are_numbers_then_choices_are_in_their_order_and_others
     assert axis_of(True, False).choices == ("false", "true")
 
 
-def test_place_then_ends_are_0_and_1_choices_have_equal_room_and_missing_is_none() -> None:
+def test_position_then_ends_are_0_and_1_choices_have_equal_room_and_missing_is_none() -> None:
     log = axis_of(*(10.0**-i for i in range(9)))
     assert log.kind == "log"
     assert [log.position({"p": x}) for x in (1e-8, 1e-4, 1.0)] == pytest.approx([0.0, 0.5, 1.0])

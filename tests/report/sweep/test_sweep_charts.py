@@ -107,7 +107,7 @@ def test_parallel_then_the_best_ends_at_the_top_and_the_worst_at_the_bottom(mode
     assert all(len(own(figure, i)) == 6 for i in range(12))
 
 
-def test_parallel_when_trials_failed_then_they_end_below_the_axis_and_a_label_says_so() -> None:
+def test_parallel_when_trials_failed_then_they_end_below_the_axis_and_a_label_reports_it() -> None:
     board = read_board(sweep_board(120))
     figure = draw_sweep_charts(board)["parallel"]
     failed = [i for i, trial in enumerate(board.trials) if trial.state == "failed"]
@@ -146,7 +146,7 @@ def test_scatter_when_a_range_is_logarithmic_then_so_is_its_axis_and_values_are_
 
 @pytest.mark.parametrize(("high", "ticks"), [(1e-2, 1), (5e-3, "D2"), (2e-4, None)])
 def test_scatter_when_an_axis_is_logarithmic_then_its_labels_have_room(high: float, ticks: int | str | None) -> None:
-    rates = [1e-4 * (high / 1e-4) ** (place / 11) for place in range(12)]
+    rates = [1e-4 * (high / 1e-4) ** (step / 11) for step in range(12)]
     trials = [
         {"name": f"t{i}", "state": "done", "value": float(i), "params": {"lr": rate}, "rank": i}
         for i, rate in enumerate(rates)

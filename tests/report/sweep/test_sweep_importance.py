@@ -59,7 +59,7 @@ def test_importances_when_trials_are_few_then_there_are_none(num: int) -> None:
     assert importances(searched([({"p": i}, float(i)) for i in range(num)])) == []
 
 
-def test_importances_when_nothing_can_be_said_then_there_are_none() -> None:
+def test_importances_when_too_little_is_known_then_there_are_none() -> None:
     assert importances(searched([({"p": i % 2}, 1.0) for i in range(20)])) == []
     assert importances(searched([({"p": f"own {i}"}, float(i)) for i in range(20)])) == []
     assert importances(searched([({"p": 1}, float(i)) for i in range(20)])) == []

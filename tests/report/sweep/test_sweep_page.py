@@ -29,7 +29,7 @@ def figures(page: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num", [0, 1, 12, 120])
-def test_page_when_there_are_so_many_trials_then_each_has_a_row_and_every_chart_a_place(num: int) -> None:
+def test_page_when_there_are_so_many_trials_then_each_has_a_row_and_every_chart_is_there(num: int) -> None:
     board = sweep_board(num) if num else {"trials": []}
     page = page_of(board)
     assert page.count("data-pick=") == num
@@ -79,7 +79,7 @@ def test_page_then_what_stopping_saved_is_what_was_to_come() -> None:
     assert '<strong>3.00 k</strong><span class="note">tokens, 38 % of all</span>' in page
 
 
-def test_page_when_no_trial_has_a_value_then_it_says_so() -> None:
+def test_page_when_no_trial_has_a_value_then_it_is_reported() -> None:
     board = sweep_board(9) | {"one_by_one_seconds": None}
     for trial in board["trials"]:
         trial |= {"state": "failed", "value": math.nan, "points": [], "rank": None, "reason": "diverged"}
@@ -90,7 +90,7 @@ def test_page_when_no_trial_has_a_value_then_it_says_so() -> None:
     assert set(figures(page)) == {"train_loss", "trial_times"}
 
 
-def test_page_when_trials_are_few_or_the_sampler_adapts_then_the_importances_say_so() -> None:
+def test_page_when_trials_are_few_or_the_sampler_adapts_then_the_importances_report_it() -> None:
     assert "Too few trials: 7 with a value; importances need 8." in page_of(sweep_board(7))
     many = sweep_board(40)
     assert "Rests on" in page_of(many)
@@ -160,7 +160,7 @@ def test_write_sweep_report_when_trials_are_500_then_the_page_stays_light_and_is
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
 
 
-def test_write_sweep_report_when_it_cannot_be_written_then_one_sentence_says_so(tmp_path: Path) -> None:
+def test_write_sweep_report_when_it_cannot_be_written_then_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(StorageError, match="a directory is in the way"):
         write_sweep_report(tmp_path / "report.html", {"trials": []}, {})

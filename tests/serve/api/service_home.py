@@ -45,7 +45,7 @@ ADAPTER, RESULTS = _archive(), b"step,train_loss\n1,2.5\n"
 
 @dataclass
 class Home:
-    """One service and what its tests ask of it."""
+    """One service and what its tests need of it."""
 
     settings: Settings
     database: Database

@@ -43,8 +43,8 @@ def numbers_of(schema: Any, where: str = "") -> Iterator[tuple[str, dict[str, An
         for key, inner in schema.items():
             yield from numbers_of(inner, f"{where}.{key}")
     elif isinstance(schema, list):
-        for place, inner in enumerate(schema):
-            yield from numbers_of(inner, f"{where}.{place}")
+        for i, inner in enumerate(schema):
+            yield from numbers_of(inner, f"{where}.{i}")
 
 
 def is_bounded(schema: dict[str, Any]) -> bool:
@@ -53,14 +53,14 @@ def is_bounded(schema: dict[str, Any]) -> bool:
 
 
 def test_numbers_when_all_bodies_and_parameters_are_walked_then_each_has_two_ends(home: Home):
-    """A number without an end somewhere is one that nobody has thought about."""
+    """A number without an end somewhere is a mistake."""
     schema = home.app.openapi()
     found = [("bodies", *pair) for pair in numbers_of(schema["components"]["schemas"])]
     assert {body.__name__ for body in BODIES} <= schema["components"]["schemas"].keys()
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
-            asked = {"parameters": operation.get("parameters", []), "body": operation.get("requestBody", {})}
-            found += [(f"{method} {path}", *pair) for pair in numbers_of(asked)]
+            inputs = {"parameters": operation.get("parameters", []), "body": operation.get("requestBody", {})}
+            found += [(f"{method} {path}", *pair) for pair in numbers_of(inputs)]
     assert len(found) > 20
     assert [(name, where) for name, where, number in found if not is_bounded(number)] == []
 
@@ -69,14 +69,14 @@ def body_with(base: dict[str, Any], path: str, number: str) -> str:
     """A body as text, because no JSON writer writes 1e400; the number is put where a mark stands."""
     body = json.loads(json.dumps(base))
     *outer, last = path.split(".")
-    place = body
+    inner = body
     for name in outer:
-        place = place.setdefault(name, {"type": "supervised"} if name == "method" else {})
-    place[last] = "THE NUMBER"
+        inner = inner.setdefault(name, {"type": "supervised"} if name == "method" else {})
+    inner[last] = "THE NUMBER"
     return json.dumps(body).replace('"THE NUMBER"', number)
 
 
-def asked_paths() -> list[tuple[str, str]]:
+def request_paths() -> list[tuple[str, str]]:
     jobs, chat = "/v1/fine_tuning/jobs", ("/v1/chat/completions", "/v1/completions")
     return [
         *((jobs, path) for path in JOB_PATHS),
@@ -86,7 +86,7 @@ def asked_paths() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("route", "path"), asked_paths())
+@pytest.mark.parametrize(("route", "path"), request_paths())
 def test_body_when_a_number_is_wild_then_it_is_taken_or_refused_but_no_error_of_ours(home: Home, route: str, path: str):
     """Whatever number a client writes where a number belongs, the answer is about the request."""
     base = dict(CREATE[route])

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import openai
 import pytest
-from postgres_server import find_binaries, running_postgres
+from postgres_server import POSTGRES, running_postgres
 from service_home import Home, chat_lines, make_home
 
 from weft.serve.db.tables import IDEMPOTENCY, JOBS
 
 
-@pytest.mark.parametrize("kind", ["postgresql"] if find_binaries() else [])
+@pytest.mark.parametrize("kind", POSTGRES)
 def test_api_when_on_postgres_then_a_job_lives_as_on_sqlite(tmp_path: Path, kind: str):
     with running_postgres() as server:
         home = make_home(tmp_path / "data", db=server.url)

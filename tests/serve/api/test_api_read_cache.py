@@ -1,4 +1,4 @@
-"""What is kept between requests is never older than the database, whoever changed it."""
+"""What is kept between requests is never older than the database, in whichever process it was changed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def statements(database: Database) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("path", ["", "?limit=3", "/{job}"])
-def test_poll_when_nothing_has_changed_then_asks_the_database_nothing(home, path):
+def test_poll_when_nothing_has_changed_then_sends_the_database_no_query(home, path):
     path = JOBS + path.format(job=home.job())
     before = home.call("GET", path)
     with statements(home.database) as sent:
@@ -53,7 +53,7 @@ def test_poll_when_nothing_has_changed_then_asks_the_database_nothing(home, path
 
 @pytest.mark.parametrize("path", ["", "/{job}"])
 def test_poll_when_only_others_have_changed_then_no_answer_is_made_again(home, other, path):
-    """What a worker commits twice a second is about a few jobs; those who ask for the rest get what is there."""
+    """What a worker commits twice a second is about a few jobs; polls of the others are answered from the cache."""
     mine, theirs = home.job(), home.job("globex")
     path = JOBS + path.format(job=mine)
     before = home.call("GET", path)
@@ -69,7 +69,7 @@ def test_poll_when_only_others_have_changed_then_no_answer_is_made_again(home, o
 
 
 def test_poll_when_a_change_is_taken_back_while_the_answer_is_made_then_answers_and_rows_are_of_one_moment(home, other):
-    """The rows an answer is judged by later are those it was made of."""
+    """An answer is later compared with the rows it was made of."""
     job = home.job()
     kept = home.app.state.service.read_cache
 
@@ -85,7 +85,7 @@ def test_poll_when_a_change_is_taken_back_while_the_answer_is_made_then_answers_
     assert asyncio.run(read()) == asyncio.run(read()) == 0
 
 
-def test_poll_when_another_process_moves_the_job_then_the_next_answer_says_so(home, other):
+def test_poll_when_another_process_moves_the_job_then_the_next_answer_reports_it(home, other):
     job = home.job()
     for path in (f"{JOBS}/{job}", JOBS):
         assert b'"queued"' in home.call("GET", path).content
@@ -112,7 +112,7 @@ def test_key_when_revoked_by_another_process_then_the_next_request_is_refused(ho
     assert home.call("GET", JOBS, "globex").status_code == 200
 
 
-def test_tenant_when_disabled_or_limited_by_another_process_then_the_next_request_obeys(home, other):
+def test_tenant_when_disabled_or_limited_by_another_process_then_it_holds_for_the_next_request(home, other):
     assert home.call("GET", JOBS).status_code == 200
     with other.begin() as tx:
         tenants.update_tenant(tx, "acme", max_requests_per_minute=1)
@@ -129,7 +129,7 @@ def test_key_when_wrong_then_stays_wrong_and_a_right_one_beside_it_stays_right(h
         assert home.call("GET", JOBS).status_code == 200
 
 
-def test_answers_when_many_are_asked_for_then_only_so_many_are_kept(home, monkeypatch):
+def test_answers_when_many_are_requested_then_only_so_many_are_kept(home, monkeypatch):
     monkeypatch.setattr(service, "MAX_KEPT", 5)
     home.job()
     for limit in range(1, 20):
@@ -137,7 +137,7 @@ def test_answers_when_many_are_asked_for_then_only_so_many_are_kept(home, monkey
         assert 0 < len(home.app.state.service.read_cache._kept) <= 5
 
 
-def test_list_when_metadata_is_asked_for_then_is_right_after_every_change(home):
+def test_list_when_metadata_is_requested_then_is_right_after_every_change(home):
     home.job(metadata={"team": "a"})
     path = f"{JOBS}?metadata[team]=a"
     assert len(home.call("GET", path).json()["data"]) == 1

@@ -37,7 +37,7 @@ def test_file_when_uploaded_then_listed_read_and_deleted(home: Home):
     assert home.num_blobs() == 0
 
 
-def test_file_when_kept_for_a_time_then_says_when_it_expires(home: Home):
+def test_file_when_kept_for_a_time_then_reports_when_it_expires(home: Home):
     client = home.sdk()
     until = {"anchor": "created_at", "seconds": 3600}
     file = client.files.create(file=("a.jsonl", chat_lines()), purpose="fine-tune", expires_after=until)
@@ -75,7 +75,7 @@ def test_job_when_created_then_has_openais_fields_and_ours(home: Home, monkeypat
     assert [found.id for found in client.fine_tuning.jobs.list()] == [job.id]
 
 
-def test_job_when_steered_then_moves_and_tells(home: Home):
+def test_job_when_steered_then_changes_state_and_reports_it(home: Home):
     jobs = home.sdk().fine_tuning.jobs
     id = home.job()
     assert jobs.pause(id).status == "paused"
@@ -117,7 +117,7 @@ def test_result_when_job_succeeded_then_used_downloaded_and_deleted(home: Home):
         client.models.retrieve(name)
 
 
-def test_permissions_when_asked_for_then_refused_in_openais_shape(home: Home):
+def test_permissions_when_requested_then_refused_in_openais_shape(home: Home):
     client = home.sdk()
     id = home.job()
     home.finish(id)
@@ -162,7 +162,7 @@ def test_hyperparameters_when_a_multiplier_is_given_then_it_is_of_the_methods_ow
     assert used["learning_rate_multiplier"] == pytest.approx(0.5)
 
 
-def test_hyperparameters_when_settings_say_otherwise_then_the_reply_has_those_that_are_used(home: Home):
+def test_hyperparameters_when_settings_override_them_then_the_reply_has_those_that_are_used(home: Home):
     settings = {"learning_rate": 1e-3, "global_batch_size": 4}
     expected = {"n_epochs": 5, "batch_size": 4, "learning_rate_multiplier": 5.0}
     for epochs, shown in ((5, expected), (1.5, {k: v for k, v in expected.items() if k != "n_epochs"})):
@@ -178,13 +178,13 @@ def test_openapi_when_read_then_describes_every_route_of_the_table(home: Home):
     assert "422" not in json.dumps(schema)
 
 
-def test_pages_when_the_network_is_closed_then_none_asks_for_anything_from_it(home: Home):
+def test_pages_when_the_network_is_closed_then_none_needs_it(home: Home):
     """The framework's own page would be blank without its scripts; the schema is there for any viewer."""
     assert home.http.get("/docs").status_code == home.http.get("/redoc").status_code == 404
     assert "://" not in home.http.get("/").text
 
 
-def test_health_when_asked_then_needs_no_key_but_metrics_do(home: Home):
+def test_health_when_requested_then_needs_no_key_but_metrics_do(home: Home):
     assert home.http.get("/healthz").json()["status"] == "ok"
     assert home.http.get("/readyz").json() == {"status": "ready", "workers": 0}
     assert home.http.get("/metrics").status_code == 401

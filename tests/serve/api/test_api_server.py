@@ -1,4 +1,4 @@
-"""A process that answers requests ends when it is told to, whenever that is."""
+"""A process that answers requests ends when it is requested to, whenever that is, and never imports torch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from weft.serve.api.observe import log_json
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_run_when_told_to_stop_before_it_serves_then_does_not_begin(
+def test_run_when_stopped_before_it_serves_then_does_not_begin(
     home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: signal.Signals
 ):
-    """A service that is stopped while it starts would else leave a process behind that holds its port; one line of the
-    log says that it stops."""
+    """A service that is stopped while it starts would otherwise leave a process that holds its port; one line of the
+    log reports that it stops."""
     caplog.set_level(logging.INFO, "weft.serve")
     serve, stops = uvicorn.Server.run, []
 
-    def told(self: uvicorn.Server, sockets: Any = None) -> None:
+    def run(self: uvicorn.Server, sockets: Any = None) -> None:
         signal.raise_signal(number)
         serve(self, sockets)
 
-    monkeypatch.setattr(uvicorn.Server, "run", told)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
     rescue = threading.Timer(60, os.kill, (os.getpid(), signal.SIGTERM))
     handlers = [signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGINT)]
     with listen("127.0.0.1", 0) as sock:
@@ -72,3 +72,14 @@ def test_log_when_standard_error_is_replaced_then_lines_go_to_the_new_one(
     logging.getLogger("weft.serve").info("later")
     (line,) = capsys.readouterr().err.splitlines()
     assert json.loads(line)["message"] == "later"
+
+
+def test_api_when_imported_then_without_torch():
+    code = (
+        "import sys\n"
+        "import weft.serve.api.app, weft.serve.api.app, weft.serve.db.files, weft.serve.supervise\n"
+        "import weft.cli.service.keys\n"
+        "print(sorted({'torch', 'transformers', 'tokenizers', 'safetensors'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -121,8 +121,8 @@ def test_request_when_it_is_answered_before_its_end_and_closes_then_the_answer_a
     assert (b" 413 " if "jobs" in path else b" 404 ") in read_all(connection)
 
 
-def ask_for_file(connect: Callable[[bytes], socket.socket], home: Home) -> socket.socket:
-    """Asks for more bytes than the buffers of both sides hold."""
+def request_file(connect: Callable[[bytes], socket.socket], home: Home) -> socket.socket:
+    """Requests more bytes than the buffers of both sides hold."""
     file = home.upload(data=chat_lines(1000))
     head = f"Host: x\r\nAuthorization: Bearer {home.keys['acme']}\r\nConnection: close\r\n\r\n"
     return connect(f"GET /v1/files/{file}/content HTTP/1.1\r\n{head}".encode())
@@ -132,7 +132,7 @@ def test_answer_when_its_client_does_not_read_it_then_the_connection_is_closed(
     connect: Callable[[bytes], socket.socket], home: Home, server: uvicorn.Server, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(connections, "LEAST_BYTES_PER_S", 10**6)
-    assert ask_for_file(connect, home).recv(100)
+    assert request_file(connect, home).recv(100)
     deadline = time.monotonic() + 60
     while server.server_state.connections:
         assert time.monotonic() < deadline
@@ -142,4 +142,4 @@ def test_answer_when_its_client_does_not_read_it_then_the_connection_is_closed(
 def test_answer_when_its_client_reads_slowly_but_steadily_then_all_of_it_arrives(
     connect: Callable[[bytes], socket.socket], home: Home
 ):
-    assert read_all(ask_for_file(connect, home), pause_s=0.05).endswith(chat_lines(1000))
+    assert read_all(request_file(connect, home), pause_s=0.05).endswith(chat_lines(1000))

@@ -1,6 +1,6 @@
-"""Nobody sees another tenant's anything: every route of the app, with every kind of key that must not open it.
+"""No tenant sees anything of another's: every route of the app, with every kind of key that must not open it.
 
-The routes come from the app itself; one without an entry in `FILLED`, or one that asks for no scope, fails here.
+The routes come from the app itself; one without an entry in `FILLED`, or one that requires no scope, fails here.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def flat_routes(app: Any) -> list[APIRoute]:
 
 
 def scopes_of(route: APIRoute) -> list[str]:
-    asked = vars(route)["depend" + "ant"].dependencies
-    return [scope for d in asked if hasattr(d.call, "scopes") for scope in d.call.scopes]
+    dependencies = vars(route)["depend" + "ant"].dependencies
+    return [scope for d in dependencies if hasattr(d.call, "scopes") for scope in d.call.scopes]
 
 
 def all_calls(home: Home) -> list[tuple[str, str]]:
@@ -85,7 +85,7 @@ def owned(home: Home) -> dict[str, str]:
     return {**made, "part_id": part, "permission_id": "cp_1", "worker": "worker-7"}
 
 
-def ask(home: Home, method: str, path: str, values: dict[str, str], headers: dict[str, str]) -> Any:
+def send(home: Home, method: str, path: str, values: dict[str, str], headers: dict[str, str]) -> Any:
     body = BODIES.get(path)
     options: dict[str, Any] = {}
     if method == "POST" and body is not None:
@@ -97,7 +97,7 @@ def ask(home: Home, method: str, path: str, values: dict[str, str], headers: dic
     return home.http.request(method, filled(path, values), headers=headers, **options)
 
 
-def test_routes_when_listed_then_all_but_the_open_ones_ask_for_a_scope(home: Home):
+def test_routes_when_listed_then_all_but_the_open_ones_require_a_scope(home: Home):
     routes = flat_routes(home.app)
     assert len(routes) >= 22
     for route in routes:
@@ -125,7 +125,7 @@ def test_every_route_when_the_key_is_bad_then_401_and_one_body(home: Home, owned
     seen = set()
     calls = [(m, p) for m, p in all_calls(home) if p not in OPEN]
     for method, path in calls:
-        answer = ask(home, method, path, owned, headers)
+        answer = send(home, method, path, owned, headers)
         assert answer.status_code == 401, (method, path)
         assert answer.headers["x-request-id"].startswith("req_")
         seen.add(answer.text)
@@ -144,15 +144,15 @@ def test_every_route_when_the_object_is_foreign_then_answers_as_if_it_were_missi
         "permission_id": "cp_1",
         "worker": "worker-8",
     }
-    asked = 0
+    num_requests = 0
     for method, path in all_calls(home):
         body = json.dumps(BODIES.get(path, "")) if method == "POST" else ""
         if path in OPEN or not re.search(r"\{\w+", path + body):
             continue
-        asked += 1
-        theirs = ask(home, method, path, owned, home.headers("globex"))
-        nobodys = ask(home, method, path, missing, home.headers("globex"))
-        assert theirs.status_code == nobodys.status_code, (method, path, theirs.text)
+        num_requests += 1
+        theirs = send(home, method, path, owned, home.headers("globex"))
+        of_none = send(home, method, path, missing, home.headers("globex"))
+        assert theirs.status_code == of_none.status_code, (method, path, theirs.text)
         assert theirs.status_code in (400, 404), (method, path, theirs.text)
 
         def plain(text: str, values: dict[str, str]) -> str:
@@ -160,8 +160,8 @@ def test_every_route_when_the_object_is_foreign_then_answers_as_if_it_were_missi
                 text = text.replace(value, f"<{name}>")
             return text
 
-        assert plain(theirs.text, owned) == plain(nobodys.text, missing), (method, path)
-    assert asked >= 20
+        assert plain(theirs.text, owned) == plain(of_none.text, missing), (method, path)
+    assert num_requests >= 20
     # And nothing happened to what is acme's.
     assert home.sdk().fine_tuning.jobs.retrieve(owned["job_id"]).status == "succeeded"
     assert home.sdk().models.retrieve(owned["model"])
@@ -169,7 +169,7 @@ def test_every_route_when_the_object_is_foreign_then_answers_as_if_it_were_missi
     assert home.sdk().uploads.complete(owned["upload_id"], part_ids=[owned["part_id"]]).status == "completed"
 
 
-def test_lists_when_another_tenant_asks_then_hold_nothing_of_mine(home: Home, owned: dict[str, str]):
+def test_lists_when_another_tenant_requests_them_then_hold_nothing_of_mine(home: Home, owned: dict[str, str]):
     with home.database.begin() as tx:
         # `admin` is for the operator, who sees all tenants.
         headers = {"authorization": f"Bearer {tenants.create_key(tx, 'globex')}"}
@@ -190,7 +190,7 @@ def test_every_route_when_the_scope_is_missing_then_403(home: Home, owned: dict[
         for route in flat_routes(home.app):
             if lacking == tuple(scopes_of(route)):
                 method = min(route.methods)
-                answer = ask(home, method, route.path, owned, {"authorization": f"Bearer {key}"})
+                answer = send(home, method, route.path, owned, {"authorization": f"Bearer {key}"})
                 assert answer.status_code == 403, route.path
                 assert answer.json()["error"]["code"] == "missing_scope"
 
@@ -211,7 +211,7 @@ def test_without_auth_when_not_on_loopback_then_refused(tmp_path: Any):
     assert not Settings(data_dir=tmp_path, auth=False).auth
 
 
-def test_without_auth_when_asked_then_everybody_is_default(tmp_path: Any):
+def test_without_auth_when_requested_then_every_caller_is_default(tmp_path: Any):
     from service_home import make_home
 
     home = make_home(tmp_path, auth=False)

@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "from-openai.md").read_text(encoding="utf-8")
 PAIRS = b"".join(
     json.dumps(
         {
-            "input": {"messages": [{"role": "user", "content": f"say {i}"}]},
+            "input": {"messages": [{"role": "user", "content": f"name {i}"}]},
             "preferred_output": [{"role": "assistant", "content": "yes"}],
             "non_preferred_output": [{"role": "assistant", "content": "no"}],
         }
@@ -47,7 +47,7 @@ def typed(tmp_path, monkeypatch):
 
 
 def point_sdk_at(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever makes a client, with whatever address, talks to this service."""
+    """Every client, with any address, talks to this service."""
     own = {"base_url": "http://testserver/v1", "api_key": home.keys["acme"], "max_retries": 0}
     monkeypatch.setattr(openai, "OpenAI", lambda **_: CLIENT(http_client=home.http, **own))
 
@@ -109,7 +109,7 @@ def test_import_when_sent_to_a_service_twice_then_each_job_is_there_once(home, t
     assert f"{ids['pairs']} is ftjob-" in capsys.readouterr().out
 
 
-def test_import_when_the_service_refuses_a_job_then_says_so_and_leaves_no_file(
+def test_import_when_the_service_refuses_a_job_then_reports_it_and_leaves_no_file(
     home, typed, monkeypatch, tmp_path, capsys
 ):
     filled(home)
@@ -155,7 +155,7 @@ def write_export(*changes: dict[str, Any]) -> None:
     picture = {"type": "image_url", "image_url": {"url": "http://a/b.png"}}
     turns = [{"role": "user", "content": [picture]}, {"role": "assistant", "content": "a cat"}]
     (folder / "file-picture.jsonl").write_text(json.dumps({"messages": turns}))
-    jobs = [{**whole, "id": f"ftjob-{place}", **change} for place, change in enumerate(changes)]
+    jobs = [{**whole, "id": f"ftjob-{index}", **change} for index, change in enumerate(changes)]
     (folder / "jobs.json").write_text(json.dumps({"object": "list", "data": jobs, "has_more": False}))
 
 
@@ -180,9 +180,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_import_when_some_jobs_cannot_be_carried_over_then_each_is_named_and_the_others_are_written(typed, capsys):
     write_export(*(change for change, _ in REFUSED.values()), {})
     assert typed("import", "openai", "export", "--base-model", "tiny") == 1
-    said = capsys.readouterr().err.splitlines()
-    for place, (line, (_, sentence)) in enumerate(zip(said, REFUSED.values(), strict=True)):
-        assert line.startswith(f"left out ftjob-{place}: {sentence}"), line
+    lines = capsys.readouterr().err.splitlines()
+    for index, (line, (_, sentence)) in enumerate(zip(lines, REFUSED.values(), strict=True)):
+        assert line.startswith(f"left out ftjob-{index}: {sentence}"), line
     assert [job.name for job in load_run(Path("from-openai/jobs.yaml")).jobs] == [f"ftjob-{len(REFUSED)}"]
 
 
@@ -208,7 +208,9 @@ def test_import_when_some_jobs_cannot_be_carried_over_then_each_is_named_and_the
         ),
     ],
 )
-def test_import_when_asked_wrongly_then_says_why_and_writes_nothing(words, sentence, typed, capsys, monkeypatch):
+def test_import_when_an_option_is_wrong_then_gives_the_reason_and_writes_nothing(
+    words, sentence, typed, capsys, monkeypatch
+):
     monkeypatch.delenv("WEFT_API_KEY", raising=False)
     write_export({})
     Path("empty").mkdir()

@@ -213,14 +213,14 @@ class AnsweringWorker:
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
-        """Whether it says more than the first words of an answer."""
+        """Whether it sends more than the first words of an answer."""
         self.goes_on.set()
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                words = (ANSWER if asked["model_blob"] else "I do not know what a loom is.").split(" ")
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                words = (ANSWER if body["model_blob"] else "I do not know what a loom is.").split(" ")
                 self.send_response(200)
                 self.end_headers()
                 for i, word in enumerate(words):
@@ -237,7 +237,7 @@ class AnsweringWorker:
                         self.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
                         self.wfile.flush()
                     except ConnectionError:
-                        return  # who asked has stopped listening
+                        return  # the client has stopped listening
                     time.sleep(0.01)
 
             def log_message(self, *args: Any) -> None:
@@ -296,8 +296,8 @@ class Busy:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        play = Stage(Path(place), auth="--no-auth" not in sys.argv)
+    with tempfile.TemporaryDirectory() as folder:
+        play = Stage(Path(folder), auth="--no-auth" not in sys.argv)
         names = play.full()
         play.fill_history()
         live = Live(play, int(sys.argv[1]) if len(sys.argv) > 1 else 0)

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 PATIENCE_MS = 120_000
 """Of a browser on a machine with other work."""
 QUICK = "const later = setTimeout; window.setTimeout = (work, ms, ...more) => later(work, ms / 8, ...more)"
-"""The page asks again every few seconds; a test has no time to wait for that."""
+"""The page polls every few seconds; a test has no time to wait for that."""
 GOOD = b"".join(json.dumps({"prompt": f"a{i}", "completion": "b"}).encode() + b"\n" for i in range(4))
 expect.set_options(timeout=PATIENCE_MS)
 
@@ -35,8 +35,8 @@ def is_ours(line: ConsoleMessage) -> bool:
     return line.type == "error" and not re.search("status of (4..|503)", line.text)
 
 
-def enter(page: Page, key: str, place: str = "#/jobs") -> None:
-    page.goto(f"/{place}")
+def enter(page: Page, key: str, address: str = "#/jobs") -> None:
+    page.goto(f"/{address}")
     page.get_by_label("API key").fill(key)
     page.get_by_role("button", name="Sign in").click()
     expect(page.locator(".screen")).to_be_visible()

@@ -24,7 +24,7 @@ def stage(house: House) -> Stage:
     return house.stage.guest()
 
 
-def test_sign_in_when_the_key_is_wrong_says_so_and_keeps_nothing(page: Page, stage: Stage) -> None:
+def test_sign_in_when_the_key_is_wrong_reports_it_and_keeps_nothing(page: Page, stage: Stage) -> None:
     """A wrong key is one sentence; a right one opens the page and lives in this session only."""
     page.goto("/")
     page.get_by_label("API key").fill("weft_wrong")
@@ -58,8 +58,8 @@ def test_curve_when_smoothed_then_keeps_its_slope_and_its_ends(page: Page) -> No
     assert page.evaluate(smoothed, []) == []
 
 
-def test_key_when_revoked_while_looking_asks_for_another(page: Page, stage: Stage) -> None:
-    """Whoever is shut out sees the sign-in again, not a broken page."""
+def test_key_when_revoked_while_looking_requests_another(page: Page, stage: Stage) -> None:
+    """A user who is shut out sees the sign-in again, not a broken page."""
     enter(page, stage.key)
     with stage.database.begin() as tx:
         revoke_key(tx, stage.tenant, key_id(stage.key))
@@ -199,8 +199,8 @@ def test_job_with_many_events_loads_them_all_once(page: Page, stage: Stage) -> N
     expect(page.locator(".plot[data-points]")).to_have_attribute("data-points", "440")
 
 
-def test_job_when_paused_and_cancelled_by_hand_shows_what_was_asked(page: Page, stage: Stage) -> None:
-    """Buttons follow the state: what waits for the worker is said, what cannot be done is not offered."""
+def test_job_when_paused_and_cancelled_by_hand_shows_what_was_requested(page: Page, stage: Stage) -> None:
+    """Buttons follow the state: what waits for the worker is shown, what cannot be done is not offered."""
     waiting = stage.job("waiting")
     held = stage.job("held")
     stage.start(held, 10)
@@ -264,7 +264,7 @@ def test_compose_with_chats_of_a_wrong_role_shows_the_refusal_at_the_file(page: 
 
 
 def test_compose_when_started_before_the_models_are_listed_waits_for_them(page: Page, stage: Stage) -> None:
-    """Whoever is quicker than the service's list starts from the model shown first, not from none."""
+    """A user who is quicker than the service's list starts from the model shown first, not from none."""
     held: list[Route] = []
     page.route("**/v1/models", lambda route: held.append(route))
     enter(page, stage.key, "#/new")
@@ -277,7 +277,7 @@ def test_compose_when_started_before_the_models_are_listed_waits_for_them(page: 
 
 
 def test_compose_when_started_while_a_file_is_sent_waits_for_it(page: Page, stage: Stage) -> None:
-    """Neither is the training file asked for again, nor does a job begin without the examples it is to be judged by."""
+    """The training file is not requested again, and no job begins without the examples to evaluate it with."""
     held: list[Route] = []
     enter(page, stage.key, "#/new")
     attach(page, GOOD)
@@ -286,9 +286,9 @@ def test_compose_when_started_while_a_file_is_sent_waits_for_it(page: Page, stag
     attach(page, GOOD, kind="validation")
     page.get_by_role("button", name="Start training").click()
     expect(page.get_by_role("button", name="Checking the examples")).to_be_disabled()
-    with page.expect_request("**/v1/fine_tuning/jobs") as asked:
+    with page.expect_request("**/v1/fine_tuning/jobs") as requested:
         held[0].continue_()
-    assert asked.value.post_data_json["validation_file"].startswith("file-")
+    assert requested.value.post_data_json["validation_file"].startswith("file-")
     expect(page.locator("h1 .badge")).to_have_text("queued")
 
 
@@ -305,8 +305,8 @@ def test_compose_when_a_file_was_refused_then_it_is_not_left_out(page: Page, sta
     expect(page.get_by_role("button", name="Start training")).to_be_enabled()
 
 
-def test_compose_when_the_models_could_not_be_listed_asks_again(page: Page, stage: Stage) -> None:
-    """A list that failed once is said above the button and does not keep a job from starting."""
+def test_compose_when_the_models_could_not_be_listed_requests_them_again(page: Page, stage: Stage) -> None:
+    """A list that failed once is reported above the button and does not keep a job from starting."""
     page.route(
         "**/v1/models",
         lambda route: route.fulfill(status=503, json={"error": {"message": "Away for a moment."}}),
@@ -321,7 +321,7 @@ def test_compose_when_the_models_could_not_be_listed_asks_again(page: Page, stag
 
 
 def test_compose_with_a_wrong_setting_marks_its_field(page: Page, stage: Stage) -> None:
-    """A refused setting is said under the field it was typed in, in one sentence."""
+    """A refused setting is reported under the field it was typed in, in one sentence."""
     enter(page, stage.key, "#/new")
     attach(page, GOOD)
     expect(page.locator(".ok")).to_be_visible()
@@ -337,7 +337,7 @@ def test_compose_with_a_wrong_setting_marks_its_field(page: Page, stage: Stage) 
 
 
 def test_compose_from_a_model_of_ones_own_goes_on_with_its_adapter(page: Page, stage: Stage) -> None:
-    """A fine-tuned model is offered as a start; its adapter's shape is not asked for again."""
+    """A fine-tuned model is offered as a start; its adapter's shape is not requested again."""
     job = stage.job("first")
     stage.start(job, 1)
     model = stage.succeed(job, "first")
@@ -396,8 +396,8 @@ def test_job_when_cloned_fills_the_form_and_makes_the_same_job(page: Page, stage
     expect(page.locator("#metadata")).to_have_attribute("aria-invalid", "true")
 
 
-def test_chat_without_a_worker_says_so(page: Page, stage: Stage) -> None:
-    """Nobody to answer is one sentence in the answer's place."""
+def test_chat_without_a_worker_reports_it(page: Page, stage: Stage) -> None:
+    """Without a worker one sentence takes the answer's address."""
     job = stage.job("lonely")
     stage.start(job, 1)
     stage.succeed(job, "lonely")
@@ -424,7 +424,7 @@ def test_text_of_users_when_it_looks_like_html_stays_text(page: Page, stage: Sta
     shown = page.locator("h2", has_text="Metadata").locator("xpath=following-sibling::section")
     expect(shown.locator("dd")).to_have_text("<script>alert(1)</script>")
     expect(page.locator("dl.settings").first).not_to_contain_text("alert")
-    for place in (f"jobs/{job}", "jobs", f"compare/{job}/{stage.job('plain')}", "data", f"new/{job}"):
-        page.goto(f"/#/{place}")
+    for address in (f"jobs/{job}", "jobs", f"compare/{job}/{stage.job('plain')}", "data", f"new/{job}"):
+        page.goto(f"/#/{address}")
         expect(page.locator("main")).to_contain_text("<b>evil</b>")
         expect(page.locator("main img, main script, main b:text('evil')")).to_have_count(0)

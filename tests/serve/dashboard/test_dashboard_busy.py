@@ -76,7 +76,7 @@ def test_chat_with_an_adapter_streams_beside_the_base_model(look: Page, busy: Bu
     expect(look.locator(".answer.base .answer-text")).to_have_text("I do not know what a loom is.")
     expect(look.get_by_text("12 tokens in")).to_be_visible()
     sent: list[dict[str, Any]] = []
-    look.on("request", lambda asked: sent.append(asked.post_data_json) if "completions" in asked.url else None)
+    look.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
     goes_on.clear()
     look.get_by_label("Message", exact=True).fill("And a warp?")
     look.keyboard.press("Enter")
@@ -106,7 +106,7 @@ def test_operations_show_workers_queue_and_program(look: Page, busy: Busy) -> No
     expect(worker.get_by_role("button")).to_have_count(0)
 
 
-def test_operations_when_an_operator_drains_a_worker_then_its_card_says_so_until_it_takes_jobs_again(
+def test_operations_when_an_operator_drains_a_worker_then_its_card_reports_it_until_it_takes_jobs_again(
     look: Page, busy: Busy
 ) -> None:
     """Operators see the machine and steer its workers; a tenant sees neither its name nor a button."""
@@ -154,14 +154,14 @@ def test_screens_at_390_pixels_do_not_scroll_sideways(browser: Browser, busy: Bu
     jobs = [f"jobs/{busy.ids[name]}" for name in ("summaries", "broken", "stopped", "resting")]
     compared = "/".join(busy.ids[name] for name in ("summaries", "broken", "stopped"))
     ours = ["jobs", *jobs, f"compare/{compared}", "new", f"new/{busy.ids['resting']}", "data"]
-    for place in [*ours, "chat", "operations", "usage"]:
-        page.goto(f"/#/{place}")
+    for address in [*ours, "chat", "operations", "usage"]:
+        page.goto(f"/#/{address}")
         expect(page.locator(".screen h1")).to_be_visible()
-        if place == "new":
+        if address == "new":
             attach(page, GOOD + b'{"prompt": ' + b"x" * 400 + b"\n")
             expect(page.locator(".problems li")).to_have_count(1)
         expect(page.locator(".loading")).to_have_count(0)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, address
     page.set_viewport_size({"width": 764, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") <= 764
     context.close()
@@ -190,8 +190,8 @@ def test_keyboard_alone_reaches_a_job_and_skips_the_tabs(look: Page, busy: Busy)
     expect(look.locator("h1")).to_contain_text("waiting")
 
 
-def test_service_that_goes_away_is_said_once_and_comes_back(look: Page, busy: Busy) -> None:
-    """Without the service the page keeps what it shows and says that it waits."""
+def test_service_that_goes_away_is_reported_once_and_comes_back(look: Page, busy: Busy) -> None:
+    """Without the service the page keeps what it shows and reports that it waits."""
     enter(look, busy.stage.key)
     rows = look.locator("table.jobs tbody tr")
     expect(rows).to_have_count(8)

@@ -39,7 +39,7 @@ def overview(http: TestClient, key: str, **query: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ["/", "/dashboard/static/app.js"])
 def test_page_always_forbids_foreign_and_inline_code(http: TestClient, path: str) -> None:
-    """Nothing but the package's own files may run, and nobody may frame the page."""
+    """Nothing but the package's own files may run, and no site may frame the page."""
     policy = http.get(path).headers["content-security-policy"]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'"
@@ -80,7 +80,7 @@ def test_files_when_imported_by_each_other_are_all_served(http: TestClient) -> N
     ],
 )
 def test_static_when_the_file_is_not_of_the_page_answers_404(http: TestClient, name: str) -> None:
-    """Only files of the package have a name; whatever else is asked for is a 404 in the API's shape."""
+    """Only files of the package have a name; any other request is a 404 in the API's shape."""
     answer = http.get(f"/dashboard/static/{name}")
     assert answer.status_code == 404
     assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
@@ -193,7 +193,7 @@ def test_overview_with_months_out_of_range_answers_400(stage: Stage, http: TestC
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "months"
 
 
-def test_overview_without_auth_asks_for_no_key(tmp_path: Path) -> None:
+def test_overview_without_auth_requests_no_key(tmp_path: Path) -> None:
     """On loopback without auth everybody is the operator of `default`."""
     stage = Stage(tmp_path, auth=False)
     with TestClient(stage.app) as http:

@@ -24,7 +24,7 @@ from weft.serve.errors import Busy
 
 
 def test_upgrade_when_fresh_then_equals_the_tables(bare: Database):
-    assert migrate(bare) == migrate(bare) == "0004"
+    assert migrate(bare) == migrate(bare) == "0005"
     with bare.read() as tx:
         context = MigrationContext.configure(tx, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, METADATA) == []
@@ -42,7 +42,7 @@ def test_upgrade_when_there_are_jobs_of_an_older_version_then_keeps_them(bare: D
         job = {"id": "ftjob-1", "tenant": "acme", "status": "queued", "model": "tiny", "training_file": "file-1"}
         job |= {"seed": 1, "method": {}, "settings": {}, "integrations": [], "result_files": [], "created_at": 1}
         tx.execute(sa.insert(JOBS).values(job))
-    assert migrate(bare) == "0004"
+    assert migrate(bare) == "0005"
     with bare.read() as tx:
         (row,) = tx.execute(sa.select(JOBS)).mappings()
     assert (row["id"], row["planned_tokens"]) == ("ftjob-1", None)
@@ -64,7 +64,7 @@ def test_upgrade_when_run_by_many_at_once_then_happens_once(bare: Database):
         thread.join()
     assert errors == []
     with bare.read() as tx:
-        assert revision(tx) == "0004"
+        assert revision(tx) == "0005"
 
 
 def test_setup_when_several_processes_start_on_an_empty_database_then_one_makes_the_tenant_and_the_key(bare: Database):
@@ -103,7 +103,7 @@ def test_transaction_when_it_raises_then_nothing_of_it_happened(database: Databa
         assert [row["id"] for row in list_tenants(tx)] == ["acme", "globex"]
 
 
-def test_clock_when_asked_then_is_unix_seconds(database: Database):
+def test_clock_when_requested_then_is_unix_seconds(database: Database):
     with database.read() as tx:
         assert abs(now(tx) - time.time()) < 2
 

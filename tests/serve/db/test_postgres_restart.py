@@ -1,9 +1,9 @@
-"""PostgreSQL may go away and come back: callers hear Busy meanwhile, and work goes on after."""
+"""PostgreSQL may go away and come back: callers get Busy meanwhile, and work goes on after."""
 
 from __future__ import annotations
 
 import pytest
-from postgres_server import find_binaries, running_postgres
+from postgres_server import POSTGRES, running_postgres
 
 from weft.serve.db.engine import migrate, open_database
 from weft.serve.db.tenants import create_tenant, list_tenants
@@ -11,7 +11,7 @@ from weft.serve.errors import Busy
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("mode", ["immediate", "fast"] if find_binaries() else [])
+@pytest.mark.parametrize("mode", ["immediate", "fast"] if POSTGRES else [])
 def test_database_when_postgres_restarts_then_busy_until_it_is_back(mode: str):
     with running_postgres() as server:
         database = open_database(server.url)

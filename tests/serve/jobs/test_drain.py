@@ -46,7 +46,7 @@ def test_drain_when_a_machine_is_named_then_all_its_workers_drain_until_undraine
     assert states(tx) == {"aaaaaa": "alive", "bbbbbb": "drained", "cccccc": "alive"}
 
 
-def test_remove_when_asked_then_the_worker_leaves_and_no_later_wish_keeps_it(tx):
+def test_remove_when_requested_then_the_worker_leaves_and_no_later_wish_keeps_it(tx):
     steer_workers(tx, "worker-cccccc", "remove")
     steer_workers(tx, "loom-2", "undrain")
     assert states(tx)["cccccc"] == "leaving"

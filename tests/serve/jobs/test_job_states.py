@@ -94,8 +94,8 @@ def test_job_when_another_tenant_touches_it_then_there_is_no_such_job(database: 
             touch(tx)
 
 
-# status, is somebody alive holding it, wanted -> wish -> status and wanted afterwards (None: refused)
-ASKED = [
+# status, whether a live worker holds it, wanted -> wish -> status and wanted afterwards (None: refused)
+WISHES = [
     ("queued", False, None, "cancel", ("cancelled", None)),
     ("queued", False, None, "pause", ("paused", None)),
     ("queued", False, None, "resume", ("queued", None)),
@@ -123,7 +123,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize(("status", "alive", "wanted", "wish", "expected"), ASKED)
+@pytest.mark.parametrize(("status", "alive", "wanted", "wish", "expected"), WISHES)
 def test_wish_when_made_then_done_noted_or_refused(
     database: Database, status: str, alive: bool, wanted: str | None, wish: str, expected: tuple[str, str | None] | None
 ):
@@ -144,7 +144,7 @@ def test_wish_when_made_then_done_noted_or_refused(
         stored = get_job(tx, "acme", id)
         assert (stored["status"], stored["wanted"]) == expected
         if status == "running" and not alive:
-            # Whoever held it is dead; if not, its writing is refused.
+            # The worker that held it is dead; if not, its writes are refused.
             assert stored["fence"] == 1
 
 

@@ -196,7 +196,7 @@ def test_claim_when_a_lease_runs_out_then_another_takes_over_and_the_old_worker_
     assert last["level"] == "warn" and "worker was lost" in last["message"]
 
 
-def test_renew_when_the_lease_ran_out_and_nobody_came_then_the_job_stays(tx):
+def test_renew_when_the_lease_ran_out_and_no_worker_claimed_the_job_then_it_stays(tx):
     id = queue(tx)
     claimed(tx)
     expire(tx, id)
@@ -314,7 +314,7 @@ def test_claim_when_a_suspect_waits_then_a_busy_worker_takes_no_others_until_it_
 
 
 @pytest.mark.parametrize(("wish", "state"), [("cancel", "cancelled"), ("pause", "paused")])
-def test_claim_when_the_worker_was_lost_before_it_obeyed_then_the_wish_is_granted(tx, wish, state):
+def test_claim_when_the_worker_was_lost_before_it_applied_the_wish_then_it_is_granted(tx, wish, state):
     id = queue(tx)
     claimed(tx)
     move(tx, "ash", id, "running", fence=1)
@@ -326,7 +326,7 @@ def test_claim_when_the_worker_was_lost_before_it_obeyed_then_the_wish_is_grante
     assert (found["status"], found["wanted"], found["worker"], found["fence"]) == (state, None, None, 2)
 
 
-def test_claim_when_many_workers_ask_at_once_then_every_job_goes_to_exactly_one(database):
+def test_claim_when_many_workers_try_at_once_then_every_job_goes_to_exactly_one(database):
     with database.begin() as tx:
         ids = {queue(tx, tenant) for tenant in ("ash", "birch", "cedar") for _ in range(20)}
     got: list[str] = []

@@ -36,7 +36,7 @@ def chosen(tx, rebalance, at):
     return rebalance.choose(tx, "w1", "tiny", renew(tx, "w1", lease_s=1e6), at)
 
 
-def settled(tx):
+def after_waiting(tx):
     """A rebalance that has seen unequal numbers for long enough, and the time."""
     rebalance, at = Rebalance(), now(tx)
     assert chosen(tx, rebalance, at) == []
@@ -44,7 +44,7 @@ def settled(tx):
 
 
 def test_jobs_when_another_worker_stays_empty_then_those_with_the_most_to_do_move_once(tx):
-    rebalance, at = settled(tx)
+    rebalance, at = after_waiting(tx)
     assert chosen(tx, Rebalance(), at) == [], "not at the first look"
     rows = sorted(renew(tx, "w1", lease_s=1e6), key=lambda row: -row["estimated_finish"])
     assert chosen(tx, rebalance, at) == [row["id"] for row in rows[:2]]
@@ -54,7 +54,7 @@ def test_jobs_when_another_worker_stays_empty_then_those_with_the_most_to_do_mov
 
 
 def test_jobs_when_the_clock_is_set_back_then_the_numbers_must_be_unequal_for_no_longer(tx):
-    rebalance, at = settled(tx)
+    rebalance, at = after_waiting(tx)
     back = at - 3600
     assert chosen(tx, rebalance, back) == []
     assert len(chosen(tx, rebalance, back + STABLE_S)) == 2
@@ -63,8 +63,8 @@ def test_jobs_when_the_clock_is_set_back_then_the_numbers_must_be_unequal_for_no
     assert len(chosen(tx, rebalance, back + STABLE_S)) == 2
 
 
-def test_jobs_when_the_numbers_were_equal_in_between_then_the_waiting_begins_anew(tx):
-    rebalance, at = settled(tx)
+def test_jobs_when_the_numbers_were_equal_in_between_then_the_waiting_begins_again(tx):
+    rebalance, at = after_waiting(tx)
     others = [add(tx, worker="w2", status="running") for _ in range(4)]
     assert chosen(tx, rebalance, at) == []
     tx.execute(sa.delete(JOBS).where(JOBS.c.id.in_(others)))
@@ -79,7 +79,7 @@ def test_jobs_when_the_numbers_were_equal_in_between_then_the_waiting_begins_ane
 )
 def test_jobs_when_a_move_does_not_pay_or_may_harm_then_stay(tx, columns):
     """Those about to end, those whose user wants something, and those that may kill a worker."""
-    rebalance, at = settled(tx)
+    rebalance, at = after_waiting(tx)
     if columns.get("estimated_finish"):
         columns = {"estimated_finish": int(at + columns["estimated_finish"])}
     tx.execute(sa.update(JOBS).values(columns))
@@ -87,7 +87,7 @@ def test_jobs_when_a_move_does_not_pay_or_may_harm_then_stay(tx, columns):
 
 
 def test_jobs_when_others_wait_in_the_queue_then_stay(tx):
-    rebalance, at = settled(tx)
+    rebalance, at = after_waiting(tx)
     add(tx)
     assert chosen(tx, rebalance, at) == []
 

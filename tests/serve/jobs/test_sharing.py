@@ -34,7 +34,7 @@ def load(id, num_held=0, **facts):
     ],
 )
 def test_job_when_it_does_not_fit_here_then_left_only_to_a_worker_that_holds_it(wanted, facts, is_left):
-    """A new job that fits nobody fails here, as it would alone; one that has begun waits for who could hold it."""
+    """A new job that fits no worker fails here, as it would alone; one that has begun waits for a worker that could."""
     assert is_for_another(wanted, load("small", job_bytes=30), [load("other", **facts)]) is is_left
 
 
@@ -49,7 +49,7 @@ def test_room_when_the_others_cannot_hold_the_jobs_then_they_are_not_left_waitin
     ("held", "others", "most", "number"),
     [(4, [0], 8, 2), (3, [0], 8, 1), (2, [1], 8, 0), (1, [0], 8, 0), (6, [0, 0], 8, 4), (6, [0], 1, 1), (0, [6], 8, 0)],
 )
-def test_give_back_when_others_have_empty_places_then_the_numbers_end_equal_to_within_one(held, others, most, number):
+def test_give_back_when_others_have_empty_seats_then_the_numbers_end_equal_to_within_one(held, others, most, number):
     given = [load(f"w{i}", other, max_jobs=most) for i, other in enumerate(others)]
     assert num_to_give_back(load("full", held), given) == number
 
@@ -73,7 +73,7 @@ def test_give_back_when_carried_out_then_every_move_levels_and_it_ends_with_equa
 
 def test_jobs_when_the_other_drains_then_nothing_is_left_or_given_to_it():
     draining = load("b", is_draining=True)
-    assert fair_room(load("a"), [draining], 8, [job() for _ in range(4)]) == 8, "all of its places"
+    assert fair_room(load("a"), [draining], 8, [job() for _ in range(4)]) == 8, "all of its seats"
     assert num_to_give_back(load("a", 4), [draining]) == 0
 
 

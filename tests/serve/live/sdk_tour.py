@@ -17,7 +17,7 @@ import openai
 
 
 def refused(call: Any, *arguments: Any, **options: Any) -> list[Any]:
-    """How the service says no, as the SDK understands it."""
+    """A refusal of the service, as the SDK understands it."""
     try:
         call(*arguments, **options)
     except openai.APIStatusError as error:
@@ -82,16 +82,16 @@ def until(client: openai.OpenAI, id: str, *states: str) -> str:
     deadline = time.monotonic() + 600
     while (status := str(client.fine_tuning.jobs.retrieve(id).status)) not in states:
         assert time.monotonic() < deadline, status
-        time.sleep(0.05)
+        time.sleep(0.3)
     return status
 
 
 def models(client: openai.OpenAI, model: str) -> dict[str, Any]:
-    asked: dict[str, Any] = {"model": model, "max_tokens": 4, "temperature": 0}
-    chat: dict[str, Any] = {**asked, "messages": [{"role": "user", "content": "warp"}]}
+    request: dict[str, Any] = {"model": model, "max_tokens": 4, "temperature": 0}
+    chat: dict[str, Any] = {**request, "messages": [{"role": "user", "content": "warp"}]}
     whole = client.chat.completions.create(**chat).choices[0].message.content
     pieces = client.chat.completions.create(**chat, stream=True)
-    plain = client.completions.create(**asked, prompt="warp")
+    plain = client.completions.create(**request, prompt="warp")
     return {
         "listed": model in [found.id for found in client.models.list()],
         "owner": client.models.retrieve(model).owned_by,
@@ -104,13 +104,13 @@ def models(client: openai.OpenAI, model: str) -> dict[str, Any]:
 
 def main(base_url: str, key: str, path: Path) -> None:
     with openai.OpenAI(base_url=base_url, api_key=key) as client:
-        told: dict[str, Any] = {"version": openai.__version__, "files": files(client, path)}
-        told["jobs"] = jobs(client, told["files"].pop("id"))
-        told["models"] = models(client, told["jobs"].pop("model"))
-        told["jobs"].pop("id")
+        report: dict[str, Any] = {"version": openai.__version__, "files": files(client, path)}
+        report["jobs"] = jobs(client, report["files"].pop("id"))
+        report["models"] = models(client, report["jobs"].pop("model"))
+        report["jobs"].pop("id")
     with openai.OpenAI(base_url=base_url, api_key="weft_wrong_key", max_retries=0) as stranger:
-        told["stranger"] = refused(stranger.models.list)
-    print(json.dumps(told))
+        report["stranger"] = refused(stranger.models.list)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class SentJobs:
         return self.wishes[number % len(self.wishes)]
 
     def send(self, number: int) -> None:
-        """Sends one job until it is accepted, whoever dies meanwhile."""
+        """Sends one job until it is accepted, whichever process dies meanwhile."""
         wish, tenant = self.wish(number), TENANTS[number % len(TENANTS)]
         with self.service.sdk(tenant, max_retries=2, timeout=10) as client:
             file = until_answered(
@@ -83,18 +83,18 @@ class SentJobs:
             with blobs.open(models[id].blob) as stream, zipfile.ZipFile(io.BytesIO(stream.read())) as packed:
                 files = {name: packed.read(name) for name in packed.namelist()}
             assert Trained(files, job.trained_tokens) == expected[wish.name]
-            told = [event.data["step"] for event in events[id] if event.type == "metrics"]
-            assert told == list(range(1, wish.max_steps + 1)), "every step is told once"
+            steps = [event.data["step"] for event in events[id] if event.type == "metrics"]
+            assert steps == list(range(1, wish.max_steps + 1)), "every step is reported once"
             assert sum("successfully completed" in event.message for event in events[id]) == 1
-        for place, tenant in enumerate(TENANTS):
-            mine = range(place, self.number, len(TENANTS))
+        for i, tenant in enumerate(TENANTS):
+            mine = range(i, self.number, len(TENANTS))
             assert used[tenant] == sum(expected[self.wish(number).name].tokens for number in mine)
 
 
-def until_answered(ask: Callable[[], Any]) -> Any:
+def until_answered(send: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return ask()
+            return send()
         except (openai.APIConnectionError, openai.InternalServerError):
             assert time.monotonic() < deadline

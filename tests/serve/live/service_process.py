@@ -28,26 +28,26 @@ PATIENCE_S = 600.0
 
 WORDS = ("warp", "Weft", "loom", "Yarn", "shed", "Reed", "heddle", "Shuttle", "selvage", "Twill")
 CAPACITY = 2048
-"""Of a microbatch, in `weft serve` as in a jobs file that says nothing else."""
+"""Of a microbatch, in `weft serve` as in a jobs file without the setting."""
 
 
 def weft(*arguments: object) -> str:
     """Runs `weft ARGUMENTS` in this process and returns what it printed."""
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", ["weft", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
-    assert not ended.value.code, said.getvalue()
-    return said.getvalue()
+    assert not ended.value.code, printed.getvalue()
+    return printed.getvalue()
 
 
 def wait(until: Callable[[], Any], timeout: float = PATIENCE_S) -> Any:
     """What `until` returns, once that is something."""
     deadline = time.monotonic() + timeout
     while not (found := until()):
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.02)
+        assert time.monotonic() < deadline, "timed out while waiting"
+        time.sleep(0.1)
     return found
 
 
@@ -90,9 +90,9 @@ class Wish:
             "extra_body": ours,
         }
 
-    def written(self, place: Path) -> dict[str, Any]:
+    def written(self, folder: Path) -> dict[str, Any]:
         """For a jobs file."""
-        (place / f"{self.name}.jsonl").write_bytes(self.data)
+        (folder / f"{self.name}.jsonl").write_bytes(self.data)
         return {
             "name": self.name,
             "train_data": f"{self.name}.jsonl",
@@ -114,16 +114,16 @@ class Trained:
     tokens: int
 
 
-def train(wishes: list[Wish], place: Path) -> dict[str, Trained]:
+def train(wishes: list[Wish], folder: Path) -> dict[str, Trained]:
     """Runs `weft train` on a file of these jobs."""
-    place.mkdir()
-    jobs = {"base_model": str(small_model()), "device": "cpu", "jobs": [wish.written(place) for wish in wishes]}
-    (place / "jobs.yaml").write_text(yaml.safe_dump(jobs))
-    weft("train", place / "jobs.yaml", "--out", place / "run")
+    folder.mkdir()
+    jobs = {"base_model": str(small_model()), "device": "cpu", "jobs": [wish.written(folder) for wish in wishes]}
+    (folder / "jobs.yaml").write_text(yaml.safe_dump(jobs))
+    weft("train", folder / "jobs.yaml", "--out", folder / "run")
     found = {}
     for wish in wishes:
-        status = json.loads((place / "run" / wish.name / "status.json").read_text())
-        files = {path.name: path.read_bytes() for path in (place / "run" / wish.name / "adapter").iterdir()}
+        status = json.loads((folder / "run" / wish.name / "status.json").read_text())
+        files = {path.name: path.read_bytes() for path in (folder / "run" / wish.name / "adapter").iterdir()}
         found[wish.name] = Trained(files, status["trained_tokens"])
     return found
 
@@ -154,7 +154,7 @@ class Service:
         return self.options[self.options.index("--db") :][:2] if "--db" in self.options else ()
 
     def start(self) -> None:
-        """Starts it, once nobody of an earlier life listens any more, and waits until it answers."""
+        """Starts it, once no process of an earlier start listens any more, and waits until it answers."""
         wait(self._is_free)
         home = ("--port", str(self.port), "--data-dir", str(self.data_dir), "--base-model", f"tiny={small_model()}")
         with self.log.open("ab") as log:
@@ -203,7 +203,7 @@ class Service:
         return int(parent) == self.process.pid and state != "Z"
 
     def kill(self) -> None:
-        """SIGKILL to the process that answers or oversees; its children hear of it."""
+        """SIGKILL to the process that answers or supervises; its children notice."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()

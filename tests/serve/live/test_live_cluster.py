@@ -49,7 +49,7 @@ def processes_on(node: Any) -> list[int]:
 
 
 def lose(cluster: Any) -> None:
-    """The spare node is gone from one moment to the next, with nobody left to give anything back."""
+    """The spare node is gone from one moment to the next, with no process left to give anything back."""
     for pid in processes_on(cluster.spare):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -82,8 +82,8 @@ def test_jobs_when_a_node_of_the_cluster_is_lost_then_they_go_on_elsewhere_once_
         wait(jobs.are_over)
         jobs.assert_each_ended_once(train(WISHES, tmp_path / "twins"))
         with database.read() as tx:
-            said = tx.execute(sa.select(EVENTS.c.message).where(EVENTS.c.message.contains("another takes over")))
-            assert said.all(), "the node had jobs when it was lost"
+            takeovers = tx.execute(sa.select(EVENTS.c.message).where(EVENTS.c.message.contains("another takes over")))
+            assert takeovers.all(), "the node had jobs when it was lost"
     finally:
         service.stop()
         database.close()

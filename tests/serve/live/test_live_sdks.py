@@ -31,18 +31,18 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 def test_sdks_when_of_three_versions_then_all_get_the_same_answers(service: Service, tmp_path: Path):
     (tmp_path / "train.jsonl").write_bytes(Wish("tour", seed=1, max_steps=1).data)
-    tours = {version: tour(service, version, place, tmp_path) for version, place in VERSIONS.items()}
-    told = {version: answers(process) for version, process in tours.items()}
-    for version, found in told.items():
+    tours = {version: tour(service, version, packages, tmp_path) for version, packages in VERSIONS.items()}
+    reports = {version: answers(process) for version, process in tours.items()}
+    for version, found in reports.items():
         assert found.pop("version").startswith(f"{version}.")
         assert found["models"].pop("owner") == f"v{version}"
         assert found["jobs"]["job"][4].pop("by").startswith(f"{version}.")
         assert found == EXPECTED, version
 
 
-def tour(service: Service, version: str, place: Path | None, tmp_path: Path) -> subprocess.Popen[str]:
-    assert place is None or (place / "openai").is_dir(), f"{place} is not there; run: make setup"
-    environment = {**os.environ, "PYTHONPATH": str(place or "")}
+def tour(service: Service, version: str, packages: Path | None, tmp_path: Path) -> subprocess.Popen[str]:
+    assert packages is None or (packages / "openai").is_dir(), f"{packages} is not there; run: make setup"
+    environment = {**os.environ, "PYTHONPATH": str(packages or "")}
     url, key = f"http://127.0.0.1:{service.port}/v1", service.keys[f"v{version}"]
     command = [sys.executable, str(TOUR), url, key, str(tmp_path / "train.jsonl")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

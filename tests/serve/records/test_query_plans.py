@@ -44,10 +44,10 @@ def test_poll_when_planned_by_the_database_then_searches_by_index_and_sorts_noth
     with database.read() as tx:
         with contextlib.suppress(NotFound):
             POLLED[what](tx)
-        asked = list(sent)
+        queries = list(sent)
         plans = [
             row[-1]
-            for statement, parameters in asked
+            for statement, parameters in queries
             for row in tx.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
         ]
     assert plans and all(step.startswith("SEARCH") for step in plans), plans

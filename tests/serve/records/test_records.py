@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import sqlalchemy as sa
+from migrated import audited
 
 from weft.errors import ConfigError
 from weft.serve.db import files, tenants, usage, workers
-from weft.serve.db.engine import Database
+from weft.serve.db.engine import Database, now
 from weft.serve.db.jobs import create_job, list_jobs
-from weft.serve.db.tables import FILES, IDEMPOTENCY, KEYS, WORKERS
+from weft.serve.db.tables import FILES, IDEMPOTENCY, KEYS, USAGE, WORKERS
 from weft.serve.errors import Conflict, NotFound
 
 
@@ -87,13 +90,45 @@ def test_file_when_expired_then_is_gone(database: Database):
             files.get_file(tx, "acme", id)
 
 
-def test_usage_when_told_twice_then_counts_once(database: Database):
+def test_usage_when_reported_twice_then_counts_once(database: Database):
     with database.begin() as tx:
         for _ in range(2):
             usage.add_usage(tx, "acme", "req_1", kind="prompt", tokens=5, model="tiny")
         usage.add_usage(tx, "acme", "req_1", kind="completion", tokens=2, model="tiny")
         usage.add_usage(tx, "globex", "req_2", kind="prompt", tokens=100, model="tiny")
         assert usage.usage_of(tx, "acme")["totals"] == {"trained": 0, "evaluated": 0, "prompt": 5, "completion": 2}
+
+
+def test_usage_when_requests_of_past_days_are_folded_then_no_figure_of_a_day_changes(database: Database):
+    with database.begin() as tx:
+        today = int(now(tx)) // usage.DAY_S * usage.DAY_S
+        for index in range(60):
+            # Ten days of two tenants, three requests each: of one model, of the same one, and of another.
+            tenant, model = ("acme", "globex")[index % 2], ("tiny", "tiny", "other")[index // 20]
+            usage.add_answer(tx, tenant, f"req_{index}", model=model, prompt=index, completion=1)
+            at = today - index // 2 % 10 * usage.DAY_S + index * 1000
+            tx.execute(sa.update(USAGE).where(USAGE.c.request == f"req_{index}").values(created_at=at))
+        usage.add_usage(tx, "acme", "ftjob-a:1", kind=usage.EVALUATED, tokens=5, job="ftjob-a")
+        tx.execute(sa.update(USAGE).where(USAGE.c.kind == usage.EVALUATED).values(created_at=5))
+
+    def figures() -> list[dict[str, Any]]:
+        windows = [(None, None), *((today - n * usage.DAY_S, today - (n - 1) * usage.DAY_S) for n in range(10))]
+        with database.read() as tx:
+            found = [
+                usage.usage_of(tx, name, start=start, end=end) for name in ("acme", "globex") for start, end in windows
+            ]
+        return [{**each, "by_model": sorted(map(str, each["by_model"]))} for each in found]
+
+    before = figures()
+    # The two requests of one model on each of eight days, prompts and answers of two tenants.
+    assert usage.fold_usage(database) == 8 * 2 * 2 * 2
+    assert figures() == before
+    assert usage.fold_usage(database) == 0
+    with database.begin() as tx:
+        usage.add_answer(tx, "acme", "late", model="tiny", prompt=3, completion=1)
+        tx.execute(sa.update(USAGE).where(USAGE.c.request == "late").values(created_at=today - 5 * usage.DAY_S))
+    late = figures()
+    assert usage.fold_usage(database) == 2 * 2 and figures() == late != before
 
 
 def test_idempotency_when_old_then_the_key_is_free_again(database: Database):
@@ -160,4 +195,4 @@ def test_audit_when_noted_then_newest_first_and_own_only(database: Database):
         tenants.add_audit(tx, "acme", "a", "1", data={"x": 1})
         tenants.add_audit(tx, "acme", "b", "2")
         tenants.add_audit(tx, "globex", "c", "3")
-        assert [row["action"] for row in tenants.list_audit(tx, "acme")] == ["b", "a"]
+        assert [row["action"] for row in audited(tx, "acme")] == ["b", "a"]

@@ -1,7 +1,8 @@
-"""A job's newest checkpoint is in the file store, and a worker on another machine goes on from it, bit for bit."""
+"""A job's newest checkpoint is in the file store, and a worker on another machine goes on there."""
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from weft.errors import StorageError
 from weft.serve.db.files import stored_bytes
 from weft.serve.db.leases import claim_jobs
 from weft.serve.db.tables import JOBS
-from weft.serve.worker.checkpoint_uploads import CheckpointUploads, record_saved
+from weft.serve.worker.checkpoint_uploads import CheckpointUploads, record_saved, results_table
 from weft.serve.worker.claim import Claim
 from weft.serve.worker.directory import WorkDirectory
 
@@ -38,18 +39,18 @@ def claimed(bench, worker="w1"):
 def test_job_when_its_worker_leaves_then_another_machine_goes_on_at_that_step_with_the_same_bytes(bench):
     """Drain loses no step, although the next worker sees nothing of the first one's directory."""
     id = bench.submit(max_steps=30, save_steps=1000)
-    with bench.worker(data_dir=bench.place / "here"):
+    with bench.worker(data_dir=bench.folder / "here"):
         bench.wait_for_step(id, 3)
     left = bench.job(id)
     assert left["status"] == "queued" and left["attempts"] == 0
     assert left["saved_step"] == left["step"] >= 3
-    with bench.worker(data_dir=bench.place / "there"):
+    with bench.worker(data_dir=bench.folder / "there"):
         (job,) = bench.wait(id)
     assert f"Goes on from step {left['step']} of 30" in messages(bench, id)
-    adapter, tokens = bench.twin(id)
+    adapter, tokens = bench.expected(id)
     assert (bench.adapter(id), job["trained_tokens"]) == (adapter, tokens)
-    told = [event["data"]["step"] for event in bench.events(id, "metrics")]
-    assert told == list(range(1, 31)), "every step is told once"
+    steps = [event["data"]["step"] for event in bench.events(id, "metrics")]
+    assert steps == list(range(1, 31)), "every step is reported once"
     assert (job["saved_step"], job["saved_blob"]) == (None, None)
     assert bench.stored_blobs() == bench.named_blobs(), "the checkpoint is deleted with the job's end"
 
@@ -62,23 +63,23 @@ def test_checkpoint_when_saved_while_training_then_in_the_store_soon_and_in_nobo
         wait_until(lambda: (bench.job(id)["saved_step"] or 0) >= 4)
         with bench.database.read() as tx:
             assert stored_bytes(tx, "default") == before
-        bench.ask(id, "cancel")
+        bench.request(id, "cancel")
         bench.wait(id)
     assert bench.stored_blobs() == bench.named_blobs()
 
 
 def test_job_when_the_stored_checkpoint_is_damaged_or_gone_then_starts_again_and_ends_the_same(bench):
     ids = [bench.submit(tenant, max_steps=30, save_steps=1000) for tenant in ("ash", "birch")]
-    with bench.worker(data_dir=bench.place / "here"):
+    with bench.worker(data_dir=bench.folder / "here"):
         for id in ids:
             bench.wait_for_step(id, 2)
-    damaged, gone = (bench.place / "blobs" / bench.job(id)["saved_blob"] for id in ids)
+    damaged, gone = (bench.folder / "blobs" / bench.job(id)["saved_blob"] for id in ids)
     damaged.write_bytes(damaged.read_bytes()[:-3000] + bytes(3000))
     gone.unlink()
-    with bench.worker(data_dir=bench.place / "there"):
+    with bench.worker(data_dir=bench.folder / "there"):
         bench.wait(*ids)
     for id in ids:
-        assert bench.adapter(id) == bench.twin(id)[0]
+        assert bench.adapter(id) == bench.expected(id)[0]
 
 
 def test_job_when_the_store_refuses_checkpoints_then_trains_on_and_succeeds(bench, monkeypatch, caplog):
@@ -97,14 +98,14 @@ def test_job_when_the_store_refuses_checkpoints_then_trains_on_and_succeeds(benc
 
 
 def test_checkpoint_when_the_store_is_inside_the_data_directory_then_is_not_copied(bench):
-    """Whoever shares such a store shares the data directory, and finds the checkpoint there."""
+    """Workers that share such a store share the data directory, and find the checkpoint there."""
     id = bench.submit(max_steps=100_000, save_steps=1)
-    with bench.worker(data_dir=bench.place):
+    with bench.worker(data_dir=bench.folder):
         bench.wait_for_step(id, 3)
     assert bench.job(id)["saved_blob"] is None
-    with bench.worker(data_dir=bench.place):
+    with bench.worker(data_dir=bench.folder):
         wait_until(lambda: any("Goes on from step" in text for text in messages(bench, id)))
-        bench.ask(id, "cancel")
+        bench.request(id, "cancel")
         bench.wait(id)
 
 
@@ -126,7 +127,7 @@ def test_checkpoints_when_saved_faster_than_the_store_takes_them_then_only_the_n
     """One is under way at a time; of those that wait, the newest counts."""
     bench.submit()
     claim = claimed(bench)
-    work = WorkDirectory(bench.place / "data", "worker-1", "tiny")
+    work = WorkDirectory(bench.folder / "data", "worker-1", "tiny")
     copied: list[str] = []
     begun, may_end = threading.Event(), threading.Event()
 
@@ -150,3 +151,18 @@ def test_checkpoints_when_saved_faster_than_the_store_takes_them_then_only_the_n
     assert copied == ["step-00000001", "step-00000004"]
     assert bench.job(claim.id)["saved_step"] == 4
     assert bench.stored_blobs() == bench.named_blobs()
+
+
+def test_results_table_when_an_objective_measures_more_then_its_columns_follow():
+    lines = [
+        {"step": 1, "epoch": 0.5, "loss": 0.5, "mean_token_accuracy": 0.25, "time": 1.0, "rewards/margins": 2.0},
+        {"step": 1, "epoch": 0.5, "eval_loss": 0.75, "eval_rewards/margins": None, "eval_runtime": 0.1, "time": 2.0},
+        {"step": 2, "epoch": 1.0, "loss": None, "skipped": True, "time": 3.0, "rewards/margins": None},
+    ]
+    table = results_table("\n".join(json.dumps(line) for line in lines).encode()).decode()
+    columns = "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
+    assert table.splitlines() == [
+        f"{columns},train_rewards/margins,valid_rewards/margins",
+        "1,0.5,0.25,0.75,,2.0,",
+        "2,,,,,,",
+    ]

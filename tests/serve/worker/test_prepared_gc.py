@@ -1,4 +1,4 @@
-"""Whoever deletes a file leaves nothing of it in what a worker has prepared."""
+"""A deleted file leaves nothing in what a worker has prepared."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def test_prepared_data_when_its_file_is_deleted_then_goes_once_no_job_reads_it(
         request_change(tx, "acme", job, "cancel")
     assert forget_deleted_files(database, cache) == 1
     assert kept_sources(cache) == {names["kept"], names["other"]}
-    # Nothing at hand is left either: what is asked for again is prepared again.
+    # Nothing at hand is left either: what is needed again is prepared again.
     load_dataset([names["deleted"]], make_tokenizer(), max_length=64, base_dir=tmp_path)
     assert kept_sources(cache) == {names["kept"], names["other"], names["deleted"]}

@@ -14,11 +14,12 @@ from worker_bench import PATIENCE_S
 from weft.engine.inference import adapter_slots
 from weft.engine.inference.adapter_slots import host_adapter
 from weft.engine.inference.attach import StoredAdapter, attach_adapter
-from weft.engine.inference.generate import Passes, Request, generate
+from weft.engine.inference.generate import Passes, Request, complete, generate
 from weft.errors import ConfigError, JobError
 from weft.model.fused.decode import FusedDecoder
 from weft.serve.errors import Busy
 from weft.serve.settings import Settings, WorkerOptions
+from weft.serve.worker import prompt_replica
 from weft.serve.worker import prompt_scheduler as scheduler_module
 from weft.serve.worker.prompt_scheduler import AnswerEnd, PromptRequest, PromptScheduler
 from weft.spec import AdapterSpec
@@ -133,7 +134,7 @@ def test_turn_when_there_are_a_hundred_adapters_and_room_for_ten_then_each_answe
     assert len({tuple(answer) for answer in answers}) > 10, "the adapters have no effect"
 
 
-def test_turn_when_there_is_no_memory_for_an_adapter_then_waits_for_another_or_hears_it(backbone, monkeypatch):
+def test_turn_when_there_is_no_memory_for_an_adapter_then_waits_for_another_or_gets_the_error(backbone, monkeypatch):
     first, second = (host_adapter(backbone, stored(backbone, name, 1)) for name in ("one", "two"))
     attach, refused = backbone.attach, []
 
@@ -164,7 +165,7 @@ def slots(backbone):
     return {slot for linear in backbone.linears.values() for slot in linear.slots}
 
 
-def test_turn_when_nobody_listens_any_more_then_nothing_more_is_written(backbone):
+def test_turn_when_the_client_is_gone_then_nothing_more_is_written(backbone):
     scheduler = PromptScheduler(backbone, 64)
     request = PromptRequest([5, 6], None, Decoding(50))
     scheduler.submit(request)
@@ -219,7 +220,33 @@ def test_turn_when_clients_go_away_then_their_pages_are_free_at_once():
     assert decoder.pages.num_used == 0
 
 
-def test_turn_when_a_pass_fails_then_its_prompts_hear_it_and_later_ones_are_answered(backbone, monkeypatch):
+def test_turn_when_decoding_adds_up_otherwise_than_training_then_scored_tokens_come_at_the_end(monkeypatch):
+    fused = random_backbone("llama")
+    fused.model.generation_config.eos_token_id = None
+    fused.use_kernels("fused")
+    wanted = Decoding(6, temperature=1.0, logprobs=1, prompt_logprobs=0)
+    (expected,) = complete(fused, [Request([5, 6, 7])], wanted)
+    monkeypatch.setattr(FusedDecoder, "has_training_bits", False)
+    scheduler = PromptScheduler(fused, 64)
+    scored, plain = PromptRequest([5, 6, 7], None, wanted), PromptRequest([5, 6, 7], None, Decoding(6))
+    monkeypatch.setattr(prompt_replica, "text_of", lambda *_: lambda tokens: "".join(map(chr, tokens)))
+    stopped = PromptRequest([5, 6, 7], None, replace(wanted, stop=(chr(expected.tokens[2]),)))
+    for request in (scored, plain, stopped):
+        scheduler.submit(request)
+    while plain.answer.qsize() < 4:
+        scheduler.take_turn(0.0)
+    assert scored.answer.qsize() == 0
+    while scheduler.take_turn(None):
+        pass
+    (prompt, *tokens), reason = written(scored)
+    assert ([each.token for each in tokens], reason) == (expected.tokens, "length")
+    values = [each.logprob for each in [*prompt.logprobs[1:], *tokens]]
+    assert values == pytest.approx([each.logprob for each in [*expected.prompt_logprobs[1:], *expected.logprobs]])
+    (_, *tokens), reason = written(stopped)
+    assert ([each.token for each in tokens], reason) == (expected.tokens[:3], "stop")
+
+
+def test_turn_when_a_pass_fails_then_its_prompts_get_the_error_and_later_ones_are_answered(backbone, monkeypatch):
     scheduler = PromptScheduler(backbone, 64)
     first, second = PromptRequest([5, 6], None, Decoding(2)), PromptRequest([5, 6], None, Decoding(2))
     scheduler.submit(first)
@@ -283,7 +310,7 @@ def test_turn_when_top_p_is_tiny_then_the_likeliest_token_is_taken(backbone, top
     assert written(request)[0] == generate(backbone, [Request([5, 6])], Decoding(4))[0]
 
 
-def test_turn_when_an_adapter_cannot_be_attached_then_only_its_own_prompt_hears_it(backbone, monkeypatch):
+def test_turn_when_an_adapter_cannot_be_attached_then_only_its_own_prompt_gets_the_error(backbone, monkeypatch):
     """Whatever one prompt raises, the others are answered and the worker lives."""
     scheduler = PromptScheduler(backbone, 64)
     broken = PromptRequest([5, 6], host_adapter(backbone, stored(backbone, "a", 1)), Decoding(2))
@@ -297,7 +324,7 @@ def test_turn_when_an_adapter_cannot_be_attached_then_only_its_own_prompt_hears_
     assert len(written(good)[0]) == 2
 
 
-def test_turn_when_the_driver_has_no_memory_then_its_prompts_hear_that_they_may_try_again(backbone, monkeypatch):
+def test_turn_when_the_driver_has_no_memory_then_its_prompts_may_be_tried_again(backbone, monkeypatch):
     def end(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
@@ -309,7 +336,7 @@ def test_turn_when_the_driver_has_no_memory_then_its_prompts_hear_that_they_may_
     assert isinstance(request.answer.get(timeout=PATIENCE_S), Busy)
 
 
-def test_scheduler_when_closed_then_those_who_wait_hear_it(backbone):
+def test_scheduler_when_closed_then_waiting_prompts_get_the_error(backbone):
     scheduler = PromptScheduler(backbone, 64)
     active, waiting = PromptRequest([5], None, Decoding(9)), PromptRequest([6], None, Decoding(9))
     scheduler.submit(active)

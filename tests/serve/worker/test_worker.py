@@ -37,14 +37,14 @@ def test_job_when_queued_then_succeeds_with_the_adapter_of_weft_train(bench):
     id = bench.submit(suffix="loom")
     with bench.worker():
         (job,) = bench.wait(id)
-    adapter, tokens = bench.twin(id)
+    adapter, tokens = bench.expected(id)
     assert bench.adapter(id) == adapter
     assert job["trained_tokens"] == tokens > 0
 
 
 @pytest.mark.parametrize(("device", "tokens"), [("cpu", 2048), ("cuda", 8192)])
 def test_worker_when_no_capacity_is_given_then_has_that_of_its_device(bench, monkeypatch, device, tokens):
-    monkeypatch.setattr("weft.serve.worker.worker.start_capacity", lambda _, asked: choose_capacity(asked, device))
+    monkeypatch.setattr("weft.serve.worker.worker.start_capacity", lambda _, given: choose_capacity(given, device))
     with bench.worker(capacity="auto") as worker:
         assert worker.engine.limits.capacity == tokens
 
@@ -57,7 +57,7 @@ def test_jobs_when_of_several_tenants_then_all_train_together_and_each_is_as_if_
         jobs = bench.wait(*ids)
         assert worker.sync.num_claims == 6
     for job in jobs:
-        adapter, tokens = bench.twin(job["id"])
+        adapter, tokens = bench.expected(job["id"])
         assert bench.adapter(job["id"]) == adapter
         assert job["trained_tokens"] == tokens
         assert job["fine_tuned_model"].startswith(f"ft:tiny:{job['tenant']}::")
@@ -99,7 +99,7 @@ def test_job_when_it_succeeds_then_its_whole_story_is_in_the_database(bench):
     last = metrics[-2] | metrics[-1]
     names = ("train_loss", "train_mean_token_accuracy", "valid_loss", "valid_mean_token_accuracy")
     assert lines[6] == ",".join(repr(last[name]) for name in ("step", *names))
-    assert not list((bench.place / "data").rglob("ftjob-*")), "what was needed only for training is gone"
+    assert not list((bench.folder / "data").rglob("ftjob-*")), "what was needed only for training is gone"
     assert bench.stored_blobs() == bench.named_blobs()
 
 
@@ -108,48 +108,48 @@ def test_job_when_earlier_steps_were_logged_without_accuracy_then_its_story_has_
     id = bench.submit(max_steps=20, save_steps=1000)
     with bench.worker():
         bench.wait_for_step(id, 2)
-    (path,) = (bench.place / "data").rglob("metrics.jsonl")
+    (path,) = (bench.folder / "data").rglob("metrics.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert 2 <= len(records) < 20 and all(record.pop("mean_token_accuracy") >= 0 for record in records)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    bench.set(id, step=0)  # as if nobody had told of them
+    bench.set(id, step=0)  # as if none had been reported
     with bench.worker():
         (job,) = bench.wait(id)
-    told = [event["data"]["train_mean_token_accuracy"] for event in bench.events(id, "metrics")][-20:]
-    assert told[: len(records)] == [None] * len(records) and None not in told[len(records) :]
+    accuracies = [event["data"]["train_mean_token_accuracy"] for event in bench.events(id, "metrics")][-20:]
+    assert accuracies[: len(records)] == [None] * len(records) and None not in accuracies[len(records) :]
     with bench.database.read() as tx, bench.blobs.open(get_file(tx, "default", job["result_files"][0])["blob"]) as file:
         column = [line.split(",")[2] for line in file.read().decode().splitlines()[1:]]
-    assert column == ["" if value is None else repr(value) for value in told]
-    assert bench.adapter(id) == bench.twin(id)[0]
+    assert column == ["" if value is None else repr(value) for value in accuracies]
+    assert bench.adapter(id) == bench.expected(id)[0]
 
 
 def test_job_when_cancelled_while_training_then_ends_at_a_step_and_counts_what_it_trained(bench):
     id, other = bench.submit(max_steps=10_000, save_steps=5000), bench.submit("ash")
     with bench.worker():
         bench.wait_for_step(id, 3)
-        bench.ask(id, "cancel")
+        bench.request(id, "cancel")
         (job,) = bench.wait(id)
         bench.wait(other)
     assert job["status"] == "cancelled"
     per_step = {event["data"]["step"]: event["data"]["trained_tokens"] for event in bench.events(id, "metrics")}
     assert job["trained_tokens"] in per_step.values()
-    assert bench.adapter(other) == bench.twin(other)[0]
+    assert bench.adapter(other) == bench.expected(other)[0]
 
 
 def test_job_when_paused_and_resumed_then_holds_no_worker_and_ends_with_the_same_bytes(bench):
     id = bench.submit(max_steps=16, save_steps=1000)
     with bench.worker():
         bench.wait_for_step(id, 2)
-        bench.ask(id, "pause")
+        bench.request(id, "pause")
         (paused,) = bench.wait(id, until=("paused", "succeeded"))
         assert (paused["status"], paused["worker"], paused["wanted"]) == ("paused", None, None)
         assert 0 < paused["step"] < 16
-        bench.ask(id, "resume")
+        bench.request(id, "resume")
         (job,) = bench.wait(id)
-    adapter, tokens = bench.twin(id)
+    adapter, tokens = bench.expected(id)
     assert bench.adapter(id) == adapter
     assert (job["trained_tokens"], job["attempts"]) == (tokens, 0)
-    assert steps_told(bench, id) == list(range(1, 17))
+    assert reported_steps(bench, id) == list(range(1, 17))
 
 
 def test_job_when_paused_before_it_starts_then_waits_until_resumed(bench):
@@ -157,17 +157,17 @@ def test_job_when_paused_before_it_starts_then_waits_until_resumed(bench):
     with bench.worker(max_jobs=1):
         bench.wait_for_step(first, 1)
         second = bench.submit("ash")
-        bench.ask(second, "pause")
+        bench.request(second, "pause")
         assert bench.job(second)["status"] == "paused"
-        bench.ask(first, "cancel")
+        bench.request(first, "cancel")
         bench.wait(first)
         assert bench.job(second)["status"] == "paused"
-        bench.ask(second, "resume")
+        bench.request(second, "resume")
         bench.wait(second)
     assert bench.job(second)["status"] == "succeeded"
 
 
-def test_job_when_its_priority_rises_then_it_takes_the_place_of_a_lower_one(bench):
+def test_job_when_its_priority_rises_then_it_takes_the_seat_of_a_lower_one(bench):
     low = bench.submit(max_steps=3000, save_steps=3000)
     with bench.worker(max_jobs=1):
         bench.wait_for_step(low, 1)
@@ -175,10 +175,10 @@ def test_job_when_its_priority_rises_then_it_takes_the_place_of_a_lower_one(benc
         bench.set(high, priority=5)
         bench.wait(high)
         assert bench.job(low)["status"] == "running"
-        bench.ask(low, "cancel")
+        bench.request(low, "cancel")
         bench.wait(low)
     assert any("gives way" in event["message"] for event in bench.events(low))
-    assert bench.adapter(high) == bench.twin(high)[0]
+    assert bench.adapter(high) == bench.expected(high)[0]
 
 
 def test_job_when_its_priority_changes_while_training_then_the_engine_knows(bench):
@@ -190,7 +190,7 @@ def test_job_when_its_priority_changes_while_training_then_the_engine_knows(benc
         while [job.spec.priority for job in worker.engine.jobs.values()] != [3]:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        bench.ask(id, "cancel")
+        bench.request(id, "cancel")
         bench.wait(id)
 
 
@@ -203,7 +203,7 @@ UNFIT: dict[str, tuple[dict, str, str, str]] = {
 }
 
 
-def test_jobs_when_they_cannot_be_trained_then_fail_with_code_and_place_and_others_go_on(bench):
+def test_jobs_when_they_cannot_be_trained_then_fail_with_code_and_location_and_others_go_on(bench):
     bad = {what: bench.submit("ash", **change) for what, (change, *_) in UNFIT.items()}
     good = bench.submit()
     deleted = bench.submit("birch")
@@ -218,7 +218,7 @@ def test_jobs_when_they_cannot_be_trained_then_fail_with_code_and_place_and_othe
         assert words in error["message"]
         assert bench.events(bad[what])[-1]["level"] == "error"
     assert "deleted" in bench.job(deleted)["error"]["message"]
-    assert bench.adapter(good) == bench.twin(good)[0]
+    assert bench.adapter(good) == bench.expected(good)[0]
 
 
 @on_the_embedded_backbone
@@ -244,10 +244,10 @@ def test_worker_when_stopped_then_gives_jobs_back_and_the_next_goes_on_where_the
     with bench.worker():
         bench.wait(*ids)
     for id in ids:
-        adapter, tokens = bench.twin(id)
+        adapter, tokens = bench.expected(id)
         assert bench.adapter(id) == adapter
         assert bench.job(id)["trained_tokens"] == tokens
-        assert steps_told(bench, id) == list(range(1, 25)), "no step is told twice"
+        assert reported_steps(bench, id) == list(range(1, 25)), "no step is reported twice"
         assert any("Goes on from step" in event["message"] for event in bench.events(id))
 
 
@@ -269,7 +269,7 @@ def test_job_when_it_is_taken_from_a_live_worker_then_that_one_drops_it_and_writ
         # And as if that one gave it back.
         bench.set(id, worker=None, lease_until=None, step=0)
         bench.wait_for_step(id, 1)
-        bench.ask(id, "cancel")
+        bench.request(id, "cancel")
         bench.wait(id)
     assert bench.stored_blobs() == bench.named_blobs()
 
@@ -304,7 +304,7 @@ def test_worker_when_the_database_clock_is_set_forward_then_others_can_renew_bef
         assert (bench.job(id)["worker"], bench.job(id)["fence"]) == ("another", 9)
         worker.sync._claims.claim_after = 0.0
         bench.wait(id)
-    assert bench.job(id)["fence"] == 10, "nobody renewed it"
+    assert bench.job(id)["fence"] == 10, "the lease was not renewed"
 
 
 def test_worker_when_the_database_is_away_for_a_while_then_loses_nothing(bench, monkeypatch):
@@ -323,10 +323,10 @@ def test_worker_when_the_database_is_away_for_a_while_then_loses_nothing(bench, 
         (job,) = bench.wait(id)
     assert job["status"] == "succeeded"
     assert next(failures, None) is None
-    assert steps_told(bench, id) == list(range(1, 25))
+    assert reported_steps(bench, id) == list(range(1, 25))
 
 
-def test_worker_when_alive_then_its_row_says_what_it_does(bench):
+def test_worker_when_alive_then_its_row_reports_what_it_does(bench):
     id = bench.submit(max_steps=3000, save_steps=3000)
     with bench.worker() as worker:
         bench.wait_for_step(id, 5)
@@ -344,11 +344,11 @@ def test_worker_when_alive_then_its_row_says_what_it_does(bench):
         assert row["info"]["time"]["computing_s"] > 0
         assert [job["id"] for job in row["info"]["jobs"]] == [id]
         assert "forward_backward" in {span["name"] for span in row["info"]["program"]}
-        bench.ask(id, "cancel")
+        bench.request(id, "cancel")
         bench.wait(id)
 
 
-def test_worker_when_its_training_hangs_then_its_row_says_for_how_long(bench, monkeypatch):
+def test_worker_when_its_training_hangs_then_its_row_reports_for_how_long(bench, monkeypatch):
     goes_on = threading.Event()
     with bench.worker() as worker:
         monkeypatch.setattr(worker.scheduler, "take_turn", lambda trained_s: not goes_on.wait(PATIENCE_S))
@@ -362,5 +362,5 @@ def test_worker_when_its_training_hangs_then_its_row_says_for_how_long(bench, mo
         wait_until(lambda: any(seconds < 0.5 for seconds in silent_s()))
 
 
-def steps_told(bench, id):
+def reported_steps(bench, id):
     return [event["data"]["step"] for event in bench.events(id, "metrics") if "train_loss" in event["data"]]

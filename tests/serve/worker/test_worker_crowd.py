@@ -24,10 +24,10 @@ NUM_JOBS = 50
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
-def crowd(place: Path) -> tuple[Bench, list[str]]:
+def crowd(folder: Path) -> tuple[Bench, list[str]]:
     """A bench whose queue holds the fifty jobs, always the same ones."""
-    place.mkdir()
-    bench = bench_at(place)
+    folder.mkdir()
+    bench = bench_at(folder)
     METADATA.create_all(bench.database.engine)
     ids = [
         bench.submit(TENANTS[i % 4], seed=i, suffix=f"job{i}", max_steps=2 + i % 3, save_steps=1 + i % 2)
@@ -60,17 +60,17 @@ def ending(bench: Bench, id: str) -> dict[str, Any]:
 def test_jobs_of_many_tenants_when_two_of_three_workers_are_killed_then_all_is_as_with_one_undisturbed(tmp_path):
     """Each job ends once, with the same bytes, events and results, and every tenant's account is the same."""
     broken, ids = crowd(tmp_path / "two-killed-of-three")
-    quiet, twins = crowd(tmp_path / "undisturbed")
+    quiet, expected_ids = crowd(tmp_path / "undisturbed")
     finished = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path)],
         capture_output=True, text=True, timeout=PATIENCE_S, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
-    told = json.loads(finished.stdout)
-    assert told == {"two-killed-of-three": ["killed", "killed", "done"], "undisturbed": ["done"]}
+    ends = json.loads(finished.stdout)
+    assert ends == {"two-killed-of-three": ["killed", "killed", "done"], "undisturbed": ["done"]}
     takeovers = [event for id in ids for event in broken.events(id) if "another takes over" in event["message"]]
     assert takeovers, "the workers were killed while they held jobs"
-    for id, twin in zip(ids, twins, strict=True):
+    for id, expected_id in zip(ids, expected_ids, strict=True):
         found = ending(broken, id)
         assert (found["status"], found["num_models"], found["num_ends"], len(found["results"])) == (
             "succeeded",
@@ -78,7 +78,7 @@ def test_jobs_of_many_tenants_when_two_of_three_workers_are_killed_then_all_is_a
             1,
             1,
         )
-        assert found == ending(quiet, twin)
+        assert found == ending(quiet, expected_id)
     with broken.database.read() as tx, quiet.database.read() as quiet_tx:
         for tenant in TENANTS:
             assert usage_of(tx, tenant) == usage_of(quiet_tx, tenant)

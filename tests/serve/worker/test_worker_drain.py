@@ -35,24 +35,24 @@ def messages(bench, id):
 
 
 def assert_as_alone(bench, *ids):
-    """No bit differs, every step is told once, and nothing counted as a loss."""
+    """No bit differs, every step is reported once, and nothing counted as a loss."""
     for id in ids:
-        adapter, tokens = bench.twin(id)
+        adapter, tokens = bench.expected(id)
         job = bench.job(id)
         assert (bench.adapter(id), job["trained_tokens"], job["attempts"]) == (adapter, tokens, 0)
-        told = [event["data"]["step"] for event in bench.events(id, "metrics")]
-        assert told == list(range(1, job["total_steps"] + 1))
+        steps = [event["data"]["step"] for event in bench.events(id, "metrics")]
+        assert steps == list(range(1, job["total_steps"] + 1))
 
 
 def test_job_when_its_worker_drains_then_goes_on_elsewhere_at_that_step_until_it_may_come_back(bench):
     id = bench.submit(max_steps=30, save_steps=1000)
-    with bench.worker(id="worker-first", data_dir=bench.place / "one"):
+    with bench.worker(id="worker-first", data_dir=bench.folder / "one"):
         bench.wait_for_step(id, 2)
         steer(bench, "worker-first", "drain")
         wait_until(lambda: holders(bench) == [None])
         left = bench.job(id)
         assert (left["status"], left["saved_step"]) == ("queued", left["step"])
-        with bench.worker(id="worker-other", data_dir=bench.place / "two"):
+        with bench.worker(id="worker-other", data_dir=bench.folder / "two"):
             bench.wait(id)
         assert f"Goes on from step {left['step']} of 30" in messages(bench, id)
         second = bench.submit(seed=8)
@@ -81,10 +81,10 @@ def test_jobs_when_a_worker_comes_later_then_it_gets_its_part_and_no_bit_changes
     monkeypatch.setattr(leases, "STABLE_S", 0.2)
     monkeypatch.setattr(leases, "WORTH_S", 0.0)
     ids = [bench.submit("ash", seed=seed, max_steps=40, save_steps=1000) for seed in range(2)]
-    with bench.worker(id="worker-first", data_dir=bench.place / "one"):
+    with bench.worker(id="worker-first", data_dir=bench.folder / "one"):
         for id in ids:
             bench.wait_for_step(id, 2)
-        with bench.worker(id="worker-later", data_dir=bench.place / "two"):
+        with bench.worker(id="worker-later", data_dir=bench.folder / "two"):
             wait_until(lambda: "worker-later" in holders(bench))
             bench.wait(*ids)
     moved = [id for id in ids if any("Another worker has more room" in text for text in messages(bench, id))]
@@ -111,14 +111,14 @@ def test_job_when_another_tenant_holds_all_seats_then_gets_one_and_no_bit_of_any
 @pytest.mark.parametrize("small", [{"capacity": 40}, {"job_memory": 1}], ids=["too long", "too large"])
 def test_job_when_it_does_not_fit_one_worker_then_another_that_is_alive_trains_it(bench, small):
     with bench.worker(id="worker-small", **small):
-        with bench.worker(id="worker-large", data_dir=bench.place / "two") as large:
+        with bench.worker(id="worker-large", data_dir=bench.folder / "two") as large:
             wait_until(lambda: large.sync.num_claims == 0 and len(rows(bench)) == 2)
             ids = [bench.submit(seed=seed) for seed in range(2)]
             bench.wait(*ids)
         assert_as_alone(bench, *ids)
         alone = bench.submit(seed=3)
         (job,) = bench.wait(alone)
-    assert job["status"] == "failed" and job["error"]["code"] != "server_error", "nobody alive can hold it"
+    assert job["status"] == "failed" and job["error"]["code"] != "server_error", "no live worker can hold it"
 
 
 def rows(bench):

@@ -1,4 +1,4 @@
-"""Workers are killed, stopped and asked to leave at any moment: every job ends once, with the bytes of a quiet run."""
+"""Workers are killed, stopped and made to leave at any moment: every job ends once, with the bytes of a quiet run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from postgres_server import find_binaries, running_postgres
+from postgres_server import POSTGRES, running_postgres
 from worker_bench import PATIENCE_S, Bench
 from worker_processes import bench_at
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     """All plays, their benches and jobs: one process imports everything once."""
-    place = tmp_path_factory.mktemp("workers")
+    folder = tmp_path_factory.mktemp("workers")
     jobs = {
         "killed": [
             {"tenant": "ash", "seed": 1, "max_steps": 30, "save_steps": 1},
@@ -37,7 +37,7 @@ def played(tmp_path_factory):
         "poisoned": [{"tenant": tenant, "max_steps": 3, "save_steps": 1} for tenant in ("ash", "birch")]
         + [{"tenant": "cedar", "seed": 666}],
     }
-    if find_binaries():
+    if POSTGRES:
         jobs["killed-of-two"] = [
             {"tenant": tenant, "seed": seed, "max_steps": 12, "save_steps": 1}
             for tenant in ("ash", "birch")
@@ -48,34 +48,34 @@ def played(tmp_path_factory):
     benches, ids = {}, {}
     stack = contextlib.ExitStack()
     for name, wanted in jobs.items():
-        (place / name).mkdir()
+        (folder / name).mkdir()
         if name == "killed-of-two":
             # A server of its own: other tests empty the one they share.
-            (place / name / "database-url").write_text(stack.enter_context(running_postgres()).url)
-        benches[name] = bench_at(place / name)
+            (folder / name / "database-url").write_text(stack.enter_context(running_postgres()).url)
+        benches[name] = bench_at(folder / name)
         stack.callback(benches[name].database.close)
         METADATA.create_all(benches[name].database.engine)
         ids[name] = [benches[name].submit(**job) for job in wanted]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(place)]
+    command = [sys.executable, str(SCRIPT), str(folder)]
     finished = subprocess.run(
         command, capture_output=True, text=True, timeout=6 * PATIENCE_S, check=False, env=one_thread
     )
     assert finished.returncode == 0, finished.stderr
-    told = json.loads(finished.stdout)
-    print(told)
+    report = json.loads(finished.stdout)
+    print(report)
     with stack:
-        yield {name: (benches[name], ids[name], told[name]) for name in jobs}
+        yield {name: (benches[name], ids[name], report[name]) for name in jobs}
 
 
 def assert_as_if_quiet(bench: Bench, *ids: str) -> None:
     for id in ids:
-        adapter, tokens = bench.twin(id)
+        adapter, tokens = bench.expected(id)
         assert bench.adapter(id) == adapter
         job = bench.job(id)
         assert job["trained_tokens"] == tokens
-        told = [event["data"]["step"] for event in bench.events(id, "metrics") if "train_loss" in event["data"]]
-        assert told == list(range(1, job["total_steps"] + 1)), "every step is told once"
+        report = [event["data"]["step"] for event in bench.events(id, "metrics") if "train_loss" in event["data"]]
+        assert report == list(range(1, job["total_steps"] + 1)), "every step is reported once"
         ends = [event for event in bench.events(id) if "successfully completed" in event["message"]]
         assert len(ends) == 1
     with bench.database.read() as tx:
@@ -90,7 +90,7 @@ def test_workers_when_killed_at_random_moments_then_every_job_ends_once_with_the
     assert_as_if_quiet(bench, *ids)
 
 
-@pytest.mark.parametrize("name", ["killed-of-two"] if find_binaries() else [])
+@pytest.mark.parametrize("name", ["killed-of-two"] if POSTGRES else [])
 def test_workers_when_two_share_postgres_and_either_is_killed_then_every_job_ends_once_and_the_same(played, name):
     bench, ids, ends = played[name]
     assert ends.count("killed") >= 4
@@ -104,18 +104,18 @@ def test_workers_when_two_share_postgres_and_either_is_killed_then_every_job_end
 
 @pytest.mark.parametrize("name", STOPPED)
 def test_worker_when_stopped_beyond_its_lease_then_its_late_writes_are_refused(played, name):
-    bench, ids, told = played[name]
-    assert told["has_landed"]
-    assert told["is_same"] or name == "stopped-metrics"
-    assert told["ends"] == ["done", "done"]
+    bench, ids, report = played[name]
+    assert report["was_stopped"]
+    assert report["is_same"] or name == "stopped-metrics"
+    assert report["ends"] == ["done", "done"]
     assert_as_if_quiet(bench, *ids)
 
 
-def test_worker_when_asked_to_leave_at_random_moments_then_no_step_is_lost_and_no_loss_counted(played):
-    bench, ids, told = played["drained"]
-    assert set(told["ends"]) == {"done"}
-    assert max(told["seconds"]) < 10
-    assert told["wrong"] == []
+def test_worker_when_requested_to_leave_at_random_moments_then_no_step_is_lost_and_no_loss_counted(played):
+    bench, ids, report = played["drained"]
+    assert set(report["ends"]) == {"done"}
+    assert max(report["seconds"]) < 10
+    assert report["wrong"] == []
     assert any("Goes on from step" in event["message"] for event in bench.events(ids[0]))
     assert_as_if_quiet(bench, *ids)
 

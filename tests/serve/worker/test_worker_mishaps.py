@@ -1,4 +1,4 @@
-"""Commits nobody confirms, deadlocks, a file store that is away, a worker that is gone: no job is the worse for it."""
+"""Unconfirmed commits, deadlocks, a file store that is away, a worker that is gone: no job suffers from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 import pytest
 import sqlalchemy as sa
-from postgres_server import find_binaries
+from postgres_server import POSTGRES
 from small_model import small_model
 from worker_bench import PATIENCE_S, Bench
 
@@ -25,7 +25,7 @@ from weft.serve.db.workers import put_worker
 from weft.serve.worker.directory import WorkDirectory
 
 pytestmark = [pytest.mark.faults]
-on_postgres = pytest.mark.parametrize("kind", ["postgresql"] if find_binaries() else [], indirect=True)
+on_postgres = pytest.mark.parametrize("kind", POSTGRES, indirect=True)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def pg_bench(bare, tmp_path):
 def wait(until, timeout=PATIENCE_S):
     deadline = time.monotonic() + timeout
     while not until():
-        assert time.monotonic() < deadline, "it does not happen"
+        assert time.monotonic() < deadline, "timed out while waiting"
         time.sleep(0.01)
 
 
@@ -70,12 +70,12 @@ def test_worker_when_its_commits_are_not_confirmed_then_all_is_written_once_and_
     with bench.worker() as worker:
         (job,) = bench.wait(id)
         bench.wait_for_step(paused, 1)
-        bench.ask(paused, "pause")
+        bench.request(paused, "pause")
         bench.wait(paused, until=("paused",))
         wait(lambda: not worker.engine.jobs)
     assert len(unheard) > 2
     monkeypatch.undo()
-    adapter, tokens = bench.twin(id)
+    adapter, tokens = bench.expected(id)
     assert bench.adapter(id) == adapter
     assert (job["trained_tokens"], job["attempts"], job["fence"]) == (tokens, 0, 1)
     assert [event["message"].split(":")[0] for event in bench.events(id)] == [
@@ -107,7 +107,7 @@ def test_worker_when_its_transaction_ends_a_deadlock_then_it_goes_on(pg_bench):
         before = bench.job(id)["step"]
         bench.wait_for_step(id, before + 1)
         assert worker.sync.crash is None
-        bench.ask(id, "cancel")
+        bench.request(id, "cancel")
         bench.wait(id)
     assert bench.job(id)["fence"] == 1
 
@@ -119,25 +119,25 @@ def test_job_when_it_is_the_workers_by_another_claim_then_that_is_the_one_it_goe
         bench.set(id, fence=9)
         wait(lambda: list(worker.engine.jobs) == [f"{id}.9"])
         bench.wait_for_step(id, bench.job(id)["step"] + 2)
-        bench.ask(id, "cancel")
+        bench.request(id, "cancel")
         (job,) = bench.wait(id)
     assert job["fence"] == 9
     steps = [event["data"]["step"] for event in bench.events(id, "metrics")]
-    assert steps == list(range(1, len(steps) + 1)), "every step is told once"
+    assert steps == list(range(1, len(steps) + 1)), "every step is reported once"
     assert bench.stored_blobs() == bench.named_blobs()
 
 
 def test_jobs_when_the_file_store_is_away_then_the_ended_one_waits_and_the_others_go_on(bench):
     ended = bench.submit(max_steps=24, save_steps=6)
     other = bench.submit("ash", max_steps=4000, save_steps=5)
-    blobs, away = bench.place / "blobs", bench.place / "away"
+    blobs, away = bench.folder / "blobs", bench.folder / "away"
     with bench.worker(lease_s=0.9) as worker:
         bench.wait_for_step(ended, 1)
         bench.wait_for_step(other, 1)
         blobs.rename(away)
         wait(lambda: f"{ended}.1" not in worker.engine.jobs)
         bench.wait_for_step(other, bench.job(other)["step"] + 10)
-        bench.ask(other, "cancel")
+        bench.request(other, "cancel")
         bench.wait(other)
         held_until = bench.job(ended)["lease_until"]
         wait(lambda: bench.job(ended)["lease_until"] > held_until)
@@ -145,13 +145,13 @@ def test_jobs_when_the_file_store_is_away_then_the_ended_one_waits_and_the_other
         away.rename(blobs)
         (job,) = bench.wait(ended)
     assert (job["attempts"], job["fence"]) == (0, 1)
-    assert bench.adapter(ended) == bench.twin(ended)[0]
+    assert bench.adapter(ended) == bench.expected(ended)[0]
     assert bench.stored_blobs() == bench.named_blobs()
 
 
 def test_worker_when_stopped_while_the_file_store_is_away_then_the_ended_job_goes_to_the_next(bench):
     id = bench.submit(max_steps=24, save_steps=1000)
-    blobs, away = bench.place / "blobs", bench.place / "away"
+    blobs, away = bench.folder / "blobs", bench.folder / "away"
     with bench.worker() as worker:
         bench.wait_for_step(id, 1)
         blobs.rename(away)
@@ -161,11 +161,11 @@ def test_worker_when_stopped_while_the_file_store_is_away_then_the_ended_job_goe
     away.rename(blobs)
     with bench.worker():
         bench.wait(id)
-    adapter, tokens = bench.twin(id)
+    adapter, tokens = bench.expected(id)
     assert bench.adapter(id) == adapter
     assert bench.job(id)["trained_tokens"] == tokens
-    told = [event["data"]["step"] for event in bench.events(id, "metrics")]
-    assert told == list(range(1, 25)), "also the steps of which the first had no time to tell"
+    steps = [event["data"]["step"] for event in bench.events(id, "metrics")]
+    assert steps == list(range(1, 25)), "also the steps of which the first had no time to be reported"
 
 
 def test_job_when_its_file_is_deleted_after_it_began_then_the_next_worker_goes_on(bench):
@@ -177,7 +177,7 @@ def test_job_when_its_file_is_deleted_after_it_began_then_the_next_worker_goes_o
         delete_file(tx, "default", bench.job(id)["training_file"])
     with bench.worker():
         bench.wait(id)
-    assert bench.adapter(id) == bench.twin(id)[0]
+    assert bench.adapter(id) == bench.expected(id)[0]
 
 
 def test_job_when_the_disk_is_full_while_its_data_is_fetched_then_goes_back_and_is_tried_again(bench, monkeypatch):
@@ -200,7 +200,7 @@ def test_job_when_the_disk_is_full_while_its_data_is_fetched_then_goes_back_and_
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_worker_when_another_here_is_gone_then_its_jobs_are_taken_before_their_leases_run_out(bench, is_gone):
     id = bench.submit(max_steps=3)
-    directory = WorkDirectory(bench.place / "data", "worker-other", "tiny")
+    directory = WorkDirectory(bench.folder / "data", "worker-other", "tiny")
     with bench.database.begin() as tx:
         claim_jobs(tx, "worker-other", "tiny", 1, lease_s=3600)
         put_worker(tx, "worker-other", base_model="tiny", address=None, token=None, info={})
@@ -223,7 +223,7 @@ def test_worker_when_another_here_is_gone_then_its_jobs_are_taken_before_their_l
 
 
 def test_job_when_it_raises_in_its_step_then_it_alone_fails_and_the_worker_lives(bench, monkeypatch):
-    """Its owner hears that it was our mistake, and nothing of what is inside."""
+    """Its owner learns that it was our mistake, and nothing about the internals."""
     step = AdamW.step
 
     def breaks(optimizer, is_finite):
@@ -240,4 +240,4 @@ def test_job_when_it_raises_in_its_step_then_it_alone_fails_and_the_worker_lives
     assert "internal error" in failed["error"]["message"] and "float" not in failed["error"]["message"]
     assert done["attempts"] == 0
     monkeypatch.undo()
-    assert bench.adapter(good) == bench.twin(good)[0]
+    assert bench.adapter(good) == bench.expected(good)[0]

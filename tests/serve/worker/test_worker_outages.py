@@ -12,7 +12,8 @@ import sys
 import time
 
 import pytest
-from postgres_server import find_binaries, running_postgres
+from postgres_server import POSTGRES, running_postgres
+from small_model import small_model
 from worker_bench import CAPACITY, PATIENCE_S, Bench, wait_until
 
 from weft.serve.blobs import Blobs
@@ -22,7 +23,7 @@ from weft.serve.db.workers import live_workers
 pytestmark = pytest.mark.faults
 
 
-@pytest.fixture(params=["sqlite", *(["postgresql"] if find_binaries() else [])])
+@pytest.fixture(params=["sqlite", *POSTGRES])
 def outage(request, tmp_path):
     """A bench, and a way to take its database away for a while; the server is its own, for others must not notice."""
     with contextlib.ExitStack() as stack:
@@ -31,7 +32,8 @@ def outage(request, tmp_path):
         else:
             server = stack.enter_context(running_postgres())
             url, take_away = server.url, functools.partial(restart, server)
-        bench = Bench(tmp_path, open_database(url, lock_wait_s=0.3), Blobs(str(tmp_path / "blobs")))
+        database, blobs = open_database(url, lock_wait_s=0.3), Blobs(str(tmp_path / "blobs"))
+        bench = Bench(tmp_path, database, blobs, str(small_model()))
         stack.callback(bench.database.close)
         migrate(bench.database)
         yield bench, take_away
@@ -64,16 +66,17 @@ def test_worker_when_the_database_goes_away_then_training_goes_on_and_nothing_is
         take_away(lambda: job.step > before)
         bench.wait(*ids)
     for id in ids:
-        adapter, tokens = bench.twin(id)
+        adapter, tokens = bench.expected(id)
         assert bench.adapter(id) == adapter
         assert bench.job(id)["trained_tokens"] == tokens
-        told = [event["data"]["step"] for event in bench.events(id, "metrics")]
-        assert told == list(range(1, 21))
+        steps = [event["data"]["step"] for event in bench.events(id, "metrics")]
+        assert steps == list(range(1, 21))
 
 
 @pytest.fixture
 def bench(tmp_path):
-    made = Bench(tmp_path, open_database(f"sqlite:///{tmp_path}/weft.db"), Blobs(str(tmp_path / "blobs")))
+    database, blobs = open_database(f"sqlite:///{tmp_path}/weft.db"), Blobs(str(tmp_path / "blobs"))
+    made = Bench(tmp_path, database, blobs, str(small_model()))
     migrate(made.database)
     yield made
     made.database.close()
@@ -81,14 +84,14 @@ def bench(tmp_path):
 
 def weft_worker(bench, *options):
     command = [
-        sys.executable, "-m", "weft", "worker", "--data-dir", str(bench.place), "--capacity", str(CAPACITY),
-        "--device", "cpu", "--pulse", "0.1", "--lease", "2", *options,
+        sys.executable, "-m", "weft", "worker", "--data-dir", str(bench.folder), "--capacity", str(CAPACITY),
+        "--base-model", f"tiny={bench.backbone}", "--device", "cpu", "--pulse", "0.1", "--lease", "2", *options,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def test_weft_worker_when_run_then_trains_and_leaves_when_asked(bench):
+def test_weft_worker_when_run_then_trains_and_leaves_on_request(bench):
     id, long = bench.submit(), bench.submit("ash", max_steps=100_000, save_steps=100_000)
     process = weft_worker(bench)
     bench.wait(id)
@@ -98,7 +101,7 @@ def test_weft_worker_when_run_then_trains_and_leaves_when_asked(bench):
     process.send_signal(signal.SIGTERM)
     _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, log
-    assert bench.adapter(id) == bench.twin(id)[0]
+    assert bench.adapter(id) == bench.expected(id)[0]
     job = bench.job(long)
     assert (job["status"], job["worker"], job["attempts"]) == ("queued", None, 0)
     assert job["trained_tokens"] > 0

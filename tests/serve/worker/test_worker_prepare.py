@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from small_model import small_model
 from worker_bench import CAPACITY, PATIENCE_S, Bench, rows_of
 
 from weft.engine.train import execute_run, prepare_run
@@ -24,7 +25,7 @@ from weft.store.wall_clock import WallClock
 
 @pytest.fixture
 def bench(tmp_path):
-    made = Bench.at(tmp_path)
+    made = Bench.at(tmp_path, backbone=str(small_model()))
     yield made
     made.database.close()
 
@@ -33,22 +34,22 @@ def test_job_when_it_starts_from_a_model_then_equals_weft_train_with_init_adapte
     first = bench.submit()
     with bench.worker():
         (done,) = bench.wait(first)
-        # The shape is the model's own; nothing says it twice.
+        # The shape is the model's own; it is not recorded a second time.
         second = bench.submit(seed=9, adapter={}, init_adapter=done["fine_tuned_model"])
         (job,) = bench.wait(second)
     assert job["status"] == "succeeded", job["error"]
-    place = bench.place / "twin"
-    start = place / "start"
+    folder = bench.folder / "expected"
+    start = folder / "start"
     start.mkdir(parents=True)
     for name, data in bench.adapter(first).items():
         (start / name).write_bytes(data)
-    (place / "train.jsonl").write_bytes(bench._content(job["training_file"]))
-    spec = build_spec({**job["settings"], "init_adapter": "start"}, name="twin", train_data="train.jsonl", seed=9)
-    run = prepare_run(RunSpec("tiny", (spec,), capacity=CAPACITY, device="cpu"), base_dir=place)
-    with RunDirectory.open(place / "run", resume=False) as directory:
+    (folder / "train.jsonl").write_bytes(bench._content(job["training_file"]))
+    spec = build_spec({**job["settings"], "init_adapter": "start"}, name="expected", train_data="train.jsonl", seed=9)
+    run = prepare_run(RunSpec(bench.backbone, (spec,), capacity=CAPACITY, device="cpu"), base_dir=folder)
+    with RunDirectory.open(folder / "run", resume=False) as directory:
         execute_run(run, directory, on_event=lambda _: None)
-        twin = {path.name: path.read_bytes() for path in directory.adapter_dir("twin").iterdir()}
-    assert bench.adapter(second) == twin
+        expected = {path.name: path.read_bytes() for path in directory.adapter_dir("expected").iterdir()}
+    assert bench.adapter(second) == expected
     assert bench.adapter(second) != bench.adapter(first)
     assert job["planned_tokens"] == job["trained_tokens"]
 
@@ -68,12 +69,12 @@ def test_job_when_the_model_it_starts_from_is_gone_then_fails_with_a_sentence(be
 def test_job_when_its_stored_file_was_changed_then_fails_before_it_trains_and_names_no_path(bench):
     first = bench.submit()
     with bench.database.read() as tx:
-        path = bench.place / "blobs" / get_file(tx, "default", bench.job(first)["training_file"])["blob"]
+        path = bench.folder / "blobs" / get_file(tx, "default", bench.job(first)["training_file"])["blob"]
     path.write_bytes(path.read_bytes().replace(b"heddle", b"hurdle"))
     with bench.worker():
         (job,) = bench.wait(first)
     assert (job["status"], job["error"]["code"], job["trained_tokens"]) == ("failed", "stored_data_damaged", 0)
-    assert str(bench.place) not in job["error"]["message"]
+    assert str(bench.folder) not in job["error"]["message"]
 
 
 def test_job_when_the_model_it_starts_from_is_damaged_then_fails_and_names_no_path(bench):
@@ -81,19 +82,19 @@ def test_job_when_the_model_it_starts_from_is_damaged_then_fails_and_names_no_pa
     with bench.worker():
         (done,) = bench.wait(first)
         with bench.database.read() as tx:
-            path = bench.place / "blobs" / get_model(tx, "default", done["fine_tuned_model"])["blob"]
+            path = bench.folder / "blobs" / get_model(tx, "default", done["fine_tuned_model"])["blob"]
         path.write_bytes(path.read_bytes()[:-2000] + bytes(2000))
         (job,) = bench.wait(bench.submit(adapter={}, init_adapter=done["fine_tuned_model"]))
     assert (job["status"], job["error"]["code"]) == ("failed", "stored_data_damaged")
-    assert str(bench.place) not in job["error"]["message"]
+    assert str(bench.folder) not in job["error"]["message"]
 
 
 def test_job_when_its_files_are_behind_a_url_then_trains_all_the_same(bench):
-    far = replace(bench, blobs=Blobs(f"memory://{bench.place.name}"))
+    far = replace(bench, blobs=Blobs(f"memory://{bench.folder.name}"))
     id = far.submit()
     with far.worker():
         far.wait(id)
-    adapter, tokens = far.twin(id)
+    adapter, tokens = far.expected(id)
     assert far.adapter(id) == adapter
     assert far.job(id)["trained_tokens"] == tokens
 
@@ -117,7 +118,7 @@ def test_job_when_its_file_is_long_then_it_is_read_in_another_process_and_no_bit
     id = bench.submit(data=LONG_ROWS)
     with bench.worker():
         bench.wait(id)
-    assert bench.adapter(id) == bench.twin(id)[0]
+    assert bench.adapter(id) == bench.expected(id)[0]
 
 
 def test_job_when_reading_its_file_takes_too_long_then_it_fails_alone_with_a_sentence(bench):

@@ -1,4 +1,4 @@
-"""Metrics go to Weights & Biases for the jobs that asked for it, and what goes wrong there is a warning."""
+"""Metrics go to Weights & Biases for the jobs that request it, and what goes wrong there is a warning."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
+from small_model import small_model
 from worker_bench import PATIENCE_S, Bench
 
 from weft.engine.events import JobFailed, StepDone
@@ -46,37 +47,37 @@ def wandb(monkeypatch):
 
 @pytest.fixture
 def bench(tmp_path):
-    made = Bench.at(tmp_path)
+    made = Bench.at(tmp_path, backbone=str(small_model()))
     yield made
     made.database.close()
 
 
-def asking(project: str, **more: Any) -> list[Any]:
+def integrations_to(project: str, **more: Any) -> list[Any]:
     return [{"type": "wandb", "wandb": {"project": project, **more}}]
 
 
-def test_jobs_when_some_ask_for_wandb_then_their_metrics_and_no_others_get_there(bench, wandb):
-    plain, told, lost = bench.submit("ash"), bench.submit(suffix="loom"), bench.submit("birch")
-    bench.set(told, integrations=asking("p", entity="e", tags=["x"]))
-    bench.set(lost, integrations=asking("away"))
+def test_jobs_when_some_request_wandb_then_only_their_metrics_get_there(bench, wandb):
+    plain, tracked, lost = bench.submit("ash"), bench.submit(suffix="loom"), bench.submit("birch")
+    bench.set(tracked, integrations=integrations_to("p", entity="e", tags=["x"]))
+    bench.set(lost, integrations=integrations_to("away"))
     with bench.worker():
-        jobs = bench.wait(plain, told, lost)
+        jobs = bench.wait(plain, tracked, lost)
     assert [job["status"] for job in jobs] == ["succeeded"] * 3
     (run,) = wandb.runs
     options = run.options
     assert (options["project"], options["entity"], options["tags"]) == ("p", "e", ["x"])
-    assert (options["name"], options["id"], options["group"]) == ("loom", told, "default")
+    assert (options["name"], options["id"], options["group"]) == ("loom", tracked, "default")
     assert options["settings"]["console"] == "off", "the worker's own output is not the tenant's"
     for sent, name in {"loss": "train_loss", "mean_token_accuracy": "train_mean_token_accuracy"}.items():
-        told_of = [event["data"][name] for event in bench.events(told, "metrics")]
-        assert [(step, row[f"train/{sent}"]) for step, row in run.rows] == list(enumerate(told_of, 1))
+        values = [event["data"][name] for event in bench.events(tracked, "metrics")]
+        assert [(step, row[f"train/{sent}"]) for step, row in run.rows] == list(enumerate(values, 1))
     assert run.exit_code == 0
     assert any("No API key configured" in event["message"] for event in bench.events(lost))
-    assert not any("wandb" in event["message"] for id in (plain, told) for event in bench.events(id))
+    assert not any("wandb" in event["message"] for id in (plain, tracked) for event in bench.events(id))
 
 
 def claim_of(project: str = "p") -> Claim:
-    job = {"id": "ftjob-1", "fence": 1, "tenant": "acme", "suffix": None, "integrations": asking(project)}
+    job = {"id": "ftjob-1", "fence": 1, "tenant": "acme", "suffix": None, "integrations": integrations_to(project)}
     return Claim(job)
 
 
@@ -84,7 +85,7 @@ def step(number: int) -> StepDone:
     return StepDone("ftjob-1.1", number, 9, 0.1, 2.5, 0.5, 1.0, 1e-4, 64, 64 * number, 0.1)
 
 
-def test_tracker_when_it_does_not_answer_then_nobody_waits_and_memory_is_bounded(wandb, tmp_path):
+def test_tracker_when_it_does_not_answer_then_nothing_waits_and_memory_is_bounded(wandb, tmp_path):
     wandb.answers.clear()
     tracking = Tracking(tmp_path, lambda name, text: None)
     job = claim_of()
@@ -110,9 +111,9 @@ def test_runs_when_the_worker_lets_go_of_a_job_then_end_and_can_be_gone_on_with(
 
 def test_wandb_when_not_installed_here_then_a_warning_and_nothing_else(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    said: list[tuple[str, str]] = []
-    tracking = Tracking(tmp_path, lambda name, text: said.append((name, text)))
+    messages: list[tuple[str, str]] = []
+    tracking = Tracking(tmp_path, lambda name, text: messages.append((name, text)))
     for number in (1, 2):
         tracking.record(claim_of(), step(number))
     tracking.close(30)
-    assert said == [("ftjob-1.1", "wandb is not installed where this job trains; it gets no metrics")]
+    assert messages == [("ftjob-1.1", "wandb is not installed where this job trains; it gets no metrics")]

@@ -1,4 +1,4 @@
-"""A service without an API: database, file store, tenants and jobs; workers in threads; the twin to compare with."""
+"""A service without an API: database, file store, tenants and jobs; workers in threads; the result to expect."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def rows_of(suffix: str) -> bytes:
 class Bench:
     """Where everything is."""
 
-    place: Path
+    folder: Path
     database: Database
     blobs: Blobs
     backbone: str = "tiny"
 
     @classmethod
-    def at(cls, place: Path, **options: Any) -> Bench:
-        database = open_database(f"sqlite:///{place / 'weft.db'}")
+    def at(cls, folder: Path, **options: Any) -> Bench:
+        database = open_database(f"sqlite:///{folder / 'weft.db'}")
         METADATA.create_all(database.engine)
-        return cls(place, database, Blobs(str(place / "blobs")), **options)
+        return cls(folder, database, Blobs(str(folder / "blobs")), **options)
 
     def submit(self, tenant: str = "default", *, data: bytes | None = None, priority: int = 0, seed: int = 7,
                suffix: str | None = None, validation: bytes | None = None, **settings: Any) -> str:  # fmt: skip
@@ -99,7 +99,7 @@ class Bench:
         with self.database.read() as tx:
             return dict(tx.execute(sa.select(JOBS).where(JOBS.c.id == id)).mappings().one())
 
-    def ask(self, id: str, wish: str) -> None:
+    def request(self, id: str, wish: str) -> None:
         tenant = self.job(id)["tenant"]
         with self.database.begin() as tx:
             request_change(tx, tenant, id, wish)
@@ -139,20 +139,20 @@ class Bench:
         with self.blobs.open(blob) as stream, zipfile.ZipFile(io.BytesIO(stream.read())) as archive:
             return {name: archive.read(name) for name in archive.namelist()}
 
-    def twin(self, id: str) -> tuple[dict[str, bytes], int]:
+    def expected(self, id: str) -> tuple[dict[str, bytes], int]:
         """What `weft train` makes of the same job alone, and the tokens it trains."""
         job = self.job(id)
-        place = self.place / f"twin-{id}"
-        place.mkdir()
-        (place / "train.jsonl").write_bytes(self._content(job["training_file"]))
+        folder = self.folder / f"expected-{id}"
+        folder.mkdir()
+        (folder / "train.jsonl").write_bytes(self._content(job["training_file"]))
         if job["validation_file"]:
-            (place / "eval.jsonl").write_bytes(self._content(job["validation_file"]))
+            (folder / "eval.jsonl").write_bytes(self._content(job["validation_file"]))
         spec = build_spec(
             job["settings"], name="twin", train_data="train.jsonl", seed=job["seed"],
             eval_data="eval.jsonl" if job["validation_file"] else None,
         )  # fmt: skip
-        run = prepare_run(RunSpec(self.backbone, (spec,), capacity=CAPACITY, device="cpu"), base_dir=place)
-        with RunDirectory.open(place / "run", resume=False) as directory:
+        run = prepare_run(RunSpec(self.backbone, (spec,), capacity=CAPACITY, device="cpu"), base_dir=folder)
+        with RunDirectory.open(folder / "run", resume=False) as directory:
             execute_run(run, directory, on_event=lambda _: None)
             status = directory.read_status("twin")
             assert status is not None
@@ -161,11 +161,11 @@ class Bench:
 
     def stored_blobs(self) -> set[str]:
         """What is in the file store."""
-        root = self.place / "blobs"
+        root = self.folder / "blobs"
         return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
     def named_blobs(self) -> set[str]:
-        """What rows say is in the file store."""
+        """What rows name is in the file store."""
         columns = (FILES.c.blob, MODELS.c.blob, CHECKPOINTS.c.blob, JOBS.c.saved_blob)
         with self.database.read() as tx:
             return {blob for column in columns for blob in tx.scalars(sa.select(column)) if blob is not None}
@@ -177,7 +177,7 @@ class Bench:
             return stream.read()
 
     def options(self, **changes: Any) -> WorkerOptions:
-        options = WorkerOptions(self.place / "data", capacity=CAPACITY, pulse_s=0.1, lease_s=5.0, max_jobs=8)
+        options = WorkerOptions(self.folder / "data", capacity=CAPACITY, pulse_s=0.1, lease_s=5.0, max_jobs=8)
         return replace(options, backbone=replace(options.backbone, base_model=self.backbone, device="cpu"), **changes)
 
     @contextlib.contextmanager
@@ -220,4 +220,4 @@ def wait_until(happens: Callable[[], Any]) -> None:
         if happens():
             return
         pause.wait(0.02)
-    raise AssertionError("it does not happen")
+    raise AssertionError("timed out while waiting")

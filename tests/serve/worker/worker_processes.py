@@ -1,4 +1,4 @@
-"""Workers as processes that are killed, stopped and asked to leave; a program of its own, used by tests.
+"""Workers as processes that are killed, stopped and requested to leave; a program of its own, used by tests.
 
     python worker_processes.py DIRECTORY
 
@@ -54,13 +54,13 @@ LATE_IMPORTS = (
 loses."""
 
 
-def bench_at(place: Path) -> Bench:
-    given = place / "database-url"
-    url = given.read_text() if given.exists() else f"sqlite:///{place / 'weft.db'}"
-    return Bench(place, open_database(url), Blobs(str(place / "blobs")))
+def bench_at(folder: Path) -> Bench:
+    given = folder / "database-url"
+    url = given.read_text() if given.exists() else f"sqlite:///{folder / 'weft.db'}"
+    return Bench(folder, open_database(url), Blobs(str(folder / "blobs")))
 
 
-def child(place: Path, *, plan: str | None = None, before: Callable[[], None] | None = None, **options: Any) -> int:
+def child(folder: Path, *, plan: str | None = None, before: Callable[[], None] | None = None, **options: Any) -> int:
     """Forks a worker; returns the process's id."""
     pid = os.fork()
     if pid:
@@ -71,7 +71,7 @@ def child(place: Path, *, plan: str | None = None, before: Callable[[], None] | 
         signals = StopSignals()
         if before is not None:
             before()
-        bench = bench_at(place)
+        bench = bench_at(folder)
         chosen = replace(bench.options(), **{"lease_s": LEASE_S, "pulse_s": 0.1, **options})
         signals.worker = Worker(chosen, bench.database, bench.blobs)
         if plan:
@@ -107,14 +107,14 @@ def forgive() -> None:
     weft.serve.db.leases.MAX_ATTEMPTS = weft.serve.db.leases.SUSPECT_AFTER = 10**6
 
 
-def killed(place: Path) -> list[str]:
+def killed(folder: Path) -> list[str]:
     """Workers that die at a random durable operation or at a random time, until every job is over."""
     rng = random.Random(5)
     ends: list[str] = []
-    bench = bench_at(place)
+    bench = bench_at(folder)
     while not all_over(bench):
         plan = f"kill@{rng.randint(1, 250)}" if len(ends) < KILLS and len(ends) % 3 < 2 else None
-        pid = child(place, plan=plan, before=forgive)
+        pid = child(folder, plan=plan, before=forgive)
         if plan is None and len(ends) < KILLS:
             time.sleep(rng.uniform(0.3, 1.0))
             os.kill(pid, signal.SIGKILL)
@@ -125,14 +125,14 @@ def killed(place: Path) -> list[str]:
     return ends
 
 
-def killed_of_two(place: Path) -> list[str]:
+def killed_of_two(folder: Path) -> list[str]:
     """Two workers at a time, of which one or the other dies at a random moment, until every job is over."""
     rng = random.Random(8)
-    bench = bench_at(place)
+    bench = bench_at(folder)
     ends: list[str] = []
 
     def another() -> int:
-        return child(place, before=forgive, max_jobs=3)
+        return child(folder, before=forgive, max_jobs=3)
 
     pair = [another(), another()]
     while not all_over(bench):
@@ -148,11 +148,11 @@ def killed_of_two(place: Path) -> list[str]:
     return [*ends, *(leave(pid) for pid in pair)]
 
 
-def two_killed_of_three(place: Path) -> list[str]:
+def two_killed_of_three(folder: Path) -> list[str]:
     """Three workers, of which two are killed while all hold jobs; the one that is left ends every job."""
     rng = random.Random(3)
-    bench = bench_at(place)
-    workers = [child(place) for _ in range(3)]
+    bench = bench_at(folder)
+    workers = [child(folder) for _ in range(3)]
     wait(lambda: len({job["worker"] for job in jobs(bench)} - {None}) == 3)
     ends: list[str] = []
     for part in (0.2, 0.5):
@@ -165,54 +165,54 @@ def two_killed_of_three(place: Path) -> list[str]:
     return [*ends, *map(leave, workers)]
 
 
-def undisturbed(place: Path) -> list[str]:
+def undisturbed(folder: Path) -> list[str]:
     """One worker that is left alone until every job is over."""
-    bench = bench_at(place)
-    pid = child(place)
+    bench = bench_at(folder)
+    pid = child(folder)
     wait(lambda: all_over(bench))
     return [leave(pid)]
 
 
 def is_there(pid: int) -> bool:
-    """Whether a child has not ended; one that has still waits to be asked how."""
+    """Whether a child has not ended; one that has still waits to be reaped."""
     return state(pid) not in ("Z", "X")
 
 
-def stopped(place: Path, plan: str, *, until_all_over: bool) -> dict[str, Any]:
+def stopped(folder: Path, plan: str, *, until_all_over: bool) -> dict[str, Any]:
     """A worker is stopped at a durable operation beyond its lease; a second takes over; then the first goes on.
 
     It does when all jobs are over, or as soon as the second one has them.
     """
-    bench = bench_at(place)
-    first = child(place, plan=plan)
+    bench = bench_at(folder)
+    first = child(folder, plan=plan)
     wait(lambda: state(first) == "T" or all_over(bench))
-    has_landed = state(first) == "T"
-    stop_outside_a_transaction(place, first)
+    was_stopped = state(first) == "T"
+    stop_outside_a_transaction(folder, first)
     before = {job["id"]: job["fence"] for job in jobs(bench)}
-    second = child(place)
+    second = child(folder)
     wait(lambda: all_over(bench) if until_all_over else all(before[job["id"]] < job["fence"] for job in jobs(bench)))
     was = everything(bench)
     os.kill(first, signal.SIGCONT)
     wait(lambda: all_over(bench))
     time.sleep(0.8)
     is_same = everything(bench) == was
-    return {"has_landed": has_landed, "is_same": is_same, "ends": [leave(first), leave(second)]}
+    return {"was_stopped": was_stopped, "is_same": is_same, "ends": [leave(first), leave(second)]}
 
 
-def stop_outside_a_transaction(place: Path, pid: int) -> None:
+def stop_outside_a_transaction(folder: Path, pid: int) -> None:
     """Lets a stopped worker go on by moments until it holds no lock of SQLite's.
 
-    All its threads stop together; where one of them is inside a transaction nobody can write until it goes on. Nothing
-    but SQLite itself could change that, so what is tested is a worker that stops anywhere else.
+    All its threads stop together; where one of them is inside a transaction no process can write until it goes on.
+    Nothing but SQLite itself could change that, so what is tested is a worker that stops anywhere else.
     """
-    while is_locked(place):
+    while is_locked(folder):
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.005)
         os.kill(pid, signal.SIGSTOP)
 
 
-def is_locked(place: Path) -> bool:
-    with contextlib.closing(sqlite3.connect(place / "weft.db", isolation_level=None, timeout=0.3)) as connection:
+def is_locked(folder: Path) -> bool:
+    with contextlib.closing(sqlite3.connect(folder / "weft.db", isolation_level=None, timeout=0.3)) as connection:
         try:
             connection.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError:
@@ -243,12 +243,12 @@ def state(pid: int) -> str:
 def wait(until: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout
     while not until():
-        assert time.monotonic() < deadline, "it does not happen"
+        assert time.monotonic() < deadline, "timed out while waiting"
         time.sleep(0.02)
 
 
 def everything(bench: Bench) -> str:
-    """All rows that tell of jobs, and the names of all blobs they name."""
+    """All rows about jobs, and the names of all blobs they name."""
     with bench.database.read() as tx:
         rows = [
             [list(map(str, row)) for row in tx.execute(sa.select(table))] for table in (JOBS, EVENTS, MODELS, FILES)
@@ -256,16 +256,16 @@ def everything(bench: Bench) -> str:
     return json.dumps(rows)
 
 
-def drained(place: Path) -> dict[str, Any]:
-    """Workers that are asked to leave at random moments, then one that is left alone until every job is over."""
+def drained(folder: Path) -> dict[str, Any]:
+    """Workers that are requested to leave at random moments, then one that is left alone until every job is over."""
     rng = random.Random(1)
-    bench = bench_at(place)
+    bench = bench_at(folder)
     ends: list[str] = []
     seconds: list[float] = []
     wrong: list[str] = []
     for turn in range(5):
         done = sum(job["step"] for job in jobs(bench))
-        pid = child(place)
+        pid = child(folder)
         if turn % 2:
             wait(lambda done=done: sum(job["step"] for job in jobs(bench)) > done)
         time.sleep(rng.uniform(0.0, 0.5))
@@ -273,13 +273,13 @@ def drained(place: Path) -> dict[str, Any]:
         ends.append(leave(pid))
         seconds.append(time.monotonic() - at)
         wrong += [str(job) for job in jobs(bench) if job["attempts"] or job["worker"] or job["status"] != "queued"]
-    pid = child(place)
+    pid = child(folder)
     wait(lambda: all_over(bench))
     ends.append(leave(pid))
     return {"ends": ends, "seconds": seconds, "wrong": wrong}
 
 
-def poisoned(place: Path) -> list[str]:
+def poisoned(folder: Path) -> list[str]:
     """Workers that die whenever they read a certain file, until every job is over."""
 
     def arm() -> None:
@@ -292,10 +292,10 @@ def poisoned(place: Path) -> list[str]:
 
         weft.serve.worker.prepare.load_job_data = deadly
 
-    bench = bench_at(place)
+    bench = bench_at(folder)
     ends: list[str] = []
     while not all_over(bench):
-        pid = child(place, before=arm)
+        pid = child(folder, before=arm)
         wait(lambda pid=pid: not is_there(pid) or all_over(bench))
         if is_there(pid):
             os.kill(pid, signal.SIGTERM)
@@ -303,7 +303,7 @@ def poisoned(place: Path) -> list[str]:
     return ends
 
 
-def hung(place: Path) -> list[str]:
+def hung(folder: Path) -> list[str]:
     """A worker whose training hangs for good, then one that is well."""
 
     def arm() -> None:
@@ -316,9 +316,9 @@ def hung(place: Path) -> list[str]:
 
         StartedMicrobatch.count = endless
 
-    bench = bench_at(place)
-    ends = [ended(child(place, before=arm, stuck_s=1.0))]
-    last = child(place)
+    bench = bench_at(folder)
+    ends = [ended(child(folder, before=arm, stuck_s=1.0))]
+    last = child(folder)
     wait(lambda: all_over(bench))
     return [*ends, leave(last)]
 
@@ -328,19 +328,19 @@ PLAYS: dict[str, Callable[[Path], Any]] = {
     "killed-of-two": killed_of_two,
     "two-killed-of-three": two_killed_of_three,
     "undisturbed": undisturbed,
-    "stopped-checkpoint": lambda place: stopped(place, "stop@3:checkpoint.write", until_all_over=True),
-    "stopped-result": lambda place: stopped(place, "stop@1:blob.commit", until_all_over=True),
-    "stopped-metrics": lambda place: stopped(place, "stop@5:metrics.append", until_all_over=False),
+    "stopped-checkpoint": lambda folder: stopped(folder, "stop@3:checkpoint.write", until_all_over=True),
+    "stopped-result": lambda folder: stopped(folder, "stop@1:blob.commit", until_all_over=True),
+    "stopped-metrics": lambda folder: stopped(folder, "stop@5:metrics.append", until_all_over=False),
     "drained": drained,
     "poisoned": poisoned,
     "hung": hung,
 }
 
 
-def main(place: Path) -> None:
+def main(folder: Path) -> None:
     for module in LATE_IMPORTS:
         importlib.import_module(module)
-    print(json.dumps({name: play(place / name) for name, play in PLAYS.items() if (place / name).exists()}))
+    print(json.dumps({name: play(folder / name) for name, play in PLAYS.items() if (folder / name).exists()}))
 
 
 if __name__ == "__main__":

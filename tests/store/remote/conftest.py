@@ -1,4 +1,4 @@
-"""What the tests of runs behind a URL share: a store in memory, and a run that nobody disturbed."""
+"""What the tests of runs at a URL share: a store in memory, and an undisturbed run."""
 
 import functools
 
@@ -12,7 +12,7 @@ VERSIONS = functools.cache(run_dir.library_versions)
 
 @pytest.fixture(autouse=True)
 def _store(monkeypatch):
-    """An empty store; nothing happens in the background, and nobody waits, not even for the local disk."""
+    """An empty store; nothing happens in the background, and nothing waits, not even for the local disk."""
     FragileStore.reset()
     monkeypatch.setattr(remote_files, "OBJECT_STORES", remote_files.OBJECT_STORES | {"fragile"})
     monkeypatch.setattr(atomic, "sync", lambda path: None)

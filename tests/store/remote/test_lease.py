@@ -8,7 +8,7 @@ from weft.store import remote_files
 from weft.store.remote_files import LEASE_S, LOOK_S, Lease, RemoteDirectory
 
 
-def claimed(url=URL, local="one", told=None, on_sleep=lambda: None):
+def claimed(url=URL, local="one", notices=None, on_sleep=lambda: None):
     slept = []
 
     def sleep(seconds):
@@ -16,16 +16,16 @@ def claimed(url=URL, local="one", told=None, on_sleep=lambda: None):
         on_sleep()
 
     remote = RemoteDirectory(url, "--out")
-    lease = Lease.claim(remote, local, notify=(told if told is not None else []).append, sleep=sleep)
+    lease = Lease.claim(remote, local, notify=(notices if notices is not None else []).append, sleep=sleep)
     return lease, sum(slept)
 
 
 def test_claim_when_the_owner_gives_signs_of_life_then_it_is_refused(tmp_path):
     first, _ = claimed()
-    told = []
+    notices = []
     with pytest.raises(StorageError, match=r"^fragile://bucket/run1: is in use by process \d+\. Wait for its end, or"):
-        claimed(local="two", told=told, on_sleep=first.beat)
-    assert "without a heartbeat for 60 s, this process takes over" in told[0]
+        claimed(local="two", notices=notices, on_sleep=first.beat)
+    assert "without a heartbeat for 60 s, this process takes over" in notices[0]
     first.check()
 
 
@@ -42,7 +42,7 @@ def test_claim_when_the_owner_is_silent_then_it_is_taken_over_and_writes_nothing
 
 
 @pytest.mark.parametrize("how", ["released", "same copy"])
-def test_claim_when_the_owner_is_known_to_be_gone_then_nobody_waits(how):
+def test_claim_when_the_owner_is_known_to_be_gone_then_nothing_waits(how):
     first, _ = claimed()
     if how == "released":
         first.release()

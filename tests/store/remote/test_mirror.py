@@ -20,7 +20,7 @@ def open_mirror(tmp_path):
 
 
 def test_mirror_when_files_change_while_it_looks_then_none_is_older_than_what_speaks_of_it(tmp_path, monkeypatch):
-    """The job ends between two looks; whoever reads the status finds the adapter it speaks of."""
+    """The job ends between two looks; a reader of the status finds the adapter it names."""
     mirror, copy, _ = open_mirror(tmp_path)
     num_looks = 0
     look = mirror_module._names
@@ -59,18 +59,20 @@ def test_mirror_when_a_checkpoint_goes_while_it_is_set_aside_then_no_half_of_it_
     assert "a/checkpoints/step-00000004/state.json" in remote_files()
 
 
-def test_background_when_the_store_is_away_then_it_is_told_once_and_when_it_is_back(tmp_path, monkeypatch, undisturbed):
+def test_background_when_the_store_is_away_then_it_is_reported_once_and_when_it_is_back(
+    tmp_path, monkeypatch, undisturbed
+):
     mirror, copy, _ = open_mirror(tmp_path)
     train(copy.path, resume=False)
-    told, away = [], iter([True, True, True, False, False])
+    notices, away = [], iter([True, True, True, False, False])
 
     def wait(seconds):
         FragileStore.is_away = next(away, None)
         return FragileStore.is_away is None
 
     monkeypatch.setattr(mirror._stop, "wait", wait)
-    mirror._serve(told.append)
-    assert told == [
+    mirror._serve(notices.append)
+    assert notices == [
         "fragile://bucket/run1: does not answer (AwayError: the store is away). "
         "Training goes on; what is written is uploaded later.",
         "fragile://bucket/run1: answers again; all is uploaded.",

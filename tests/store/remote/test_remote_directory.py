@@ -19,7 +19,7 @@ def test_create_when_the_store_cannot_refuse_to_overwrite_then_what_is_read_back
     assert not remote.create("x", b"ours")
 
 
-def test_file_system_when_it_shows_files_while_they_are_written_then_they_are_renamed_into_place(tmp_path):
+def test_file_system_when_it_shows_files_while_they_are_written_then_they_are_written_under_another_name(tmp_path):
     remote = RemoteDirectory(f"local://{tmp_path}/far/run", "--out")
     assert remote.names() == [] and remote.read("x") is None
     remote.write("a/b", b"1")

@@ -11,7 +11,7 @@ from weft.store.checkpoint import latest_checkpoint
 from weft.store.mirror import Mirror, RunUrl
 from weft.store.owner import Owner
 from weft.store.remote_files import RemoteDirectory
-from weft.store.run_dir import RunDirectory, RunRecord
+from weft.store.run_dir import RunDirectory, RunFiles, RunRecord
 
 
 def trained(cache, work, *, resume=False):
@@ -46,7 +46,7 @@ def test_run_when_only_its_end_is_uploaded_then_the_files_are_the_same(tmp_path,
 
 
 def newest(found):
-    """Less the earlier checkpoint, which a kill may leave behind the last one, as on a local disk."""
+    """Less the earlier checkpoint, which a kill may leave beside the last one, as on a local disk."""
     return {name: data for name, data in found.items() if "/step-00000002/" not in name}
 
 
@@ -95,7 +95,7 @@ def test_run_when_the_store_is_away_for_a_while_then_it_is_trained_and_uploaded_
     assert remote_files() == undisturbed
 
 
-def test_run_when_its_end_cannot_be_uploaded_then_says_where_it_is_and_resuming_uploads_it(tmp_path, undisturbed):
+def test_run_when_its_end_cannot_be_uploaded_then_reports_where_it_is_and_resuming_uploads_it(tmp_path, undisturbed):
     def work(path):
         train(path, resume=False)
         FragileStore.is_away = True
@@ -103,8 +103,10 @@ def test_run_when_its_end_cannot_be_uploaded_then_says_where_it_is_and_resuming_
     with pytest.raises(StorageError) as failed:
         trained(tmp_path, work)
     (path,) = tmp_path.glob("*/run1")
-    said = f"{URL}: does not answer (AwayError: the store is away). All is in {path}; --resume on this machine goes on "
-    assert str(failed.value).startswith(said)
+    message = (
+        f"{URL}: does not answer (AwayError: the store is away). All is in {path}; --resume on this machine goes on "
+    )
+    assert str(failed.value).startswith(message)
     assert files(path) == undisturbed and remote_files() == {}
     FragileStore.is_away = False
     trained(tmp_path, toy(resume=True), resume=True)
@@ -152,7 +154,7 @@ def test_run_when_this_machine_trains_it_already_then_it_is_refused_at_once(tmp_
 
 
 def test_resume_when_another_machine_went_on_meanwhile_then_its_files_count(tmp_path):
-    """A copy that was left behind is of no worth once somebody else has owned the run."""
+    """A leftover copy is worthless once another process has owned the run."""
 
     def interrupted(path):
         train(path, resume=False)
@@ -163,7 +165,7 @@ def test_resume_when_another_machine_went_on_meanwhile_then_its_files_count(tmp_
             run.write_run(RunRecord(base_model="second"))
 
     def look(path):
-        assert RunDirectory.record_of(path).base_model == "second" and not (path / "a").exists()
+        assert RunFiles(path).read_run().base_model == "second" and not (path / "a").exists()
 
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "one", interrupted)
@@ -172,7 +174,7 @@ def test_resume_when_another_machine_went_on_meanwhile_then_its_files_count(tmp_
     trained(tmp_path / "one", look, resume=True)
 
 
-def test_run_when_taken_over_while_it_trains_then_it_says_so_and_uploads_nothing_more(tmp_path):
+def test_run_when_taken_over_while_it_trains_then_reports_it_and_uploads_nothing_more(tmp_path):
     def work(path):
         with RunDirectory.open(path, resume=False) as run:
             run.write_run(RunRecord())
@@ -184,7 +186,7 @@ def test_run_when_taken_over_while_it_trains_then_it_says_so_and_uploads_nothing
     assert remote_files() == {}
 
 
-def test_run_when_the_mirror_has_heard_of_a_new_owner_then_local_files_stand_still_too(tmp_path, monkeypatch):
+def test_run_when_the_mirror_has_seen_a_new_owner_then_local_files_stay_unchanged_too(tmp_path, monkeypatch):
     mirrors = []
     monkeypatch.setattr(mirror_module, "Mirror", lambda *given: mirrors.append(Mirror(*given)) or mirrors[-1])
 

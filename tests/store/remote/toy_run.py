@@ -120,7 +120,7 @@ def files(path: Path) -> dict[str, bytes]:
 
 
 def remote_files() -> dict[str, bytes]:
-    """All files behind the URL, less what says who owns it."""
+    """All files at the URL, except those that name its owner."""
     prefix = "/bucket/run1/"
     found = {path.removeprefix(prefix): bytes(file.getvalue()) for path, file in FragileStore.store.items()}
     return {name: data for name, data in found.items() if not name.startswith(".owner-")}

@@ -36,7 +36,7 @@ def server(spec: SweepSpec, tmp_path: Path) -> Iterator[TrialServer]:
 
 
 def next_news(server: TrialServer, name: str) -> TrialNews:
-    """What the next iteration of a trial tells."""
+    """The news of a trial's next iteration."""
     server.go_on(name)
     while True:
         news = server.news(name)
@@ -50,15 +50,15 @@ def test_trials_when_they_train_together_then_each_reports_its_evaluations_and_h
     params = {"a": {"learning_rate": 1e-2}, "b": {"learning_rate": 1e-3, "r": 2}}
     for name, values in params.items():
         server.submit(name, values)
-    told = {name: [next_news(server, name) for _ in range(3)] for name in params}
+    reported = {name: [next_news(server, name) for _ in range(3)] for name in params}
     for name, values in params.items():
-        assert [news.metrics["step"] for news in told[name]] == [2, 4, 5]
-        assert [news.is_ended for news in told[name]] == [False, False, True]
+        assert [news.metrics["step"] for news in reported[name]] == [2, 4, 5]
+        assert [news.is_ended for news in reported[name]] == [False, False, True]
         alone = Engine("tiny", capacity=96)
         alone.keep_in(tmp_path / f"alone-{name}")
         alone.submit(trial_job(spec, name, values), base_dir=tmp_path)
         alone.run()
-        adapter = Path(told[name][-1].metrics["adapter"]) / "adapter_model.safetensors"
+        adapter = Path(reported[name][-1].metrics["adapter"]) / "adapter_model.safetensors"
         assert adapter.read_bytes() == (tmp_path / f"alone-{name}" / name / "adapter" / adapter.name).read_bytes()
 
 

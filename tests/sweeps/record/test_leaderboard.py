@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.sweeps.leaderboard import MAX_LOSSES, Totals, best_of, board_of, ranked, read_board, write_board
+from weft.store.json_text import read_object
+from weft.sweeps.leaderboard import BOARD, MAX_LOSSES, Totals, best_of, board_of, ranked, write_board
 from weft.sweeps.trials_file import Observation, Trial, TrialState
 
 
@@ -51,7 +52,7 @@ def test_board_when_written_then_is_read_back_and_is_a_table_too(tmp_path):
     long.losses = [(step, 1.0 / step) for step in range(1, 1202)]
     board = board_of(spec, [*TRIALS, long], Totals("grid", 1.5, 70))
     write_board(tmp_path, board)
-    assert read_board(tmp_path) == board
+    assert read_object(tmp_path / BOARD) == board
     assert board["scales"] == {"lr": "log", "adapter.lora_dropout": "linear"}
     rows = {row["name"]: row for row in board["trials"]}
     assert rows["t5"]["value"] is None and rows["t7"]["rank"] == 1
@@ -64,6 +65,6 @@ def test_board_when_written_then_is_read_back_and_is_a_table_too(tmp_path):
 
 
 def test_board_when_it_is_not_there_then_is_empty(tmp_path):
-    assert read_board(tmp_path) == {}
+    assert read_object(tmp_path / BOARD) == {}
     (tmp_path / "leaderboard.json").write_text("{torn")
-    assert read_board(tmp_path) == {}
+    assert read_object(tmp_path / BOARD) == {}

@@ -1,4 +1,4 @@
-"""Early stopping stops those that others leave behind, tells why, and nobody else."""
+"""Early stopping stops the trials that fall back, reports why, and stops no others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOTAL = 90
 
 
 def rules(*, is_max: bool = False, **settings: Any) -> EarlyStop:
-    """Rules that let a third go on and never fewer than three, from a ninth of the steps unless told otherwise."""
+    """Rules that let a third go on and never fewer than three, from a ninth of the steps by default."""
     given = {"factor": 3.0, "min_trials": 3, **({} if "unit" in settings else {"grace": 1 / 9}), **settings}
     return EarlyStop(EarlyStopSpec(**given), "eval_loss", is_max)
 
@@ -30,7 +30,7 @@ def stopped(decision: Any) -> list[str]:
     return [loser.name for loser, _ in decision.stop]
 
 
-def test_asha_when_all_are_at_the_first_rung_then_the_best_third_goes_on_and_the_others_hear_why():
+def test_asha_when_all_are_at_the_first_rung_then_the_best_third_goes_on_and_the_others_get_the_reason():
     trials = [trial(i, (10, 1.0 + i)) for i in range(9)]
     decision = rules().decide(trials)
     assert stopped(decision) == [f"t{i}" for i in range(3, 9)]
@@ -39,7 +39,7 @@ def test_asha_when_all_are_at_the_first_rung_then_the_best_third_goes_on_and_the
     )  # fmt: skip
 
 
-def test_asha_when_nothing_is_said_then_the_better_half_goes_on_from_an_eighth_of_the_steps():
+def test_asha_when_nothing_is_set_then_the_better_half_goes_on_from_an_eighth_of_the_steps():
     plain = EarlyStop(EarlyStopSpec(), "eval_loss", False)
     assert not plain.decide([trial(i, (11, 1.0 + i)) for i in range(19)]).stop
     decision = plain.decide([trial(i, (12, 1.0 + i)) for i in range(19)])
@@ -47,7 +47,7 @@ def test_asha_when_nothing_is_said_then_the_better_half_goes_on_from_an_eighth_o
     assert "was not among the best 1/2 of 19 trials (≤ 10)" in decision.stop[0][1]
 
 
-def test_asha_when_nothing_is_said_then_the_best_eight_always_go_on():
+def test_asha_when_nothing_is_set_then_the_best_eight_always_go_on():
     plain = EarlyStop(EarlyStopSpec(), "eval_loss", False)
     assert not plain.decide([trial(i, (12, 1.0 + i)) for i in range(8)]).stop
     decision = plain.decide([trial(i, (12, 1.0 + i)) for i in range(9)])
@@ -55,7 +55,7 @@ def test_asha_when_nothing_is_said_then_the_best_eight_always_go_on():
     assert "was not among the best 8 of 9 trials (≤ 8)" in decision.stop[0][1]
 
 
-def test_median_when_nothing_is_said_then_three_are_enough_to_compare():
+def test_median_when_nothing_is_set_then_three_are_enough_to_compare():
     plain = EarlyStop(EarlyStopSpec(rule="median"), "eval_loss", False)
     others = [trial(i, (12, 1.0 + i)) for i in range(2)]
     assert stopped(plain.decide([*others, trial(2, (12, 9.0))])) == ["t2"]
@@ -71,7 +71,7 @@ def test_asha_when_larger_is_better_then_the_largest_go_on():
 
 @pytest.mark.parametrize("is_max", [False, True])
 def test_asha_when_a_trial_has_a_bad_moment_at_a_rung_then_the_best_it_has_had_counts(is_max):
-    """Values go up and down; one that has gone on from a rung is not judged there again."""
+    """Values go up and down; one that has gone on from a rung is not compared there again."""
     sign = -1.0 if is_max else 1.0
     others = [trial(i, (10, sign * (1.0 + i)), (30, sign * (1.0 + i))) for i in range(1, 9)]
     shaky = trial(0, (10, sign * 1.5), (30, sign * 50.0))
@@ -82,7 +82,7 @@ def test_asha_when_a_trial_has_a_bad_moment_at_a_rung_then_the_best_it_has_had_c
     assert decision.stop[0][1].startswith(f"by step 30 its best eval_loss {sign * 5:g} was not among the best 1/3 of 9")
 
 
-def test_asha_when_values_are_equal_then_nobody_stops():
+def test_asha_when_values_are_equal_then_no_trial_stops():
     assert not rules().decide([trial(i, (10, 0.5)) for i in range(6)]).stop
 
 
@@ -97,15 +97,15 @@ def test_asha_when_others_are_about_to_come_then_waits_for_them():
     assert [released.name for released in decision.release] == ["t0", "t1", "t2"]
 
 
-def test_rung_when_a_trial_is_to_be_seen_then_it_is_known_before_whether_it_is_judged_there():
+def test_rung_when_a_trial_comes_to_it_then_it_is_known_before_whether_it_is_compared_there():
     mine = trial(0)
     seen = [Observation(step, 10 * step, 0.0, 0.0) for step in (5, 10, 20, 30, 40)]
     before = [None, *seen]
     for given in ({}, {"unit": "tokens", "grace": 100}, {"rule": "halving"}):
-        judged = [rules(**given).is_compared(mine, *pair) for pair in zip(seen, before, strict=False)]
-        assert judged == [False, True, False, True, False]
-    judged = [rules(rule="median").is_compared(mine, *pair) for pair in zip(seen, before, strict=False)]
-    assert judged == [False, True, True, True, True]
+        compared = [rules(**given).is_compared(mine, *pair) for pair in zip(seen, before, strict=False)]
+        assert compared == [False, True, False, True, False]
+    compared = [rules(rule="median").is_compared(mine, *pair) for pair in zip(seen, before, strict=False)]
+    assert compared == [False, True, True, True, True]
 
 
 def test_asha_when_few_have_come_then_some_always_go_on():
@@ -136,11 +136,11 @@ def test_asha_when_measured_in_steps_or_tokens_then_rungs_are_there():
     assert stopped(rules(unit="tokens", grace=200).decide(trials)) == ["t3", "t4"]
 
 
-def test_none_when_asked_for_then_nobody_stops():
+def test_none_then_no_trial_stops():
     assert not rules(rule="none").decide([trial(i, (10, 1.0 + i)) for i in range(9)]).stop
 
 
-def test_median_when_a_trial_is_worse_than_most_at_the_same_place_then_it_stops():
+def test_median_when_a_trial_is_worse_than_most_at_the_same_step_then_it_stops():
     others = [trial(i, (10, 1.0 + i), (20, 0.5 + i), state=TrialState.DONE) for i in range(3)]
     worse, better = trial(3, (20, 1.8)), trial(4, (20, 1.2))
     decision = rules(rule="median").decide([*others, worse, better])
@@ -150,15 +150,15 @@ def test_median_when_a_trial_is_worse_than_most_at_the_same_place_then_it_stops(
     )  # fmt: skip
 
 
-def test_median_when_others_have_gone_on_then_their_values_of_the_same_place_count():
-    """Whoever is ahead has better values now; those say nothing of where it was."""
+def test_median_when_others_have_gone_on_then_their_values_of_the_same_step_count():
+    """A trial that is ahead has better values now; those do not show where it was."""
     ahead = [trial(i, (10, 2.0), (80, 0.1)) for i in range(3)]
     assert stopped(rules(rule="median").decide([*ahead, trial(3, (10, 1.9))])) == []
     assert stopped(rules(rule="median").decide([*ahead, trial(3, (10, 2.1))])) == ["t3"]
 
 
 @pytest.mark.parametrize(("min_trials", "losers"), [(3, ["t2"]), (4, [])])
-def test_median_when_fewer_than_min_trials_have_come_then_nobody_stops(min_trials, losers):
+def test_median_when_fewer_than_min_trials_have_come_then_no_trial_stops(min_trials, losers):
     others = [trial(i, (10, 1.0), state=TrialState.DONE) for i in range(2)]
     assert stopped(rules(rule="median", min_trials=min_trials).decide([*others, trial(2, (10, 9.0))])) == losers
 

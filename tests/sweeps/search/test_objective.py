@@ -1,4 +1,4 @@
-"""A trial's value is what `weft eval` would say, what a user's function returns, or what a command prints."""
+"""A trial's value is what `weft eval` would print, what a user's function returns, or what a command prints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_prompts_when_a_chat_has_several_answers_then_the_last_one_is_the_refere
 
 
 def test_answers_when_the_data_is_only_text_then_there_is_nothing_to_compare_with(backbone, tmp_path):
-    samples = eval_samples(backbone, tmp_path, [{"text": "nothing to ask"}])
+    samples = eval_samples(backbone, tmp_path, [{"text": "nothing to answer"}])
     with pytest.raises(DataError, match="has no prompt to answer"):
         objective(metric="exact_match").check(samples, backbone.tokenizer)
     objective(metric="eval_loss").check(samples, backbone.tokenizer)
@@ -77,26 +77,26 @@ def test_score_when_answers_are_compared_then_counts_what_the_metric_means(backb
         eval_samples(backbone, tmp_path, SKILLS["shout"].rows(0, 1)), backbone.tokenizer
     )
 
-    told = [("answer A", "answer A"), ("the answer B!", "answer B, not A"), ("A 1", "it is A 1"), ("no", "answer B")]
-    given = [Answer(replace(made[0], reference=right), text) for text, right in told]
+    cases = [("answer A", "answer A"), ("the answer B!", "answer B, not A"), ("A 1", "it is A 1"), ("no", "answer B")]
+    given = [Answer(replace(made[0], reference=right), text) for text, right in cases]
     assert objective(**settings)._score(given) == value
 
 
 def test_perplexity_when_the_loss_is_huge_then_is_infinite_and_the_trial_fails(backbone):
-    judge = objective(metric="perplexity")
-    assert judge.value(None, None, MeanScores(2.0, 0.5), Path()) == math.exp(2.0)  # type: ignore[arg-type]
-    assert judge.value(None, None, MeanScores(1e9, 0.5), Path()) == math.inf  # type: ignore[arg-type]
+    objective_of_trial = objective(metric="perplexity")
+    assert objective_of_trial.value(None, None, MeanScores(2.0, 0.5), Path()) == math.exp(2.0)  # type: ignore[arg-type]
+    assert objective_of_trial.value(None, None, MeanScores(1e9, 0.5), Path()) == math.inf  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "name", ["token_accuracy", "token-accuracy", "mean_token_accuracy", "eval_mean_token_accuracy"]
 )
 def test_token_accuracy_when_it_is_the_metric_then_larger_is_better_and_no_loss_is_no_accuracy(name):
-    judge = objective(metric=name)
-    assert (judge.metric, judge.is_max) == ("token_accuracy", True)
-    assert judge.value(None, None, MeanScores(2.0, 0.25), Path()) == 0.25  # type: ignore[arg-type]
-    assert math.isnan(judge.value(None, None, MeanScores(math.nan, 0.25), Path()))  # type: ignore[arg-type]
-    judge.check([], None)  # type: ignore[arg-type]
+    objective_of_trial = objective(metric=name)
+    assert (objective_of_trial.metric, objective_of_trial.is_max) == ("token_accuracy", True)
+    assert objective_of_trial.value(None, None, MeanScores(2.0, 0.25), Path()) == 0.25  # type: ignore[arg-type]
+    assert math.isnan(objective_of_trial.value(None, None, MeanScores(math.nan, 0.25), Path()))  # type: ignore[arg-type]
+    objective_of_trial.check([], None)  # type: ignore[arg-type]
 
 
 def test_function_when_it_is_the_metric_then_gets_the_rows_and_its_number_counts(settings, tmp_path):
@@ -106,13 +106,14 @@ def test_function_when_it_is_the_metric_then_gets_the_rows_and_its_number_counts
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("raise ValueError('no idea')", "ValueError: no idea"), ("raise SystemExit(3)", "SystemExit: 3")]
+    ("line", "message"),
+    [("raise ValueError('no idea')", "ValueError: no idea"), ("raise SystemExit(3)", "SystemExit: 3")],
 )
-def test_function_when_it_raises_or_exits_then_that_trial_fails_with_what_it_said(settings, tmp_path, line, said):
+def test_function_when_it_raises_or_exits_then_that_trial_fails_with_its_message(settings, tmp_path, line, message):
     (tmp_path / "score.py").write_text(f"def broken(rows):\n    {line}\n")
     result = weft.sweep(settings(objective={"metric": "score.py:broken", "mode": "max"}, space={"lr": [1e-3]}))
     assert result.trials[0].state is TrialState.FAILED
-    assert result.trials[0].reason == f"score.py:broken raised {said}"
+    assert result.trials[0].reason == f"score.py:broken raised {message}"
 
 
 def test_command_when_it_is_the_metric_then_finds_the_adapter_and_needs_no_eval_data(settings):
@@ -141,15 +142,15 @@ def test_command_when_it_gives_no_number_then_that_trial_fails(settings, command
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (None, "there is no file"),
         ("def other(rows): pass\n", "has no function length"),
         ("def length(rows:\n", "cannot be imported"),
     ],
 )
-def test_function_when_it_cannot_be_had_then_says_why(tmp_path, text, says):
+def test_function_when_it_cannot_be_loaded_then_gives_the_reason(tmp_path, text, message):
     if text is not None:
         (tmp_path / "score.py").write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         objective(tmp_path, metric="score.py:length", mode="max")

@@ -38,7 +38,7 @@ def trial_of(number: int, point: dict[str, Any], value: float, state: TrialState
     return Trial(number, f"t{number:03d}", params_of(point), state, points=[Observation(1, 10, value, 0.0)])
 
 
-def ask_and_tell(sampler: Sampler, number: int, value: Callable[[dict[str, Any]], float], at_a_time: int = 3) -> list:
+def run_search(sampler: Sampler, number: int, value: Callable[[dict[str, Any]], float], at_a_time: int = 3) -> list:
     """Points of a search in which some trials are always under way."""
     points: list[dict[str, Any]] = []
     for i in range(number):
@@ -52,7 +52,7 @@ def ask_and_tell(sampler: Sampler, number: int, value: Callable[[dict[str, Any]]
     return points
 
 
-def test_grid_when_asked_for_all_then_has_every_point_once_in_order():
+def test_grid_when_all_are_proposed_then_has_every_point_once_in_order():
     grid = Grid(COUNTABLE, None, 0)
     points = [grid.propose(i, always) for i in range(6)]
     assert points == [COUNTABLE.point_at(i) for i in range(6)]
@@ -101,14 +101,14 @@ def test_random_draws_when_repeated_then_are_the_same_and_follow_the_scale():
 
 
 def test_random_draws_when_the_space_is_used_up_then_end():
-    assert len(ask_and_tell(RandomDraws(COUNTABLE, 0), 6, lambda point: 0.0)) == 6
+    assert len(run_search(RandomDraws(COUNTABLE, 0), 6, lambda point: 0.0)) == 6
     assert RandomDraws(COUNTABLE, 0).propose(6, lambda point: False) is None
 
 
 @pytest.mark.parametrize("name", ["tpe", "gp", "qmc", "nsgaii"])
-def test_optuna_when_asked_then_proposes_points_of_the_space_and_takes_what_it_is_told(name):
+def test_optuna_then_proposes_points_of_the_space_and_takes_results(name):
     space = read_space({"lr": {"min": 1e-4, "max": 1e-2, "log": True}, "_": [{"r": 4, "alpha": 8}, {"r": 8}]})
-    points = ask_and_tell(OptunaSampler(name, space, 1, is_max=False), 8, lambda point: point["lr"])
+    points = run_search(OptunaSampler(name, space, 1, is_max=False), 8, lambda point: point["lr"])
     assert all(space.point_of(params_of(point)) == point for point in points)
 
 
@@ -116,20 +116,22 @@ def test_tpe_when_it_has_learnt_then_stays_near_the_best():
     def value(point: dict[str, Any]) -> float:
         return abs(math.log10(point["lr"] / 3e-3)) + (point["r"] != 8)
 
-    points = ask_and_tell(OptunaSampler("tpe", SPACE, 0, is_max=False), 40, value)
+    points = run_search(OptunaSampler("tpe", SPACE, 0, is_max=False), 40, value)
     mean = [sum(value(point) for point in part) / 20 for part in (points[:20], points[20:])]
     assert mean[1] < 0.7 * mean[0]
 
 
-def test_optuna_when_rebuilt_from_told_trials_then_goes_on_as_before():
-    def told(sampler: OptunaSampler) -> Any:
+def test_optuna_when_rebuilt_from_reported_trials_then_goes_on_as_before():
+    def next_point(sampler: OptunaSampler) -> Any:
         for i in range(12):
             point = RandomDraws(SPACE, 3).propose(i, always)
             state = TrialState.STOPPED if i % 3 else TrialState.DONE
             sampler.report(point, trial_of(i, point, point["lr"], state))
         return sampler.propose(12, always)
 
-    assert told(OptunaSampler("tpe", SPACE, 5, is_max=True)) == told(OptunaSampler("tpe", SPACE, 5, is_max=True))
+    assert next_point(OptunaSampler("tpe", SPACE, 5, is_max=True)) == next_point(
+        OptunaSampler("tpe", SPACE, 5, is_max=True)
+    )
 
 
 def test_storage_when_given_trials_then_a_study_can_read_them_and_has_each_once(tmp_path):
@@ -145,7 +147,7 @@ def test_storage_when_given_trials_then_a_study_can_read_them_and_has_each_once(
     assert (study.best_value, study.best_params) == (0.5, {"lr": 1e-3, "r": 8})
 
 
-def test_optuna_when_it_is_not_installed_then_says_how_to_get_it(monkeypatch):
+def test_optuna_when_it_is_not_installed_then_explains_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '.*\[optuna\]'"):
         OptunaSampler("tpe", SPACE, 0, is_max=False)
@@ -178,7 +180,7 @@ def test_sampler_when_left_to_choose_then_takes_the_grid_where_it_fits_the_budge
 
 
 @pytest.mark.parametrize(
-    ("space", "settings", "says"),
+    ("space", "settings", "message"),
     [
         (LONG, {}, "space: the grid has 1,600 points and there is no budget. --trials N tries N of them, --all tries"),
         (ENDLESS, {}, "space.lr: has endlessly many values, so the sweep needs a budget. Set trials"),
@@ -187,7 +189,7 @@ def test_sampler_when_left_to_choose_then_takes_the_grid_where_it_fits_the_budge
         ({"r": [4]}, {"sampler": "random"}, "sampler: random never ends by itself"),
     ],
 )
-def test_sampler_when_it_cannot_end_or_begin_then_says_what_to_do(space, settings, says):
+def test_sampler_when_it_cannot_end_or_begin_then_reports_what_to_do(space, settings, message):
     with pytest.raises(ConfigError) as error:
         make_sampler(*spec_with(space, **settings))
-    assert str(error.value).startswith(says)
+    assert str(error.value).startswith(message)

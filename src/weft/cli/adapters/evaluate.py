@@ -73,11 +73,14 @@ def evaluate(
     chosen = _metrics(metric)
     if limit is not None and limit < 1:
         raise ConfigError(f"must be at least 1, got {limit}.", where="--limit")
-    _check_objective(objective)
+    from weft.data.sources import find_source
+    from weft.other_trainers import OBJECTIVES_ELSEWHERE
+    from weft.spec.job import OBJECTIVES
+
+    if objective not in OBJECTIVES:
+        raise not_accepted(objective, OBJECTIVES, "--objective", OBJECTIVES_ELSEWHERE)
     if logits is not None:
         check_logits(logits, adapter, top_k)
-    from weft.data.sources import find_source
-
     # A missing file is reported before the model is loaded.
     find_source(data, Path())
     status = Console(stderr=True).status
@@ -144,14 +147,6 @@ def _wants_answers(chosen: list[str] | None, dataset: Dataset) -> bool:
     if chosen is not None:
         return "exact-match" in chosen
     return "exact-match" not in _foreign_metrics(dataset) and dataset.summary.format not in ("text", "tokens")
-
-
-def _check_objective(name: str) -> None:
-    from weft.other_trainers import OBJECTIVES_ELSEWHERE
-    from weft.spec.job import OBJECTIVES
-
-    if name not in OBJECTIVES:
-        raise not_accepted(name, OBJECTIVES, "--objective", OBJECTIVES_ELSEWHERE)
 
 
 def _refuse_foreign_metrics(chosen: list[str] | None, dataset: Dataset) -> None:

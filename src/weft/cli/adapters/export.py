@@ -83,12 +83,9 @@ def merge(
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"merged {count} modules of {stored.name} into {spec.base_model}: {out}")
     console.print(
-        f"It is a model of its own now: use it with transformers or any server, or try it with\n  {_try(out)}"
+        "It is a model of its own now: use it with transformers or any server, or try it with\n"
+        f"  weft chat --base-model {shlex.quote(str(out))}"
     )
-
-
-def _try(model: Path) -> str:
-    return f"weft chat --base-model {shlex.quote(str(model))}"
 
 
 def _refuse_existing(out: Path | None) -> None:

@@ -269,7 +269,8 @@ def chat(
         with contextlib.suppress(ImportError):
             # Gives input() its line editing and history.
             import readline  # noqa: F401
-        typer.echo(f"{talk.introduction} /help shows what else you can do.")
+        several = f"Adapters: {', '.join(loaded.slots)}. " if len(loaded.slots) > 1 else ""
+        typer.echo(f"{several}You talk to {talk.adapter} on {loaded.backbone.name}. /help shows what else you can do.")
     while not talk.is_over:
         try:
             talk.read_line(input(f"{talk.adapter}> " if interactive else ""))
@@ -295,12 +296,6 @@ class Talk:
         self._interactive = interactive
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
-
-    @property
-    def introduction(self) -> str:
-        names = ", ".join(self.loaded.slots)
-        several = f"Adapters: {names}. " if len(self.loaded.slots) > 1 else ""
-        return f"{several}You talk to {self.adapter} on {self.loaded.backbone.name}."
 
     def read_line(self, line: str) -> None:
         """Runs a typed command or answers a question."""

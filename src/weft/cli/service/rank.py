@@ -1,14 +1,18 @@
-"""`weft rank` is one replica of a run; `weft train --replicas` starts ranks by itself, `--listen` waits for others'."""
+"""`weft rank` is one replica of a run, or one process of its layout; `weft train --replicas` starts ranks by itself,
+`--listen` waits for others'."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.errors import ConfigError
+from weft.processes import end_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -21,13 +25,25 @@ def rank(
     wait: Annotated[float, typer.Option(help="Seconds to wait for a controller to answer.", min=0)] = 60.0,
 ) -> None:
     """Be one replica of a run that another process controls, and train the jobs it is given."""
-    from weft.parallel.replicas.connections import KEY_VARIABLE, address_of
+    from weft.parallel.replicas.connections import JOINS_AGAIN, KEY_VARIABLE, address_of
 
     key = os.environ.pop(KEY_VARIABLE, "")
     if not key:
         raise ConfigError("is not set; it holds the key of the run's controller.", where=KEY_VARIABLE)
     address = address_of(connect, "--connect")
-    connection = _connection(address, key, time.monotonic() + (0.0 if isinstance(address, str) else wait))
+    own = os.getpid()
+    while True:
+        connection = _connection(address, key, time.monotonic() + (0.0 if isinstance(address, str) else wait))
+        # Over a network a child is the rank, so that a stage can begin again in a new process.
+        child = 0 if isinstance(address, str) else os.fork()
+        if not child:
+            break
+        connection.close()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code not in (JOINS_AGAIN, -signal.SIGKILL):
+            sys.exit(code if code >= 0 else 128 - code)
+    if not isinstance(address, str):
+        end_with_parent(own)
     from weft.parallel.replicas.rank import run_rank
 
     run_rank(connection)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.options import Cluster, GpuType, on_cluster_devices, path_option
-from weft.errors import ConfigError, MissingExtraError, install_command
+from weft.errors import ConfigError, MissingExtraError, counted, install_command
+from weft.plan.layout import AUTO, parse_layout
 from weft.processes import VISIBLE, check_cpu_processes, choose_gpus, number_or_auto, visible_gpus
 from weft.spec.run import EMBEDDED
 
@@ -60,6 +64,14 @@ SamplingShare = Annotated[
     float, typer.Option(help="Time for chats while jobs train, as a share of the time that training takes.")
 ]
 FileMemory = Annotated[float, typer.Option(help="Most GiB that reading one job's files may take.", min=0.001, max=1e6)]
+WorkerLayout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="stages:2",
+        help="Devices of each worker, and how they share its backbone: stages:N, shards:N, tensor:N, spread:N, "
+        "combinations as in `weft train`, or auto.",
+    ),
+]
 DataDir = Annotated[Path, path_option("Home of the database, the files and the workers.")]
 
 
@@ -72,8 +84,8 @@ def serve(
         typer.Option(metavar="[NAME=]PATH", help="A backbone that may be trained; repeat for several.  [tiny]"),
     ] = None,
     adapters: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Serve the adapters in the directories of DIR too, to all tenants."),
+        str | None,
+        typer.Option(metavar="DIR", help="Serve the adapters in a directory or at a URL too, to all tenants."),
     ] = None,
     no_training: Annotated[bool, typer.Option("--no-training", help="Answer prompts only.")] = False,
     sampler: Annotated[
@@ -88,6 +100,7 @@ def serve(
     devices: Annotated[
         str | None, typer.Option(metavar="LIST", help="The GPUs of the workers, in turn, such as 0,2.  [all]")
     ] = None,
+    layout: WorkerLayout = None,
     cluster: Cluster = None,
     gpu_type: GpuType = None,
     api_processes: Annotated[int, typer.Option(help="Processes that answer requests.", min=1, max=256)] = 1,
@@ -106,6 +119,8 @@ def serve(
     from weft.serve.limited_process import FileLimits
     from weft.serve.settings import ServiceLimits, Settings
 
+    if adapters is not None:
+        adapters = _adapters_root(adapters)
     settings = Settings(
         data_dir=data_dir,
         db=db,
@@ -119,16 +134,19 @@ def serve(
         file_limits=FileLimits(file_seconds, int(file_memory * 2**30)),
         sampling_share=sampling_share,
         training=not no_training,
-        adapters=None if adapters is None else str(adapters.resolve()),
+        adapters=adapters,
         sampler=None if sampler is None else sampler.rstrip("/").removesuffix("/v1"),
     )
     if cluster is not None and devices is not None:
         raise on_cluster_devices("--workers")
     if cluster is None and gpu_type is not None:
         raise ConfigError("is for a cluster; give --cluster, or use --devices.", where="--gpu-type")
+    if cluster is not None and layout is not None:
+        raise ConfigError("is for workers of this machine; those of a cluster have one device each.", where="--layout")
     if no_training and sampler is not None:
         workers = "0"
-    environments = [] if cluster is not None else worker_environments(workers, devices, len(settings.base_models))
+    num_models = len(settings.base_models)
+    environments = [] if cluster is not None else worker_environments(workers, devices, num_models, layout)
     database = open_home(settings)
     if migrate_only:
         typer.echo(f"the database is at revision {migrate(database)}")
@@ -144,11 +162,16 @@ def serve(
     Blobs(settings.store_url)
     if environments or cluster:
         _check_models(settings.base_models)
+    layouts = {}
+    if layout is not None and environments:
+        each = len(environments) // num_models
+        names = enumerate(settings.base_models)
+        layouts = {name: _checked_layout(layout, settings, name, environments[k * each]) for k, name in names}
     on_cluster = None if cluster is None else _on_cluster(cluster, gpu_type, workers, settings)
     with listen(host, port) as sock:
         migrate(database)
         _greet(settings, sock, first_key(database, auth=settings.auth))
-        clean = _run(settings, database, sock, environments, on_cluster)
+        clean = _run(settings, database, sock, environments, layouts, on_cluster)
     raise typer.Exit(0 if clean else 1)
 
 
@@ -166,14 +189,24 @@ def need_serve() -> None:
         raise MissingExtraError(f"the service needs {error.name}.", hint=hint) from None
 
 
-def worker_environments(workers: str, devices: str | None, num_models: int) -> list[dict[str, str]]:
-    """Environment variables of each worker, backbone by backbone: GPUs are given out in turn."""
+def worker_environments(
+    workers: str, devices: str | None, num_models: int, layout: str | None = None
+) -> list[dict[str, str]]:
+    """Environment variables of each worker, backbone by backbone: GPUs are given out in turn, to each worker as many as
+    its layout has."""
     gpus = choose_gpus(devices, visible_gpus())
     number = number_or_auto(workers, "--workers", 0)
+    if layout == AUTO:
+        each = max(1, len(gpus) // max(1, (number or 1) * num_models))
+    else:
+        each = 1 if layout is None else parse_layout(layout, where="--layout", or_auto=True).num_devices
     if number is None:
-        number = max(1, len(gpus))
+        number = max(1, len(gpus) // each)
     check_cpu_processes(number * num_models, "--workers")
-    return [{VISIBLE: gpus[i % len(gpus)]} if gpus else {} for i in range(number * num_models)]
+    if 0 < len(gpus) < each:
+        raise ConfigError(f"{layout} has {each} devices, and there are {counted(len(gpus), 'GPU')}.", where="--layout")
+    own = [[gpus[(i * each + k) % len(gpus)] for k in range(each)] if gpus else [] for i in range(number * num_models)]
+    return [{VISIBLE: ",".join(mine)} if mine else {} for mine in own]
 
 
 def _on_cluster(cluster: str, gpu_type: str | None, workers: str, settings: Settings) -> ClusterWorkers:
@@ -183,10 +216,17 @@ def _on_cluster(cluster: str, gpu_type: str | None, workers: str, settings: Sett
     return find_workers(cluster, number, len(settings.base_models), db_url=settings.db_url, gpu_type=gpu_type)
 
 
-def _models(given: list[str] | None, adapters: Path | None, sampler: str | None) -> dict[str, str]:
+def _adapters_root(given: str) -> str:
+    """The URL, or the directory, which must be there."""
+    if "://" in given:
+        return given.rstrip("/")
+    if not Path(given).is_dir():
+        raise ConfigError(f"there is no directory {given}.", where="--adapters")
+    return str(Path(given).resolve())
+
+
+def _models(given: list[str] | None, adapters: str | None, sampler: str | None) -> dict[str, str]:
     """The backbones by name; by default that of the adapters to serve, or the tiny one."""
-    if adapters is not None and not adapters.is_dir():
-        raise ConfigError(f"there is no directory {adapters}.", where="--adapters")
     if not given and adapters is None and sampler is not None:
         raise ConfigError("name the model that this server has by --base-model.", where="--sampler")
     if given or adapters is None:
@@ -255,10 +295,10 @@ def _greet(settings: Settings, sock: socket.socket, key: str | None) -> None:
 
 def _greet_adapters(settings: Settings) -> None:
     """Shows the adapters that are there, and what is wrong with the others."""
-    from weft.serve.adapter_folders import find_folders, look_at, row_of
+    from weft.serve.adapter_folders import adapters_below, row_of
 
-    found = find_folders(Path(str(settings.adapters)))
-    errors = {name: row_of(look_at(name, path), settings.base_models)["error"] for name, path in found.items()}
+    found = adapters_below(str(settings.adapters))
+    errors = {name: row_of(own, settings.base_models)["error"] for name, own in found.items()}
     names = [name for name, error in errors.items() if error is None]
     shown = ", ".join(names[:MOST_SHOWN]) + (f" and {len(names) - MOST_SHOWN} more" if names[MOST_SHOWN:] else "")
     typer.echo(f"adapters  {shown or 'none yet'}")
@@ -271,6 +311,7 @@ def _run(
     database: Database,
     sock: socket.socket,
     environments: Sequence[Mapping[str, str]],
+    layouts: Mapping[str, str],
     on_cluster: ClusterWorkers | None,
 ) -> bool:
     """Serves with a worker per environment, or on a cluster, until a signal; True if all processes ended well."""
@@ -281,7 +322,9 @@ def _run(
     log_json()
     num_workers = (len(environments) if on_cluster is None else on_cluster.number) // len(settings.base_models)
     names = [(name, path, i) for name, path in settings.base_models.items() for i in range(num_workers)]
-    workers = {f"worker-{name}-{i}": _worker_arguments(settings, name, path) for name, path, i in names}
+    workers = {
+        f"worker-{name}-{i}": _worker_arguments(settings, name, path, layouts.get(name, "")) for name, path, i in names
+    }
     children = []
     if on_cluster is None:
         children = [Child(*worker, variables=at) for worker, at in zip(workers.items(), environments, strict=True)]
@@ -324,11 +367,14 @@ def _clean_up_daily(settings: Settings, database: Database) -> None:
     from weft.errors import WeftError
     from weft.serve.blobs import Blobs
     from weft.serve.db.files import delete_unnamed_blobs
+    from weft.serve.db.usage import fold_usage
     from weft.serve.db.workers import forget_lost_workers
 
     while True:
         with contextlib.suppress(WeftError), database.begin() as tx:
             forget_lost_workers(tx)
+        with contextlib.suppress(WeftError):
+            fold_usage(database)
         with contextlib.suppress(WeftError, OSError):
             delete_unnamed_blobs(database, Blobs(settings.store_url))
         time.sleep(CLEAN_UP_EVERY_S)
@@ -342,11 +388,23 @@ def _wait_for_signal() -> None:
         pass
 
 
-def _worker_arguments(settings: Settings, name: str, path: str) -> list[str]:
+def _checked_layout(layout: str, settings: Settings, name: str, variables: Mapping[str, str]) -> str:
+    """The layout of a backbone's workers, chosen if it is auto; empty for one device. A worker checks it, as this
+    process has no torch, and its sentence ends the command."""
+    arguments = ["worker", "--base-model", f"{name}={settings.base_models[name]}", "--layout", layout, "--check"]
+    command = [sys.executable, "-m", "weft", *arguments]
+    checked = subprocess.run(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True, check=False)
+    if checked.returncode:
+        raise typer.Exit(checked.returncode)
+    return checked.stdout.strip()
+
+
+def _worker_arguments(settings: Settings, name: str, path: str, layout: str) -> list[str]:
     reading = settings.file_limits
     limits = ["--file-seconds", str(reading.seconds), "--file-memory", str(reading.memory_bytes / 2**30)]
     share = ["--sampling-share", str(settings.sampling_share), *([] if settings.training else ["--max-jobs", "0"])]
-    return ["worker", *_home_arguments(settings), "--base-model", f"{name}={path}", *limits, *share]
+    divided = ["--layout", layout] if layout else []
+    return ["worker", *_home_arguments(settings), "--base-model", f"{name}={path}", *limits, *share, *divided]
 
 
 def _home_arguments(settings: Settings) -> list[str]:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.options import path_option
-from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, SamplingShare, StoreUrl, check_home
+from weft.cli.service.serve import DbUrl, FileMemory, FileSeconds, SamplingShare, StoreUrl, WorkerLayout, check_home
 from weft.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
+    from weft.cli.layout_options import LayoutOptions
     from weft.serve.worker.worker import Worker
+    from weft.spec import BackboneSpec
 
 AT_ONCE = 75
 """Exit code of a worker after a second signal: its jobs go on elsewhere when their leases run out."""
@@ -74,6 +76,8 @@ def worker(
     memory_limit: Annotated[
         str | None, typer.Option(help="Most GPU memory, such as 40GB or 0.5.", show_default=False)
     ] = None,
+    layout: WorkerLayout = None,
+    check: Annotated[bool, typer.Option("--check", hidden=True)] = False,
     host: Annotated[str, typer.Option(help="Address on which it answers prompts of the API.")] = "127.0.0.1",
     lease: Annotated[float, typer.Option(help="Seconds of silence after which others take its jobs.")] = 30.0,
     pulse: Annotated[float, typer.Option(help="Seconds between two signs of life.")] = 0.5,
@@ -103,15 +107,21 @@ def worker(
     from weft.spec import BackboneSpec
     from weft.spec.run import Capacity
 
+    backbone = BackboneSpec(model or name, dtype, device, quantize)
+    divided = None if layout is None else _choose_layout(layout, backbone, memory_limit)
+    if check:
+        typer.echo("" if divided is None else divided.layout or "")
+        return
     settings = Settings(data_dir, db, store, {name: model or name})
     options = WorkerOptions(
         settings.data_dir.resolve(),
         name,
-        BackboneSpec(model or name, dtype, device, quantize),
+        backbone,
         convert(capacity, Capacity, "--capacity"),
         max_jobs,
         sampling_share,
         memory_limit,
+        None if divided is None else divided.stages,
         lease_s=lease,
         pulse_s=pulse,
         grace_s=grace,
@@ -124,10 +134,56 @@ def worker(
     log_json()
     database = open_database(settings.db_url)
     migrate(database)
-    from weft.serve.worker.worker import Worker
+    from weft.cli.watch import retry_on_replica_loss
+    from weft.serve.worker.worker import LOG, Worker
+    from weft.store.wall_clock import WallClock, process_start_s
 
-    signals.worker = trains = Worker(options, database, Blobs(settings.store_url))
-    trains.run()
+    def attempt(_: bool, wall: WallClock, num_lessened: int) -> Worker:
+        signals.worker = made = Worker(options.again(num_lessened), database, Blobs(settings.store_url), wall)
+        made.run()
+        return made
+
+    trains = retry_on_replica_loss(attempt, WallClock(process_start_s()), LOG.warning)
     database.close()
     if trains.sync.is_dismissed:
         raise typer.Exit(DISMISSED)
+
+
+NUM_USUAL_JOBS = 8
+"""Jobs for which `--layout auto` chooses."""
+
+
+def _choose_layout(text: str, backbone: BackboneSpec, memory_limit: str | None) -> LayoutOptions:
+    """ConfigError or ModelError for a layout that a worker cannot have, before any weight is read."""
+    from weft.cli.layout_options import LayoutOptions
+    from weft.engine.execute.memory import USUAL_RANK
+    from weft.model.resolve import resolve
+    from weft.parallel.auto_layout import machine_here
+    from weft.parallel.stages.load_stages import find_parts
+    from weft.spec import AdapterSpec, JobSpec, RunSpec
+
+    usual = [
+        JobSpec(f"usual-{k}", train_data=("unknown.jsonl",), adapter=AdapterSpec(r=USUAL_RANK))
+        for k in range(NUM_USUAL_JOBS)
+    ]
+    spec = RunSpec(
+        backbone.base_model,
+        tuple(usual),
+        dtype=backbone.dtype,
+        device=backbone.device,
+        quantize=backbone.quantize,
+        memory_limit=memory_limit,
+    )
+    model = resolve(backbone)
+
+    def check(options: LayoutOptions) -> None:
+        options.check(spec, (), model)
+        if options.stages is not None:
+            for each in zip(options.stages.replica_sizes, options.stages.degrees, strict=True):
+                find_parts(model, *each)
+
+    options = LayoutOptions(text)
+    if options.is_auto:
+        return options.choose(spec, model, Path(), machine_here(spec), check)[0]
+    check(options)
+    return options

@@ -208,10 +208,8 @@ def write_entry(folder: Path, data: Dataset) -> None:
         "files": files,
         "created": time.time(),
     }
-    text = json.dumps(page)
     (folder / USED).touch()
-    path = folder / PAGE
-    path.write_text(json.dumps({"page": text, "sha256": _digest(text)}))
+    (folder / PAGE).write_text(sealed("page", page))
     for name in (*files, PAGE):
         with (folder / name).open("rb") as file:
             os.fsync(file.fileno())
@@ -233,11 +231,22 @@ def read_entry(folder: Path) -> Dataset | None:
 
 
 def read_page(folder: Path) -> dict[str, Any] | None:
+    return unsealed(folder / PAGE, "page")
+
+
+def sealed(name: str, value: dict[str, Any]) -> str:
+    """A JSON text of a value by this name, with its checksum."""
+    text = json.dumps(value)
+    return json.dumps({name: text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+def unsealed(path: Path, name: str) -> dict[str, Any] | None:
+    """The value in a file of such a text; None if it cannot be read or has changed."""
     try:
-        whole = json.loads((folder / PAGE).read_text())
-        page: dict[str, Any] = json.loads(whole["page"])
-        return page if whole["sha256"] == _digest(whole["page"]) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        whole = json.loads(path.read_text())
+        value: dict[str, Any] = json.loads(whole[name])
+        return value if whole["sha256"] == hashlib.sha256(whole[name].encode()).hexdigest() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -260,7 +269,3 @@ def _checksum(path: Path) -> int:
         while block := file.read(READ_BYTES):
             result = zlib.crc32(block, result)
     return result
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

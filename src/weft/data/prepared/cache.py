@@ -114,9 +114,12 @@ class PreparedCache:
                 made = make(folder)
                 if is_current():
                     write_entry(folder, made)
-                    # A process that was quicker is left its folder.
-                    with contextlib.suppress(FileExistsError):
-                        _rename_new(folder, self.root / key)
+                    try:
+                        folder.rename(self.root / key)
+                    except OSError:
+                        # A process that was quicker is left its folder.
+                        if not (self.root / key).is_dir():
+                            raise
                     self._shrink(key)
                     reason = f"another program changes {self.root}"
         except OSError as error:
@@ -191,16 +194,6 @@ def default_cache() -> PreparedCache | None:
 @functools.cache
 def _cache_at(root: Path, limit_bytes: float) -> PreparedCache:
     return PreparedCache(root, limit_bytes)
-
-
-def _rename_new(folder: Path, target: Path) -> None:
-    """Renames a folder to an unused path; FileExistsError if it exists."""
-    try:
-        folder.rename(target)
-    except OSError:
-        if target.is_dir():
-            raise FileExistsError(str(target)) from None
-        raise
 
 
 def _is_abandoned(folder: Path) -> bool:

@@ -107,7 +107,9 @@ class Converter:
         data_format, forms, groups = _convert(rows, chosen, settings.data_format, first_format, self.renderer)
         max_length = settings.max_length
         if settings.group_texts:
-            _check_grouped(data_format, chosen)
+            if data_format != "text" or chosen is not SUPERVISED:
+                what = f"in the {data_format} format" if data_format != "text" else f"for objective {chosen.name}"
+                raise ConfigError(f"joins plain texts, and the rows are {what}.", where="group_texts")
             max_length = sys.maxsize
         keeps_end = isinstance(chosen, HeadObjective) and chosen.labels_end
         sieve = LengthFilter(max_length, settings.long_samples, keeps_end=keeps_end)
@@ -146,7 +148,12 @@ def _convert(
         for row in rows:
             # What objectives make of a row has only the columns that they know.
             refuse_media(row, is_stated=data_format != "auto")
-        _check_stated(data_format, objective)
+        if data_format in ("text", "tokens") and objective.part_format == "auto":
+            raise ConfigError(
+                f"got {data_format}; objective {objective.name} reads a prompt and answers to it, in columns it knows: "
+                "leave it out.",
+                where="data_format",
+            )
         data_format = objective.part_format
     data_format, forms = convert_rows(made, data_format, first_format=first_format)
     pairs = zip(parts, make_samples(made, forms, renderer), strict=True)
@@ -156,22 +163,6 @@ def _convert(
         for row, several in zip(rows, of_rows, strict=True)
     ]
     return data_format, forms, groups
-
-
-def _check_grouped(data_format: str, objective: Objective) -> None:
-    if data_format != "text" or objective is not SUPERVISED:
-        what = f"in the {data_format} format" if data_format != "text" else f"for objective {objective.name}"
-        raise ConfigError(f"joins plain texts, and the rows are {what}.", where="group_texts")
-
-
-def _check_stated(data_format: str, objective: Objective) -> None:
-    """ConfigError for a set format without answers where these are needed; the columns decide the rest."""
-    if data_format in ("text", "tokens") and objective.part_format == "auto":
-        raise ConfigError(
-            f"got {data_format}; objective {objective.name} reads a prompt and answers to it, in columns it knows: "
-            "leave it out.",
-            where="data_format",
-        )
 
 
 def make_samples(rows: Sequence[Row], forms: Sequence[Form], renderer: Renderer) -> Iterator[list[Sample]]:

@@ -14,11 +14,13 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from weft.data.chat_template import FUNCTION, ChatTemplate, Tokenizer
+from weft.data.prepared.arrays import sealed, unsealed
 from weft.data.prepared.convert import DataSettings
 from weft.data.prepared.workers import line_chunks
 from weft.data.sources import Source
@@ -42,7 +44,7 @@ class FileDigests:
         if before.st_size < REMEMBERED_BYTES:
             return file_digest(path)
         if self._known is None:
-            self._known = _read(self._folder / RECORD)
+            self._known = unsealed(self._folder / RECORD, "files") or {}
         name, stamp = os.path.realpath(path), _stamp(before)
         known = self._known.get(name)
         if known is not None and known[:-1] == stamp:
@@ -56,31 +58,19 @@ class FileDigests:
     def save(self) -> None:
         if not self._new:
             return
-        record = _read(self._folder / RECORD)
+        record = unsealed(self._folder / RECORD, "files") or {}
         for name in self._new:
             record.pop(name, None)
         kept = dict(list({**record, **self._new}.items())[-MAX_REMEMBERED:])
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            text = json.dumps(kept)
-            _replace(self._folder / RECORD, json.dumps({"files": text, "sha256": _digest(text)}))
+            _replace(self._folder / RECORD, sealed("files", kept))
         self._new.clear()
 
 
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read(path: Path) -> dict[str, list[str | int]]:
-    try:
-        whole = json.loads(path.read_text())
-        if whole["sha256"] != _digest(whole["files"]):
-            return {}
-        result: dict[str, list[str | int]] = json.loads(whole["files"])
-        return result
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
 
 
 def _replace(path: Path, text: str) -> None:
@@ -96,10 +86,6 @@ def _replace(path: Path, text: str) -> None:
 
 def _stamp(status: os.stat_result) -> list[str | int]:
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 VERSION = 4
@@ -122,8 +108,14 @@ def prepared_key(
         return None
     files = [_identity(source, digests) for source in sources]
     chosen = {**vars(settings), "data_columns": list(settings.data_columns.items()), "clock": clock}
-    parts = [VERSION, [version(name) for name in LIBRARIES], known, files, chosen]
+    parts = [VERSION, _versions(), known, files, chosen]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _versions() -> list[str]:
+    # Reading them parses each package's whole description.
+    return [version(name) for name in LIBRARIES]
 
 
 def _identity(source: Source, digests: FileDigests) -> list[Any]:

@@ -16,7 +16,14 @@ from weft.adapters.targets import leaf_names
 from weft.data.chat_template import Tokenizer
 from weft.engine.execute.eva import start_from_inputs
 from weft.engine.execute.evaluate import EvaluationInFlight, ScoreRequest, evaluated
-from weft.engine.execute.memory import measure, release_memory, usable_bytes, weight_bytes
+from weft.engine.execute.memory import (
+    measure,
+    measured_peak,
+    release_memory,
+    replica_memory,
+    reset_measured_peak,
+    weight_bytes,
+)
 from weft.engine.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
 from weft.engine.execute.optimizers.optimizer import refuse_idle_rates
 from weft.engine.execute.protocol import (
@@ -47,14 +54,11 @@ from weft.engine.inference.generate import answers
 from weft.errors import ConfigError
 from weft.kernels.device import (
     CPU,
-    allocated_bytes,
     device_name,
     is_cpu,
     is_device_fault,
     is_gpu,
     memory_errors,
-    peak_bytes,
-    reset_peak,
 )
 from weft.kernels.dropout import MASKS
 from weft.model.backbone import Backbone
@@ -95,14 +99,13 @@ class LocalExecutor:
         return self.backbone.activation_bytes(capacity, adapters)
 
     def memory(self) -> ReplicaMemory | None:
-        device = self.backbone.device
-        return ReplicaMemory(usable_bytes(device), allocated_bytes(device)) if is_gpu(device) else None
+        return replica_memory(self.backbone)
 
     def peak_bytes(self) -> int:
-        return peak_bytes(self.backbone.device)
+        return measured_peak(self.backbone)
 
     def reset_peak(self) -> None:
-        reset_peak(self.backbone.device)
+        reset_measured_peak(self.backbone)
 
     def release_memory(self) -> None:
         release_memory(self.backbone)
@@ -124,7 +127,7 @@ class LocalExecutor:
         self.jobs[job.spec.name] = ExecutedJob(job, JobWeights(job.spec, adapter), self._reference(job))
         num_compared = 0 if compared is None else compared.num_parameters
         kernel_bytes = self.backbone.kernel_bytes(adapter.spec)
-        lane, trained = self.backbone.lane(adapter.spec), self.backbone.describe_targets(spec.adapter)
+        lane, trained = self.backbone.lane(adapter.spec), self.backbone.sites.describe_targets(spec.adapter)
         return AddedJob(adapter.num_parameters, lane, num_compared, kernel_bytes, trained)
 
     def _reference(self, job: NewJob) -> JobReference | None:
@@ -198,7 +201,7 @@ class LocalExecutor:
     def target_names(self, job: str) -> list[str]:
         adapter = self.jobs[job].weights.adapter
         chosen = list(adapter.modules)
-        return leaf_names(chosen, self.backbone.shapes_for(adapter.method)) or chosen
+        return leaf_names(chosen, self.backbone.sites.shapes_for(adapter.method)) or chosen
 
     @contextmanager
     def slot_of(self, job: str) -> Iterator[int]:
@@ -341,7 +344,7 @@ def replica_facts(backbone: Backbone) -> ReplicaFacts:
         backbone_bytes=backbone.num_bytes,
         weight_bytes=weight_bytes(backbone),
         environment=environment(backbone),
-        tensor=1 if backbone.devices is None else backbone.devices.count,
+        tensor=(1 if backbone.devices is None else backbone.devices.count,),
     )
 
 

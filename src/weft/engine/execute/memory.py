@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.adapters.devices import Devices
-from weft.engine.execute.protocol import MemoryTrial
+from weft.engine.execute.protocol import MemoryTrial, ReplicaMemory
 from weft.errors import ModelError
 from weft.kernels.device import (
     allocated_bytes,
@@ -34,6 +34,7 @@ from weft.model.resolve import ResolvedModel, resolve
 from weft.model.shards import Peers
 from weft.plan.admit import MARGIN, Budget
 from weft.plan.cost.shape import capacities
+from weft.process_memory import available_bytes, memory_bytes, peak_resident_bytes, reset_peak_resident, resident_bytes
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
 from weft.spec.run import Capacity, memory_fraction
 
@@ -54,6 +55,30 @@ def usable_bytes(device: torch.device) -> int:
     """Bytes of a GPU that this process may take, with those it has taken."""
     free, total = free_and_total_bytes(device)
     return min(free + reserved_bytes(device), int(total * memory_share(device)))
+
+
+def replica_memory(backbone: Backbone) -> ReplicaMemory | None:
+    """What a process may hold on its device: of a CPU its whole resident size, and None where that is not counted."""
+    device = backbone.device
+    if is_gpu(device):
+        return ReplicaMemory(usable_bytes(device), allocated_bytes(device))
+    resident, available = resident_bytes(), available_bytes()
+    if resident is None or available is None:
+        return None
+    at_most = resident + available
+    return ReplicaMemory(min(at_most, backbone.memory_limit or at_most), resident)
+
+
+def measured_peak(backbone: Backbone) -> int:
+    """Most bytes since `reset_measured_peak`; 0 where they are not counted."""
+    return peak_bytes(backbone.device) if is_gpu(backbone.device) else peak_resident_bytes() or 0
+
+
+def reset_measured_peak(backbone: Backbone) -> None:
+    if is_gpu(backbone.device):
+        reset_peak(backbone.device)
+    else:
+        reset_peak_resident()
 
 
 def release_memory(backbone: Backbone) -> None:
@@ -99,18 +124,25 @@ def start_capacity(backbone: Backbone, wanted: Capacity) -> int:
     """Tokens per microbatch for unknown jobs: as `CapacityLimit.fit` would choose for usual ones. It depends only on
     the backbone and the size of the GPU, not on the first jobs or on what else runs there."""
     device = backbone.device
-    *larger, least = capacities(wanted, device.type)
-    if not larger:
-        return least
-    at_most = int(total_bytes(device) * memory_share(device))
+    sizes = capacities(wanted, device.type)
+    if len(sizes) == 1:
+        return sizes[0]
+    memory = ReplicaMemory(int(total_bytes(device) * memory_share(device)), allocated_bytes(device))
     width = sum(linear.in_features + linear.out_features for linear in backbone.linears.values())
-    at_rest = allocated_bytes(device)
     job_bytes = USUAL_RANK * width * (weight_bytes(backbone) + USUAL_STATE_BYTES)
-    for capacity in larger:
-        jobs_bytes = -(-capacity // USUAL_TOKENS) * job_bytes
-        budget = Budget(at_most, at_rest + backbone.path.activation_bytes(capacity, USUAL_RANK), MARGIN)
-        if budget.why_never(jobs_bytes) is None:
-            return capacity
+    return usual_capacity(sizes, memory, lambda size: backbone.path.activation_bytes(size, USUAL_RANK), job_bytes)
+
+
+def usual_capacity(
+    sizes: Sequence[int], memory: ReplicaMemory, activation_bytes: Callable[[int], int], job_bytes: int
+) -> int:
+    """The largest size with memory for usual jobs that fill it, each with an adapter of so many bytes; else the
+    smallest."""
+    *larger, least = sizes
+    for size in larger:
+        budget = Budget(memory.usable_bytes, memory.allocated_bytes + activation_bytes(size), MARGIN)
+        if budget.why_never(-(-size // USUAL_TOKENS) * job_bytes) is None:
+            return size
     return least
 
 
@@ -144,13 +176,12 @@ def load_within(
     jobs need are compiled meanwhile, unless they are cached."""
     resolved = resolve(described)
     device = resolved.device
-    notes: tuple[str, ...] = ()
-    if limit is not None and not is_gpu(device):
-        notes = (f"memory_limit {limit} is for GPUs; on a {device.type} it limits nothing.",)
     ahead = expected.compile_ahead(resolved)
     backbone = load_part_within_memory(resolved, limit)
+    if limit is not None and not is_gpu(device):
+        backbone.memory_limit = int(memory_fraction(limit, memory_bytes()) * memory_bytes())
     backbone.ahead = ahead
-    return backbone, notes if ahead is None or ahead.is_ready else (*notes, COMPILING)
+    return backbone, () if ahead is None or ahead.is_ready else (COMPILING,)
 
 
 def load_part_within_memory(

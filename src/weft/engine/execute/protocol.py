@@ -63,7 +63,8 @@ class ReplicaFacts:
     weight_bytes: int
     environment: Mapping[str, Any]
     replica_sizes: tuple[int, ...] = (1,)
-    tensor: int = 1
+    tensor: tuple[int, ...] = (1,)
+    """Devices that share every layer, of each replica."""
     shards: tuple[int, ...] = ()
     """Numbers of consecutive replicas that share one copy of the frozen weights; empty: none do."""
 
@@ -71,13 +72,16 @@ class ReplicaFacts:
     def layout(self) -> Layout:
         sizes = self.replica_sizes
         return Layout(
-            tuple(ReplicaLayout(self.tensor, len(own), sizes[own.start]) for own in copies(len(sizes), self.shards))
+            tuple(
+                ReplicaLayout(self.tensor[own.start], len(own), sizes[own.start])
+                for own in copies(len(sizes), self.shards)
+            )
         )
 
     @property
     def takes_programs(self) -> bool:
         """True if it takes whole programs for several devices, `StagedWork`, and no single microbatches."""
-        return self.replica_sizes != (1,) or self.tensor > 1
+        return self.replica_sizes != (1,) or self.tensor != (1,)
 
 
 @dataclass(frozen=True)
@@ -350,6 +354,13 @@ class ProgramExecutor(Executor, Protocol):
 
     run_kind: type[ProgramRun]
     """Class that starts its programs and counts what they did."""
+
+    def in_flight(
+        self, capacity: int, adapters: Collection[AdapterSpec], job_bytes: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """Full microbatches that each stage has memory for, at least one, beside weights and these seated jobs; empty
+        if that is not known."""
+        ...
 
 
 def executor_beside(executor: Executor) -> Executor:

@@ -17,20 +17,8 @@ import torch
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import ModuleTensors
 from weft.engine.inference.attach import StoredAdapter, adapter_on
-from weft.kernels.device import (
-    CPU,
-    allocated_bytes,
-    empty_cache,
-    free_and_total_bytes,
-    is_gpu,
-    memory_errors,
-    memory_share,
-    reserved_bytes,
-    total_bytes,
-)
+from weft.kernels.device import CPU
 from weft.model.backbone import Backbone
-from weft.plan.admit import MARGIN
-from weft.processes import memory_bytes
 from weft.spec import AdapterSpec
 from weft.store.peft_files import PARTS
 
@@ -54,6 +42,10 @@ class SlotAdapter(Protocol):
     def num_bytes(self) -> int:
         """Bytes of its weights in fp32."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """Chat template it was trained with instead of the base model's."""
+
     def on(self, backbone: Backbone) -> Adapter:
         """The adapter on the backbone's device, without a slot."""
 
@@ -67,7 +59,6 @@ class HostAdapter:
     paths: tuple[str, ...]
     flat: Mapping[str, torch.Tensor]
     chat_template: str | None = None
-    """Chat template it was trained with instead of the base model's."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,12 +72,12 @@ class HostAdapter:
 
 @dataclass(frozen=True, eq=False)
 class LiveAdapter:
-    """An adapter that trains, of which slots get a copy as it is now."""
+    """An adapter as in files, such as one that trains, of which slots get a copy as it is now."""
 
     name: str
     spec: AdapterSpec
     tensors: Mapping[str, ModuleTensors]
-    """Its weights, as in files."""
+    chat_template: str | None = None
 
     @property
     def paths(self) -> list[str]:
@@ -114,13 +105,32 @@ class _HeldSlot(NamedTuple):
     num_bytes: int
 
 
+class SlotReplica(Protocol):
+    """What has the slots."""
+
+    memory_bytes: int
+    """All memory for weights, activations and adapters."""
+
+    def attach(self, adapter: SlotAdapter) -> int:
+        """Puts an adapter on a free slot; torch.OutOfMemoryError if there is no memory for it."""
+
+    def detach(self, slot: int) -> None: ...
+
+    def bytes_of(self, adapter: SlotAdapter) -> int:
+        """Memory of an adapter on a slot."""
+
+    def free_bytes(self) -> float | None:
+        """Bytes that adapters may still take; None where memory is not limited."""
+
+    def empty_cache(self) -> None:
+        """Returns memory that is reserved and not used."""
+
+
 class AdapterSlots:
-    def __init__(self, backbone: Backbone, share: float) -> None:
-        """`share`: part of the device's memory that adapters may take."""
-        self._backbone = backbone
-        device = backbone.device
-        size = total_bytes(device) * memory_share(device) if is_gpu(device) else memory_bytes()
-        self.most_bytes = int(size * share)
+    def __init__(self, replica: SlotReplica, share: float) -> None:
+        """`share`: part of the memory that adapters may take."""
+        self._replica = replica
+        self.most_bytes = int(replica.memory_bytes * share)
         self._held: OrderedDict[str, _HeldSlot] = OrderedDict()
         """By name, the least recently used first."""
 
@@ -132,34 +142,29 @@ class AdapterSlots:
         """The slot of an adapter, which is put there if it has none; None as long as those in use leave no room. Raises
         torch.OutOfMemoryError if there is no memory for it beside none in use."""
         if adapter.name not in self._held:
-            num_bytes = self._bytes_of(adapter)
+            num_bytes = self._replica.bytes_of(adapter)
             used: Collection[str] | None = None
             while not self._has_room(num_bytes):
                 used = in_use() if used is None else used
                 if not self._free_one(used):
                     return None
             try:
-                self._held[adapter.name] = _HeldSlot(self._attach(adapter), num_bytes)
+                self._held[adapter.name] = _HeldSlot(self._replica.attach(adapter), num_bytes)
             except torch.OutOfMemoryError:
                 used = in_use()
                 while self._free_one(used):
                     pass
-                empty_cache(self._backbone.device)
+                self._replica.empty_cache()
                 if used:
                     return None
-                self._held[adapter.name] = _HeldSlot(self._attach(adapter), num_bytes)
+                self._held[adapter.name] = _HeldSlot(self._replica.attach(adapter), num_bytes)
         self._held.move_to_end(adapter.name)
         return self._held[adapter.name].slot
 
     def free(self, names: Collection[str]) -> None:
         """Frees the slots of adapters that are not in use."""
         for name in names:
-            self._backbone.detach(self._held.pop(name).slot)
-
-    def _bytes_of(self, adapter: SlotAdapter) -> int:
-        """Memory on the device: the weights, the kernels' copy of them, and what else kernels need."""
-        copied = adapter.num_bytes // 4 * self._backbone.path.copy_bytes
-        return adapter.num_bytes + copied + self._backbone.kernel_bytes(adapter.spec, adapter.paths)
+            self._replica.detach(self._held.pop(name).slot)
 
     def _has_room(self, num_bytes: int) -> bool:
         if len(self._held) < LEAST_SLOTS:
@@ -167,11 +172,8 @@ class AdapterSlots:
         held = sum(each.num_bytes for each in self._held.values())
         if len(self._held) >= MOST_SLOTS or held + num_bytes > self.most_bytes:
             return False
-        device = self._backbone.device
-        if not is_gpu(device):
-            return True
-        free, total = free_and_total_bytes(device)
-        return num_bytes <= free + reserved_bytes(device) - allocated_bytes(device) - MARGIN * total
+        free = self._replica.free_bytes()
+        return free is None or num_bytes <= free
 
     def _free_one(self, in_use: Collection[str]) -> bool:
         """Frees the slot that has been unused for longest; False if all are in use."""
@@ -179,7 +181,3 @@ class AdapterSlots:
         if unused is not None:
             self.free([unused])
         return unused is not None
-
-    @memory_errors()
-    def _attach(self, adapter: SlotAdapter) -> int:
-        return self._backbone.attach(adapter.on(self._backbone))

@@ -134,7 +134,7 @@ def own_part(backbone: Backbone, stored: StoredAdapter) -> StoredAdapter | None:
         return stored
     method = method_of(stored.spec)
     rows = backbone.embeddings.shapes_here(stored.spec).keys()
-    elsewhere = {*backbone.paths_for(method), *ROWS} - backbone.shapes_for(method).keys() - rows
+    elsewhere = {*backbone.sites.paths_for(method), *ROWS} - backbone.sites.shapes_for(method).keys() - rows
     tensors = {path: own for path, own in stored.tensors.items() if path not in elsewhere}
     if rows and tensors.keys() <= rows:
         found = "its rows of tokens are on a stage where it has no module; use fewer stages."
@@ -154,7 +154,7 @@ def adapter_on(
     """An adapter as `attach_adapter` puts it on a slot, without one; on the backbone's device unless another is
     given."""
     _refuse_head(stored, with_head=with_head)
-    shapes = backbone.shapes_for(method_of(stored.spec))
+    shapes = backbone.sites.shapes_for(method_of(stored.spec))
     check_fit(stored, shapes, backbone.name)
     head = stored.tensors.get(HEAD)
     head_shape = None if head is None else HeadShape(head[0].shape[0], head[0].shape[1], has_bias=len(head) > 1)

@@ -13,9 +13,16 @@ import torch
 from weft.data.load import Prompt
 from weft.engine.inference.answer_text import AnswerText, before_stop
 from weft.engine.inference.grammar import Constraint
-from weft.engine.inference.read import can_run_ahead, next_logits, read_ahead
+from weft.engine.inference.read import (
+    can_run_ahead,
+    decodes_as_training,
+    next_logits,
+    read_ahead,
+    score_again,
+)
 from weft.engine.inference.sampling import Chosen, ChosenCopy, Sampler, TokenLogprobs, check
 from weft.errors import DataError, JobError
+from weft.kernels.device import memory_errors
 from weft.kernels.dropout import mix
 from weft.model.backbone import Backbone
 from weft.model.fused.decode import MOST_ROWS
@@ -23,8 +30,6 @@ from weft.spec.sampling import Decoding, Sampling
 
 BATCH = 64
 """Most sequences of a pass on the reference path."""
-SCORED_TOKENS = 256
-"""Tokens of a prompt whose log-probabilities are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,10 @@ class Continuation:
         return self.reason is not None or self.error is not None
 
     @property
+    def has_logprobs(self) -> bool:
+        return self.decoding.logprobs is not None or self.decoding.prompt_logprobs is not None
+
+    @property
     def finished(self) -> Finished:
         assert self.reason is not None
         return Finished(self.tokens, self.reason, self.logprobs, self.prompt_logprobs)
@@ -91,7 +100,7 @@ class Continuation:
     def num_ahead(self, capacity: int) -> int:
         """New tokens to read before the pass that chooses the next one, which reads at most `capacity`."""
         if self.decoding.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt):
-            return min(capacity, SCORED_TOKENS, len(self.prompt) - 1 - self.num_read)
+            return min(capacity, len(self.prompt) - 1 - self.num_read)
         return capacity if len(self.new) > capacity else 0
 
     @property
@@ -147,6 +156,10 @@ class Continuation:
         elif is_last:
             self.reason = "length"
         return token
+
+
+Written = list[tuple[Continuation, int | None]]
+"""What a pass wrote: tokens, or None where an end token or an error came instead."""
 
 
 def generate(
@@ -234,9 +247,9 @@ class Passes:
         self._longest = backbone.max_positions
         self._started: StartedPass | None = None
 
-    def advance(self, going: Sequence[Continuation]) -> list[tuple[Continuation, int | None]]:
+    def advance(self, going: Sequence[Continuation]) -> Written:
         """Starts a pass over those that are not at their end; returns what was written: the tokens of this pass or of
-        the one before, None where an end token or an error came instead."""
+        the one before."""
         is_ahead = can_run_ahead(self._backbone, going)
         if not is_ahead and self._started is not None:
             return self.finish()
@@ -246,27 +259,31 @@ class Passes:
         self._started = started
         return written if is_ahead else self.finish()
 
-    def finish(self) -> list[tuple[Continuation, int | None]]:
+    def finish(self) -> Written:
         """Writes the tokens of the last pass, if they are not written."""
         started, self._started = self._started, None
         if started is None:
             return []
         tokens, logprobs = started.copy.get()
-        written: list[tuple[Continuation, int | None]] = []
-        for item, token, own in zip(started.items, tokens, logprobs, strict=True):
+        for item in started.items:
             item.num_pending -= 1
-            if item.is_over:
-                continue
-            try:
-                num_leading = self._backbone.leading_rows(item.request.slot)
-                kept = item.write(token, self._ends, self._longest, num_leading, own)
-            except JobError as error:
-                item.error, kept = error, None
-            if item.is_over:
-                # What it has read is needed no more.
-                item.cache = {}
-            written.append((item, kept))
+        leading = [self._backbone.leading_rows(item.request.slot) for item in started.items]
+        written = write_chosen(started.items, tokens, logprobs, leading, self._ends, self._longest)
+        for item, _ in written:
+            if item.reason is not None and self.scores_at_end(item):
+                self._score(item)
         return written
+
+    def scores_at_end(self, item: Continuation) -> bool:
+        """Whether its log-probabilities are known only at its end, since decoding adds up otherwise than training."""
+        return item.has_logprobs and not decodes_as_training(self._backbone, item.request.slot)
+
+    def _score(self, item: Continuation) -> None:
+        try:
+            with memory_errors():
+                score_again(self._backbone, item)
+        except torch.OutOfMemoryError as error:
+            item.error = error
 
     def _start(self, reading: Sequence[Continuation]) -> StartedPass:
         logits_NV = next_logits(self._backbone, reading, self._started)
@@ -278,6 +295,30 @@ class Passes:
 
     def _ends_with_next(self, item: Continuation) -> bool:
         return item.ends_with_next(self._longest, self._backbone.leading_rows(item.request.slot))
+
+
+def write_chosen(
+    items: Sequence[Continuation],
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    leading: Sequence[int],
+    ends: Collection[int],
+    longest: int,
+) -> Written:
+    """Writes the tokens that a pass has chosen; those of answers that are over are dropped."""
+    written: Written = []
+    for item, token, own, num_leading in zip(items, tokens, logprobs, leading, strict=True):
+        if item.is_over:
+            continue
+        try:
+            kept = item.write(token, ends, longest, num_leading, own)
+        except JobError as error:
+            item.error, kept = error, None
+        if item.is_over:
+            # What it has read is needed no more.
+            item.cache = {}
+        written.append((item, kept))
+    return written
 
 
 def end_tokens(backbone: Backbone) -> set[int]:

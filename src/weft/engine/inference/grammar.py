@@ -42,6 +42,18 @@ class Constraint:
             raise JobError(f"token {token} does not fit the answer's schema.")
 
 
+class KnownTokens(Constraint):
+    """The tokens that may come next in an answer that is written in another process."""
+
+    def __init__(self, constraint: Constraint, vocabulary: int) -> None:
+        bits_PW = torch.zeros(1, -(-vocabulary // 32), dtype=torch.int32)
+        constraint.fill(bits_PW, 0)
+        self._bits_W = bits_PW[0]
+
+    def fill(self, bits_PW: torch.Tensor, index: int) -> None:
+        bits_PW[index, : len(self._bits_W)] = self._bits_W
+
+
 class Grammars:
     """Grammars of schemas for one tokenizer. Several threads may use it."""
 

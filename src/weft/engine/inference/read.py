@@ -12,13 +12,18 @@ import numpy as np
 import torch
 
 from weft.data.samples import Sample
-from weft.engine.inference.sampling import score
+from weft.engine.inference.sampling import TokenLogprobs, score
+from weft.kernels.device import is_gpu
 from weft.model.backbone import Backbone
 from weft.model.fused.decode import NewTokens
+from weft.model.fused.path import DECODING_CAPACITY
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
 
 if TYPE_CHECKING:
     from weft.engine.inference.generate import Continuation, StartedPass
+
+SCORED_TOKENS = 256
+"""Tokens whose log-probabilities are computed at once, apart from those that a pass chooses."""
 
 
 @torch.no_grad()
@@ -41,6 +46,47 @@ def can_run_ahead(backbone: Backbone, going: Sequence[Continuation]) -> bool:
     return True
 
 
+def decodes_as_training(backbone: Backbone, slot: int | None) -> bool:
+    """Whether log-probabilities from decoding have training's bits, as far as that was compared."""
+    decoder = backbone.decoder(slot)
+    return not is_gpu(backbone.device) if decoder is None else decoder.has_training_bits
+
+
+@torch.no_grad()
+def score_again(backbone: Backbone, item: Continuation) -> None:
+    """Replaces the log-probabilities of an answer at its end by those of a training pass over prompt and answer."""
+    slot, num_prompt = item.request.slot, len(item.prompt)
+    tokens = [*item.prompt, *item.tokens]
+    first = num_prompt if item.decoding.prompt_logprobs is None else 1
+    own = Sample(np.array(tokens, dtype=np.int32), np.arange(len(tokens)) >= first)
+    samples = [SlotSample(own.led_by(backbone.leading_rows(slot)), slot)]
+    if (decoder := backbone.decoder(slot)) is not None:
+        hidden_ND = decoder.read_as_training(samples)
+    else:
+        path = backbone.path_of(slot)
+        row_tile = path.row_tile(DECODING_CAPACITY)
+        hidden_ND = path.read(pack_samples(samples, row_tile, backbone.device), row_tile)
+    num_top = max(number for number in (item.decoding.logprobs, item.decoding.prompt_logprobs, 0) if number is not None)
+    found = scores_of(backbone, hidden_ND, tokens[first:], slot, num_top)
+    if (wanted := item.decoding.prompt_logprobs) is not None:
+        item.prompt_logprobs = [None, *(each.only(wanted) for each in found[: num_prompt - 1])]
+    if (wanted := item.decoding.logprobs) is not None:
+        item.logprobs = [each.only(wanted) for each in found[num_prompt - first :]]
+
+
+def scores_of(
+    backbone: Backbone, hidden_ND: torch.Tensor, tokens: Sequence[int], slot: int | None, num_top: int
+) -> list[TokenLogprobs]:
+    """Log-probabilities of tokens, given the last hidden state before each; some at once, since logits are large."""
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(tokens), SCORED_TOKENS):
+        some = tokens[start : start + SCORED_TOKENS]
+        logits_NV = backbone.logits_of(hidden_ND[start : start + len(some)], [slot] * len(some))
+        chosen = score(logits_NV.float(), torch.tensor(some, device=logits_NV.device), num_top)
+        found += [each for each in chosen.to_host()[1] if each is not None]
+    return found
+
+
 def _by_slot(going: Sequence[Continuation]) -> dict[int | None, list[Continuation]]:
     found: dict[int | None, list[Continuation]] = {}
     for item in going:
@@ -61,9 +107,7 @@ def read_ahead(backbone: Backbone, item: Continuation, num_tokens: int) -> None:
         item.new = whole
     num_top, scored = item.decoding.prompt_logprobs, item.prompt[item.num_read + 1 : item.num_read + 1 + num_tokens]
     if num_top is not None and scored:
-        logits = backbone.logits_of(hidden_LD[: len(scored)], [item.request.slot] * len(scored))
-        found = score(logits, torch.tensor(scored, device=logits.device), num_top)
-        item.prompt_logprobs.extend(found.to_host()[1])
+        item.prompt_logprobs += scores_of(backbone, hidden_LD, scored, item.request.slot, num_top)
     item.new, item.num_read = whole[num_tokens:], item.num_read + num_tokens
 
 

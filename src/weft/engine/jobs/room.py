@@ -4,26 +4,32 @@
 its whole state on the CPU and costs the GPU nothing. A job with a seat has its weights, gradients and moments beside
 the backbone, and a slot. Moving between the two changes no bit.
 
-On a CPU there is no limit unless one is given. On a GPU jobs may take what is left beside the backbone and the
-activations of a microbatch; those are estimated from the model's shape until microbatches have run, and measured from
-then on. When the memory runs out, microbatches become smaller (`CapacityLimit`).
+Jobs may take what is left of the memory beside the backbone and the activations of a microbatch. Those are estimated
+from the model's shape, and the estimate is fitted to the peaks of the microbatches that have run
+(`plan/cost/memory_fit.py`). On a GPU that is what its tensors take; on a CPU it is the resident size of the process,
+and jobs that wait take memory too. When a GPU runs out of memory, microbatches become smaller (`CapacityLimit`).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from weft.engine.execute.protocol import Executor, PeakMemory, Replica, ReplicaMemory, ReplicaMemoryError
+from weft.engine.events import Event, MicrobatchDone
+from weft.engine.execute.protocol import Executor, PeakMemory, ProgramExecutor, Replica, ReplicaMemoryError
 from weft.engine.jobs.live_job import LiveJob
-from weft.errors import ConfigError, JobError
+from weft.engine.timeline import TimelineRecorder
+from weft.errors import ConfigError, JobError, counted
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.plan.admit import EVALUATED_PER_TRAINED, MARGIN, Admission, Applicant, Budget, Share, admit
+from weft.plan.cost.fit import Fit, MicrobatchLoad
 from weft.plan.cost.memory import best_bytes, job_state_bytes, passing_bytes
-from weft.plan.types import Limits
+from weft.plan.cost.memory_fit import MemoryFit, memory_load
+from weft.plan.types import Limits, max_lead
 from weft.spec import AdapterSpec
 from weft.spec.run import Capacity
 
@@ -39,18 +45,23 @@ class Placement:
         max_jobs: int | None,
         job_memory: int | None,
         weights: Mapping[str, float],
+        timeline: TimelineRecorder,
     ) -> None:
-        """`jobs`: the engine's, live; `job_memory`: bytes for all seated jobs; `weights`: by tenant, live."""
+        """`jobs`: the engine's, live; `job_memory`: bytes for all seated jobs; `weights`: by tenant, live. The timeline
+        gets every measured peak, with the prediction before it."""
         self._weights = weights
+        self._timeline = timeline
         self._executor = executor
         self._measurer = executor if isinstance(executor, PeakMemory) else None
         self._jobs = jobs
         self._max_jobs = max_jobs
         self._seated: set[str] = set()
         self._job_memory = job_memory
-        self._measured_bytes: int | None = None
-        """Most bytes that a GPU has held besides its jobs, once microbatches have run."""
-        self._peak_bytes = 0
+        self._fit = MemoryFit()
+        self._rest_bytes: int | None = None
+        """Bytes without jobs and microbatches, measured before the first one runs."""
+        self._most_tokens = 0
+        """Tokens of the largest microbatch since the peak was reset."""
         self._proven_bytes = 0
         self._has_run_out = False
         """True if the memory ran out while microbatches were watched."""
@@ -78,8 +89,8 @@ class Placement:
     def can_fill(self, capacity: int) -> bool:
         """True if it leaves memory for enough waiting jobs to fill a microbatch with a global batch each."""
         left_bytes = self._budget(capacity).usable_bytes
-        if left_bytes is None or self._measured_bytes is not None:
-            # Once microbatches have run, the free memory no longer shows how it depends on their size.
+        if left_bytes is None or self._fit:
+            # Once microbatches have run, they keep their size.
             return True
         num_tokens = 0.0
         for job in self.waiting()[: self._max_jobs]:
@@ -126,34 +137,61 @@ class Placement:
     def is_empty(self) -> bool:
         return not self._seated
 
+    def in_flight(self, capacity: int) -> tuple[int, ...]:
+        """Full microbatches that each stage has memory for beside the seated jobs; empty where that is not known."""
+        if not isinstance(self._executor, ProgramExecutor):
+            return ()
+        seated = self._seated_jobs()
+        adapters = [job.spec.adapter for job in seated]
+        return self._executor.in_flight(capacity, adapters, {job.name: self.bytes_of(job) for job in seated})
+
     def held_bytes(self) -> int:
         return sum(self.bytes_of(job) for job in self._seated_jobs())
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Measures the GPU's memory while microbatches run; jobs that trained then are proven to fit."""
+        """Measures the memory while microbatches run; jobs that trained then are proven to fit."""
         held_bytes, allocated_bytes = self.held_bytes(), self._allocated_bytes()
-        self._has_run_out = False
+        self._has_run_out, self._most_tokens = False, 0
+        measurer = self._measurer
+        if self._rest_bytes is None and measurer is not None and (memory := self._executor.memory()) is not None:
+            self._rest_bytes = memory.allocated_bytes - allocated_bytes
+            measurer.reset_peak()
         yield
-        peak = 0 if self._measurer is None else self._measurer.peak_bytes()
+        peak = 0 if measurer is None else measurer.peak_bytes()
         if self._has_run_out or not peak:
             return
-        if peak > self._peak_bytes:
-            # Counted with the jobs that train now; an earlier rise was counted with the jobs of that time.
-            self._measured_bytes = max(self._measured_bytes or 0, peak - allocated_bytes)
-            self._peak_bytes = peak
+        assert measurer is not None
+        measurer.reset_peak()
+        if self._most_tokens:
+            self._learn(peak, allocated_bytes)
         self._proven_bytes = max(self._proven_bytes, held_bytes)
+
+    def note(self, done: Sequence[Event]) -> None:
+        """Records which microbatches run while the memory is watched."""
+        self._most_tokens = max([self._most_tokens, *(e.tokens for e in done if isinstance(e, MicrobatchDone))])
+
+    def _learn(self, peak: int, allocated_bytes: int) -> None:
+        seated, tokens = self._seated_jobs(), self._most_tokens
+        load, estimate = self._load(tokens, seated), self._estimate(tokens, [job.spec.adapter for job in seated])
+        predicted = self._fit.predict(load, estimate) + allocated_bytes
+        self._fit.observe(load, peak - allocated_bytes)
+        self._timeline.add(
+            "memory", 0.0, time.perf_counter(), tokens=tokens, peak_bytes=peak, predicted_bytes=predicted
+        )
 
     def ran_out(self) -> None:
         """Clears what was proven and measured: it did not fit, and smaller microbatches hold less."""
         self._has_run_out = True
-        self._measured_bytes, self._peak_bytes, self._proven_bytes = None, 0, 0
+        self._proven_bytes = 0
+        self._fit.clear()
         if self._measurer is not None:
             self._measurer.reset_peak()
 
     def bytes_of(self, job: LiveJob) -> int:
-        weight_bytes = self._executor.facts.weight_bytes
-        own = job.num_parameters * (weight_bytes + job_state_bytes(job.spec))
+        facts = self._executor.facts
+        weight_bytes = facts.weight_bytes
+        own = job.num_parameters * (weight_bytes + job_state_bytes(job.spec, min(facts.tensor)))
         own += job.num_reference_parameters * weight_bytes
         return math.ceil(own) + self._reference_bytes(job) + job.kernel_bytes
 
@@ -178,7 +216,9 @@ class Placement:
         budget = Budget(self._job_memory, max_jobs=self._max_jobs)
         memory = self._executor.memory() if self._job_memory is None else None
         if memory is not None:
-            fixed_bytes = self._fixed_bytes(memory, capacity, adapters)
+            load = self._load(capacity, [job for job in list(self._jobs.values()) if job.is_alive])
+            at_rest = memory.allocated_bytes - self._allocated_bytes()
+            fixed_bytes = self._fit.predict(load, self._estimate(capacity, adapters, at_rest))
             budget = Budget(memory.usable_bytes, fixed_bytes, MARGIN, self._proven_bytes, self._max_jobs)
         if self._ceiling_bytes is None:
             return budget
@@ -186,11 +226,14 @@ class Placement:
         at_most = self._ceiling_bytes if usable is None else min(usable, self._ceiling_bytes)
         return replace(budget, total_bytes=at_most, fixed_bytes=0, margin=0.0, proven_bytes=0)
 
-    def _fixed_bytes(self, memory: ReplicaMemory, capacity: int, adapters: Collection[AdapterSpec]) -> int:
-        if self._measured_bytes is not None:
-            return self._measured_bytes
-        at_rest = memory.allocated_bytes - self._allocated_bytes()
-        return at_rest + self._executor.activation_bytes(capacity, adapters)
+    @staticmethod
+    def _load(tokens: int, jobs: Sequence[LiveJob]) -> MicrobatchLoad:
+        return memory_load(tokens, max((job.longest for job in jobs), default=0))
+
+    def _estimate(self, tokens: int, adapters: Collection[AdapterSpec], at_rest: int = 0) -> Fit:
+        """The memory model's prices; `at_rest`: bytes without jobs, if no microbatch has run."""
+        rest = at_rest if self._rest_bytes is None else self._rest_bytes
+        return Fit({"fixed": rest, "rows": self._executor.activation_bytes(tokens, adapters) / tokens})
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:
         """Tokens served per tenant. A tenant that arrives, or returns, starts level by weight with the least served
@@ -217,9 +260,10 @@ OUT_OF_MEMORY = (
     "other runs on this GPU can start with (capacity: {now})."
 )
 SMALLER = (
-    "microbatches of {before} tokens would leave no memory for {whom} on this GPU; they hold at most {now} instead "
+    "microbatches of {before} tokens would leave no memory for {whom} on this device; they hold at most {now} instead "
     "(capacity: {now})."
 )
+LESS = "stages ran out of memory: they hold at most {held} in flight, of {capacity} tokens each."
 NO_ROOM = Reason(
     ReasonCode.DOES_NOT_FIT,
     "the GPU has no memory for its adapter, even alone; lower adapter.r or capacity, or quantize the backbone.",
@@ -243,6 +287,7 @@ class CapacityLimit:
         self.row_tile = replica.row_tile(self.requested)
         self._replica = replica
         self._jobs = jobs
+        self._most_in_flight = max(max_lead(max(replica.facts.replica_sizes)))
 
     @property
     def capacity(self) -> int:
@@ -267,6 +312,19 @@ class CapacityLimit:
     def shrink(self) -> bool:
         """Halves the capacity, but not below the longest sample of any live job; False if it cannot."""
         return self._set(max(self.capacity // 2, self.least()))
+
+    def lessen(self, longest: int) -> str | None:
+        if self._most_in_flight > 1:
+            self._most_in_flight //= 2
+        elif not self._set(max(self.capacity // 2, self.least(longest))):
+            return None
+        return LESS.format(held=counted(self._most_in_flight, "microbatch"), capacity=self.capacity)
+
+    def within(self, in_flight: tuple[int, ...]) -> Limits:
+        """The limits of a program; `in_flight`: what each stage has memory for."""
+        sizes, most = self._replica.facts.replica_sizes, self._most_in_flight
+        known = in_flight or (() if most == max(max_lead(max(sizes))) else (most,) * sum(sizes))
+        return replace(self.limits, row_tile=self.row_tile, in_flight=tuple(min(most, number) for number in known))
 
     def least(self, longest: int = 0) -> int:
         """Smallest capacity it can shrink to, with another job whose longest sample has `longest` tokens."""

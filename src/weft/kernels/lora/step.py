@@ -49,7 +49,7 @@ SUMS: Mapping[int, Mapping[int, Mapping[str, int]]] = {
 """Launches of the sums, by the rows and columns of a block; BK in steps of STEP_BYTES. The tensor cores add along a sum
 in order whatever the block is, so its size changes no bit. They leave a multiprocessor room for
 the adapters' part."""
-SHRINK = {"BM": 16, "BK": 128, "BR": 16, "num_warps": 2, "num_stages": 8}
+SHRINK = {"BM": 16, "BK": 256, "BR": 16, "num_warps": 4, "num_stages": 6}
 PARTS = {"BM": 16, "BN": 128, "num_warps": 4, "enable_fp_fusion": False}
 
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import (
-    Attachment,
     Change,
     Keeps,
     KernelCopy,
@@ -31,6 +30,7 @@ from weft.adapters.method import (
     PeftFormat,
     Site,
     SlotWeights,
+    weft_keys,
 )
 from weft.adapters.routing import Routing, SlotRows
 from weft.errors import AdapterFileError
@@ -66,13 +66,7 @@ class BitFitFiles(PeftFormat):
     peft_type = "BITFIT"
     title = "BitFit"
     suffixes: Mapping[str, str] = {"bias_change": "bias_change"}
-    defaults: Mapping[str, Any] = {
-        "base_model_name_or_path": None,
-        "exclude_modules": None,
-        "peft_type": "BITFIT",
-        "target_modules": None,
-        "task_type": "CAUSAL_LM",
-    }
+    defaults: Mapping[str, Any] = weft_keys(peft_type)
 
     def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
         shape = tuple(tensors[0].shape)
@@ -87,7 +81,6 @@ class BitFitFiles(PeftFormat):
 
 
 class BitFit(Method):
-    attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("bias",)
     files: PeftFormat = BitFitFiles()
     kernel_keeps: Keeps = "outputs"

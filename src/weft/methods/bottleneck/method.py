@@ -44,6 +44,7 @@ from weft.adapters.method import (
     PeftFormat,
     Site,
     SlotWeights,
+    weft_keys,
 )
 from weft.adapters.routing import Routing, SlotRows, add_product, joined
 from weft.errors import AdapterFileError, ConfigError
@@ -151,16 +152,9 @@ class BottleneckFiles(PeftFormat):
         "up": "up.weight",
         "up_bias": "up.bias",
     }
-    defaults: Mapping[str, Any] = {
-        "base_model_name_or_path": None,
-        "bottleneck_activation": "silu",
-        "bottleneck_scale": 1.0,
-        "bottleneck_size": None,
-        "exclude_modules": None,
-        "peft_type": "BOTTLENECK",
-        "target_modules": None,
-        "task_type": "CAUSAL_LM",
-    }
+    defaults: Mapping[str, Any] = weft_keys(
+        peft_type, bottleneck_activation="silu", bottleneck_scale=1.0, bottleneck_size=None
+    )
 
     def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
         down, bias, up, up_bias = (tuple(tensor.shape) for tensor in tensors)

@@ -17,7 +17,6 @@ from torch import nn
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import (
-    Attachment,
     Change,
     CostRanks,
     Keeps,
@@ -28,6 +27,7 @@ from weft.adapters.method import (
     PeftFormat,
     Site,
     SlotWeights,
+    weft_keys,
 )
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import module_key
@@ -88,15 +88,7 @@ class DiffPruningFiles(PeftFormat):
     title = "diff pruning"
     own_settings = ("density", "mask")
     suffixes: Mapping[str, str] = {"indices": "diff.indices", "shape": "diff.shape", "values": "diff.values"}
-    defaults: Mapping[str, Any] = {
-        "base_model_name_or_path": None,
-        "density": None,
-        "exclude_modules": None,
-        "mask": "magnitude",
-        "peft_type": "DIFF_PRUNING",
-        "target_modules": None,
-        "task_type": "CAUSAL_LM",
-    }
+    defaults: Mapping[str, Any] = weft_keys(peft_type, density=None, mask="magnitude")
 
     def check_tensors(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, where: str) -> None:
         """As many values as indices, which ascend strictly, and no more than the density allows."""
@@ -127,7 +119,6 @@ _RANK_OF_DENSE = 5400
 
 
 class DiffPruning(Method):
-    attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("values", "gates")
     kernel_keeps: Keeps = "sparse"
     kernel_changes: tuple[Change, ...] = tuple(("sparse", role) for role in ("qkv", "out", "gate_up", "down"))

@@ -32,7 +32,7 @@ from typing import ClassVar
 
 import torch
 
-from weft.adapters.method import ModuleTensors, Site, SlotWeights
+from weft.adapters.method import ModuleTensors, Site, SlotWeights, frozen_weight
 from weft.adapters.routing import Routing, SlotRows, add_product
 from weft.kernels.device import is_gpu
 from weft.kernels.dropout import mix
@@ -55,14 +55,6 @@ def smallest_positions(weight_OD: torch.Tensor, number: int) -> torch.Tensor:
     missing = number - len(below)
     spread = torch.arange(missing, device=sizes.device) * len(equal) // missing
     return torch.cat([below, equal[spread]]).sort().values.to(torch.int32)
-
-
-def with_others(taken: torch.Tensor, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As many positions as there are candidates, ascending: those `taken` and the first others of the candidates. Also
-    returns the indices of the taken ones among them, in their order."""
-    others = candidates[~torch.isin(candidates, taken)]
-    both = torch.cat([taken, others[: len(candidates) - len(taken)]]).sort().values
-    return both, torch.searchsorted(both, taken)
 
 
 OPEN_GATE = 6.0
@@ -129,7 +121,7 @@ class SparseDifference(SlotWeights):
     @functools.cached_property
     def positions(self) -> torch.Tensor:
         """Indices of the values in the flattened weight: derived from it, or read from a file."""
-        return smallest_positions(self._weight, self.params[0].numel())
+        return smallest_positions(frozen_weight(self.site), self.params[0].numel())
 
     @functools.cached_property
     def _blocks(self) -> list[_Block]:
@@ -146,12 +138,6 @@ class SparseDifference(SlotWeights):
     def _shape(self) -> torch.Tensor:
         return torch.tensor([self.site.out_features, self.site.in_features])
 
-    @property
-    def _weight(self) -> torch.Tensor:
-        weight_OD = self.site.weight
-        assert weight_OD is not None, "it sits on linears"
-        return weight_OD
-
     def keep_from(self, before: SlotWeights) -> None:
         assert isinstance(before, SparseDifference)
         if "positions" in vars(before):
@@ -163,17 +149,13 @@ class SparseDifference(SlotWeights):
     def from_files(self, given: ModuleTensors) -> ModuleTensors:
         """Takes the positions of a file; values at other positions, if the file has fewer, are zero."""
         indices, _, values = given
-        where = self._take_positions(indices)
-        return (torch.zeros(self.params[0].numel()).index_copy_(0, where, values.float()),)
-
-    def _take_positions(self, given: torch.Tensor) -> torch.Tensor:
-        """Adopts the positions of a file; returns their indices among its own."""
-        weight_OD = self._weight
-        candidates = smallest_positions(weight_OD, self.params[0].numel()).cpu()
-        positions, where = with_others(given.to(torch.int32), candidates)
+        taken, weight_OD, number = indices.to(torch.int32), frozen_weight(self.site), self.params[0].numel()
+        candidates = smallest_positions(weight_OD, number).cpu()
+        others = candidates[~torch.isin(candidates, taken)]
+        positions = torch.cat([taken, others[: number - len(taken)]]).sort().values
         self.positions = positions.to(weight_OD.device)
         vars(self).pop("_blocks", None)
-        return where
+        return (torch.zeros(number).index_copy_(0, torch.searchsorted(positions, taken), values.float()),)
 
     def forward(self, x_TD: torch.Tensor, y_TO: torch.Tensor, rows: SlotRows, routing: Routing) -> None:
         values, _ = self._difference(rows)

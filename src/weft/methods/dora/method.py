@@ -34,6 +34,7 @@ from weft.adapters.method import (
     PeftFormat,
     Site,
     SlotWeights,
+    frozen_weight,
 )
 from weft.adapters.sites import SlotLinear
 from weft.errors import AdapterFileError, ConfigError
@@ -107,28 +108,12 @@ class DoraCopy(ComputeCopy):
             torch._foreach_copy_([norms_O for norms_O, _ in parts], lengths)
 
     def _normed(self, path: str) -> NormedRows:
-        weight_OD, entry = self._own[path].site.weight, self.entries[path]
-        assert weight_OD is not None, "checked when the adapter was made"
+        weight_OD, entry = frozen_weight(self._own[path].site), self.entries[path]
         norms_O = self._split(self._norms_N)[list(self._own).index(path)]
         return NormedRows(weight_OD.detach(), entry.a_PD, entry.b_OP, norms_O)
 
     def _split(self, flat_N: torch.Tensor) -> list[torch.Tensor]:
         return list(flat_N.split([len(w.m_O) for w in self._own.values()]))
-
-
-def compile_norms(rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
-    width = padded(rank)
-    RowNorms(
-        [
-            NormedRows(
-                like.new_empty(num_out, num_in),
-                like.new_empty(width, num_in),
-                like.new_empty(num_out, width),
-                like.new_empty(num_out, dtype=torch.float32),
-            )
-            for num_out, num_in in linears
-        ]
-    ).measure()
 
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -173,9 +158,7 @@ class Dora(Lora):
 
     def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
         a_RD, b_OR = super().initial(spec, path, site, generator)
-        weight_OD = site.weight
-        assert weight_OD is not None, "it sits on linears"
-        norms_O = _norms(spec, path, site.share.joined(weight_OD), a_RD, b_OR)
+        norms_O = _norms(spec, path, site.share.joined(frozen_weight(site)), a_RD, b_OR)
         if not (norms_O.isfinite() & (norms_O > 0)).all():
             raise ConfigError(
                 f"DoRA divides by the lengths of the rows of {path}, and one of them is zero or not finite; "
@@ -200,7 +183,18 @@ class Dora(Lora):
         return DoraCopy(adapter, dtype, cast(dict[str, DoraWeights], adapter.modules))
 
     def compile_copy(self, rank: int, linears: Sequence[LinearShape], like: torch.Tensor) -> None:
-        compile_norms(rank, linears, like)
+        width = padded(rank)
+        RowNorms(
+            [
+                NormedRows(
+                    like.new_empty(num_out, num_in),
+                    like.new_empty(width, num_in),
+                    like.new_empty(num_out, width),
+                    like.new_empty(num_out, dtype=torch.float32),
+                )
+                for num_out, num_in in linears
+            ]
+        ).measure()
 
     def merge(self, spec: AdapterSpec, path: str, tensors: ModuleTensors, linear: nn.Linear) -> None:
         weight_OD = linear.weight

@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import torch
 
-from weft.adapters.method import Site, SlotWeights
+from weft.adapters.method import Site, SlotWeights, frozen_weight
 from weft.adapters.routing import Routing, SlotRows
 from weft.methods.lora.weights import KeptRows, LoraWeights
 
@@ -117,8 +117,7 @@ class DoraWeights(SlotWeights):
         return self.m_O / self.norms_O
 
     def _measure(self) -> None:
-        weight_OD = self.site.weight
-        assert weight_OD is not None, "checked when the adapter was made"
+        weight_OD = frozen_weight(self.site)
         if self._squared_O is None:
             self._squared_O = squared_norms(weight_OD)
         lora = self.lora
@@ -137,7 +136,7 @@ class DroppingDoraWeights(DoraWeights):
             return super().forward(x_TD, y_TO, rows, routing)
         own = rows.own
         self._measure()
-        weight_DO = self._weight(x_TD.dtype).t()
+        weight_DO = frozen_weight(self.site).to(x_TD.dtype).t()
         before_LO = y_TO[own].clone()
         for window in rows.windows:
             dropped_LD = self.lora.dropped(x_TD[window.computed], self.lora.keep(window, routing, x_TD.shape[1]))
@@ -155,13 +154,8 @@ class DroppingDoraWeights(DoraWeights):
         """Adds to dA, dB and dm, and to dx all but the frozen product's gradient of dy."""
         dz_TO = self._scaled(dy_TO, rows)
         if dx_TD is not None:
-            weight_OD = self._weight(dy_TO.dtype)
+            weight_OD = frozen_weight(self.site).to(dy_TO.dtype)
             for window, (_, keep_LD) in zip(rows.windows, kept[0], strict=True):
                 more_LO = dz_TO[window.computed] - dy_TO[window.computed]
                 dx_TD[window.own] += self.lora.dropped(more_LO.mm(weight_OD), keep_LD)[window.inside]
         self._backward(x_TD, dy_TO, dz_TO, dx_TD, rows, kept)
-
-    def _weight(self, dtype: torch.dtype) -> torch.Tensor:
-        weight_OD = self.site.weight
-        assert weight_OD is not None, "checked when the adapter was made"
-        return weight_OD.to(dtype)

@@ -25,7 +25,6 @@ from torch import nn
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import (
-    Attachment,
     Change,
     Keeps,
     KernelCopy,
@@ -166,7 +165,6 @@ def _ends(path: str, name: str) -> bool:
 
 
 class Ia3(Method):
-    attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("l",)
     files: PeftFormat = Ia3Files()
     kernel_keeps: Keeps = "outputs"

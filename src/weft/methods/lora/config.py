@@ -19,7 +19,6 @@ from weft.settings import (
     first_match,
     is_expert_path,
     setting,
-    validate,
 )
 
 if TYPE_CHECKING:
@@ -72,9 +71,6 @@ class EvaSpec(KnownKeywords):
     """Cosine to the pass before that every direction of a module must reach; then the module has seen enough."""
     use_label_mask: bool = setting(True)
     """Read only tokens that count in the loss; false: all."""
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(frozen=True)

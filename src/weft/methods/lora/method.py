@@ -17,7 +17,6 @@ from torch import nn
 from weft.adapters.adapter import Adapter
 from weft.adapters.experts import ExpertSite
 from weft.adapters.method import (
-    Attachment,
     CostRanks,
     KernelCopy,
     LinearShape,
@@ -26,6 +25,7 @@ from weft.adapters.method import (
     PeftFormat,
     Site,
     SlotWeights,
+    frozen_weight,
 )
 from weft.errors import AdapterFileError, ConfigError
 from weft.kernels.dropout import module_key
@@ -206,7 +206,6 @@ def _whole(value: float) -> float | int:
 
 
 class Lora(Method):
-    attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("a", "b")
     has_any_order_kernels = True
     files: PeftFormat = LoraFiles()
@@ -243,12 +242,11 @@ class Lora(Method):
 
         def uniform(shape: tuple[int, ...]) -> torch.Tensor:
             # Kaiming-uniform with a = sqrt(5), the start of every torch Linear: uniform in ±1/sqrt(fan_in).
-            return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
+            # In place: these are hundreds of millions of numbers on the way to the first step.
+            return torch.rand(shape, generator=generator).mul_(2).sub_(1).div_(math.sqrt(shape[-1]))
 
         if spec.init_lora_weights == "loftq" and site.read_original is not None:
-            weight_OD = site.weight
-            assert weight_OD is not None, "it sits on linears"
-            lost_OD = site.read_original().float() - site.share.joined(weight_OD).float()
+            lost_OD = site.read_original().float() - site.share.joined(frozen_weight(site)).float()
             return starting_part(lost_OD, "loftq", rank, spec.scale_for(path), generator)
         if spec.init_lora_weights == "gaussian":
             return torch.randn(shape_a, generator=generator) / rank, torch.zeros(shape_b)

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 
 from weft.adapters.adapter import Adapter
-from weft.adapters.method import CostRanks, KernelCopy, LinearShape, ModuleTensors, Site, SlotWeights
+from weft.adapters.method import CostRanks, KernelCopy, LinearShape, ModuleTensors, Site, SlotWeights, frozen_weight
 from weft.adapters.routing import SlotRows
 from weft.errors import ConfigError
 from weft.methods.lora.method import Lora
@@ -112,11 +112,9 @@ class ResidualLora(Lora):
         return *super().frozen(spec), "start_a", "start_b"
 
     def initial(self, spec: AdapterSpec, path: str, site: Site, generator: torch.Generator) -> ModuleTensors:
-        weight_OD = site.weight
-        assert weight_OD is not None, "it sits on linears"
         assert isinstance(spec.init_lora_weights, str)
         part = starting_part(
-            site.share.joined(weight_OD).float(),
+            site.share.joined(frozen_weight(site)).float(),
             spec.init_lora_weights,
             spec.rank_for(path),
             spec.scale_for(path),

@@ -117,12 +117,13 @@ class ComputeCopy(KernelCopy):
     ) -> None:
         super().__init__(adapter)
         self._modules, self._groups = modules, groups
+        grads = {groups[0]: [w.grad_a_RD for w in modules.values()], groups[1]: [w.grad_b_OR for w in modules.values()]}
         self._words = {
-            group: Words.of_nothing(adapter.groups[group].grad)
+            group: Words.of_nothing(adapter.groups[group].grad.new_empty(sum(grad.numel() for grad in grads[group])))
             for group in groups
             if adapter.has_any_order_sums and group in adapter.groups
         }
-        """Order-independent sums of the kernels, in the layout of the gradients."""
+        """Order-independent sums of the kernels, module by module."""
         self._parts = [
             (w.grad_a_RD, torch.zeros_like(w.grad_a_RD, memory_format=torch.contiguous_format))
             for w in modules.values()
@@ -176,7 +177,21 @@ class ComputeCopy(KernelCopy):
             words.forget()
 
     def any_order_words(self) -> Mapping[str, Words]:
-        return self._words
+        return {group: self._in_whole(group, words) for group, words in self._words.items()}
+
+    def _in_whole(self, group: str, words: Words) -> Words:
+        """Sums in the layout of the gradients, of which this device may have a part."""
+        grad_P = self._adapter.groups[group].grad
+        if words.fine_P.numel() == grad_P.numel():
+            return words
+        whole, start = Words.of_nothing(grad_P), 0
+        fine, coarse = (self._adapter.own_views(group, each_P) for each_P in (whole.fine_P, whole.coarse_P))
+        for path in self._modules:
+            own = words.part(start, fine[path].shape)
+            fine[path].copy_(own.fine_P)
+            coarse[path].copy_(own.coarse_P)
+            start += fine[path].numel()
+        return whole
 
     def copy_weights(self) -> None:
         if self._scale is not None:

@@ -16,7 +16,6 @@ from torch import nn
 
 from weft.adapters.adapter import Adapter
 from weft.adapters.method import (
-    Attachment,
     CostRanks,
     KernelCopy,
     LinearShape,
@@ -127,7 +126,6 @@ class VeraFiles(PeftFormat):
 
 
 class Vera(Method):
-    attachment = Attachment.LINEAR
     groups: tuple[str, ...] = ("d", "b")
     files: PeftFormat = VeraFiles()
 

@@ -29,7 +29,7 @@ from weft.kernels.lora.tables import BARE, ROW_BLOCK, Needs, SampleRows, SlotTab
 from weft.model.fused.graphs import capture_stream
 from weft.model.fused.inputs import MIN_SPANS, Inputs, InputShape, attention, input_array, qkv_parts
 from weft.model.fused.layer import KeyCache
-from weft.model.fused.model import FusedLayer, FusedModel, tile_for
+from weft.model.fused.model import FusedLayer, FusedModel
 from weft.model.fused.pages import CachedSequence, KeyPages
 from weft.model.fused.step import run_forward
 from weft.model.packed import SlotSample, pack_samples
@@ -157,9 +157,7 @@ def _put_chosen(ids_T: torch.Tensor, chosen_R: torch.Tensor | None) -> None:
 
 
 class FusedDecoder:
-    def __init__(
-        self, model: FusedModel, table: SlotTable, follow: Follow, tile: int | None, *, has_kernels: bool
-    ) -> None:
+    def __init__(self, model: FusedModel, table: SlotTable, follow: Follow, tile: int, *, has_kernels: bool) -> None:
         """`follow` updates the kernels' copies of adapters by slot. `tile`: rows of a block of frozen products
         in training. `has_kernels`: whether the adapters' part is added within the products, which then need no
         tile."""
@@ -238,6 +236,16 @@ class FusedDecoder:
             left_TD, _ = self._go_on([sequence], tokens)
             parts.append(left_TD[: len(tokens[0])].clone())
         return torch.cat(parts)
+
+    @torch.no_grad()
+    def read_as_training(self, samples: Sequence[SlotSample]) -> torch.Tensor:
+        """The last hidden states before the supervised tokens of whole samples, with the bits of training (N, D)."""
+        self._follow(each.slot for each in samples)
+        batch = pack_samples(samples, self._tile, self._model.device)
+        shape = InputShape(batch.num_rows, max(MIN_SPANS, next_power_of_2(len(samples))), 0, True, False)
+        inputs = Inputs(shape, sent(torch.from_numpy(input_array(batch, shape)), self._model.device), batch.spans)
+        left_TD = run_forward(self._model, inputs, self._table, self._tile, Memory(), needs_grad=False).left_TD
+        return left_TD[batch.supervised_N]
 
     def _prepare(
         self, new: Sequence[NewTokens], leading: Sequence[int], alike: Mapping[int, Sequence[int]]
@@ -395,25 +403,20 @@ class FusedDecoder:
             raise
         if not self._agreeing[num_rows]:
             LOG.warning(
-                "decoding %d rows at once adds up otherwise than training on this GPU: log-probabilities of answers "
-                "differ from training's in their last bits.",
+                "decoding %d rows at once adds up otherwise than training on this GPU: log-probabilities come from a "
+                "training pass over each finished answer.",
                 num_rows,
             )
 
     def _agrees(self, num_rows: int) -> bool:
         """Reads a sequence of the bare model as training does, then its first token and the others in one pass."""
-        assert self._model.embedding_VD is not None and self._tile is not None
-        tokens = (np.arange(num_rows + 1) % len(self._model.embedding_VD)).astype(np.int32)
-        sample = Sample(tokens, np.zeros(len(tokens), dtype=bool))
-        batch = pack_samples([SlotSample(sample)], self._tile, self._model.device)
-        shape = InputShape(batch.num_rows, MIN_SPANS, 0, True, False)
-        inputs = Inputs(shape, sent(torch.from_numpy(input_array(batch, shape)), self._model.device), batch.spans)
-        tile = tile_for(self._model, batch.num_rows, self._tile)
-        expected = run_forward(self._model, inputs, self._table, tile, Memory(), needs_grad=False).left_TD
+        assert self._model.embedding_VD is not None
+        tokens = (np.arange(num_rows + 2) % len(self._model.embedding_VD)).astype(np.int32)
+        expected_LD = self.read_as_training([SlotSample(Sample(tokens, np.arange(len(tokens)) > 1))])
         cache: dict[Any, Any] = {}
         self.read([NewTokens(tokens[:1].tolist(), None, cache)], [0])
-        read_LD = self.read_every(NewTokens(tokens[1:].tolist(), None, cache, num_read=1), 0)
-        return torch.equal(read_LD, expected[1 : num_rows + 1])
+        read_LD = self.read_every(NewTokens(tokens[1:-1].tolist(), None, cache, num_read=1), 0)
+        return torch.equal(read_LD, expected_LD)
 
     @memory_errors()
     def _capture(self, shape: InputShape) -> CapturedStep:

@@ -33,7 +33,6 @@ from weft.adapters.routing import Routing
 from weft.adapters.slots import Active, apply_slots
 from weft.errors import ModelError
 from weft.kernels.grouped import grouped_product
-from weft.plan.weights import num_chosen
 from weft.settings import DOWN, GATE_UP, UP
 
 _SCALE = "weft_scale"
@@ -133,18 +132,6 @@ def expert_products_of(model: nn.Module) -> dict[str, tuple[ExpertSite, torch.Te
             weight_EOD = weight.transpose(1, 2) if module.is_transposed else weight
             found |= {f"{path}.{name}": (site, weight_EOD) for name, site in sites.items()}
     return found
-
-
-def kept_width(model: Any) -> int:
-    """Numbers that the experts of a model keep of a row until the way back: of each of its choices what enters and
-    leaves both products, and the activation's parts between them."""
-    width = 0
-    for module in experts_of(model).values():
-        first, down = (next(iter(sites.values())) for sites in sites_of(module).values())
-        # Gates that take turns with what they multiply are copied apart first.
-        between = (2 if getattr(module, "is_concatenated", True) else 5) * down.in_features
-        width += first.in_features + first.out_features + between + down.in_features + down.out_features
-    return width * num_chosen(model.config.to_dict()) if width else 0
 
 
 def in_model_order(model: nn.Module, linears: Iterable[str], products: Iterable[str]) -> list[str]:

@@ -16,7 +16,6 @@ from weft.job_state import JobState
 from weft.parallel.ray.connect import AUTO, LOCAL, ReplicaRequest, connect, replica_request
 from weft.parallel.replicas.connections import Ranks
 from weft.parallel.replicas.hosts import ReplicaHosts, rank_order
-from weft.parallel.replicas.load import load_replicated
 from weft.parallel.replicas.messages import RankOrder
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import BackboneSpec, JobSpec, RunSpec, load_run
@@ -25,6 +24,8 @@ from weft.store.wall_clock import WallClock
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+
+    from weft.parallel.ray.ray_stages import RayStages
 
 
 def train(
@@ -63,7 +64,7 @@ def train(
         def open_engine(
             spec: RunSpec, jobs: Sequence[JobSpec], wall: WallClock | None
         ) -> tuple[RunSpec, ReplicatedEngine, tuple[str, ...]]:
-            loaded = load_replicated(spec, hosts.start(rank_order(spec, jobs)), clock=began, wall=wall)
+            loaded = ReplicatedEngine.load(spec, hosts.start(rank_order(spec, jobs)), clock=began, wall=wall)
             stack.callback(loaded[1].close)
             return loaded
 
@@ -106,6 +107,19 @@ def find_hosts(
     return ReplicaHosts(
         request.number, open_ranks, f"actors on a Ray cluster of {counted(len(connection.nodes), 'node')}"
     )
+
+
+def open_stages(address: str, number: int, backbone: BackboneSpec, gpu_type: str | None) -> RayStages:
+    """Connects to a cluster and starts the processes of a layout there; ConfigError for more than fit."""
+    connection = connect(address, num_cpus=number if address == LOCAL else None)
+    try:
+        from weft.parallel.ray.ray_stages import RayStages
+
+        request = replica_request(connection.nodes, number, device=backbone.device, gpu_type=gpu_type)
+        return RayStages(address, connection, request)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _request_within(group: PlacementGroup, number: int | None) -> ReplicaRequest:

@@ -118,6 +118,8 @@ KEY_VARIABLE = "WEFT_RANK_KEY"
 Address = str | tuple[str, int]
 HANDSHAKE_S = 20.0
 """Seconds in which a new connection has to authenticate itself."""
+JOINS_AGAIN = 75
+"""Exit code of a stage that has lost its controller, or was ended because another stage was lost."""
 DEAD_S = 30
 """Seconds after which a machine that does not answer counts as gone."""
 
@@ -153,19 +155,12 @@ def hang_up(connection: Connection) -> None:
         link.shutdown(socket.SHUT_RDWR)
 
 
-class RankListener:
-    def __init__(
-        self,
-        address: Address,
-        key: str,
-        order: RankOrder,
-        find: Callable[[RankJoined], RankHandle | None],
-        on_end: Callable[[RankHandle], None] = lambda rank: None,
-    ) -> None:
-        """`find`: returns a free rank for a process that has joined, or None; `on_end`: called when it is gone."""
-        self.inbox = Inbox()
-        self._order, self._key = order, key.encode()
-        self._find, self._on_end = find, on_end
+class KeyListener:
+    """Lets processes in that hold a key; each is served by a thread of its own."""
+
+    def __init__(self, address: Address, key: str, serve: Callable[[Connection, RankJoined], None]) -> None:
+        """`serve`: called with the first report of a process; the connection is closed when it returns."""
+        self._key, self._serve = key.encode(), serve
         self._listener = Listener(address, backlog=64)
         self.address: Address = self._listener.address
         threading.Thread(target=self._accept, name="weft-ranks", daemon=True).start()
@@ -181,9 +176,9 @@ class RankListener:
                 continue
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._let_in, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection: Connection) -> None:
+    def _let_in(self, connection: Connection) -> None:
         """Serves one connection until it ends; without the key, or a message, nothing is read."""
         with suppress(EOFError, OSError, AuthenticationError), connection:
             notice_dead(connection)
@@ -192,15 +187,34 @@ class RankListener:
                 answer_challenge(patient, self._key)
             joined = connection.recv()
             assert isinstance(joined, RankJoined), "the first report of a rank"
-            rank = self._find(joined)
-            if rank is None:
-                connection.send(RefuseRank(ConfigError("the run has all its ranks.", where="weft rank")))
-                return
-            try:
-                self._receive_rank(rank, connection, joined)
-            finally:
-                rank.has_hung_up.set()
-                self._on_end(rank)
+            self._serve(connection, joined)
+
+
+class RankListener(KeyListener):
+    def __init__(
+        self,
+        address: Address,
+        key: str,
+        order: RankOrder,
+        find: Callable[[RankJoined], RankHandle | None],
+        on_end: Callable[[RankHandle], None] = lambda rank: None,
+    ) -> None:
+        """`find`: returns a free rank for a process that has joined, or None; `on_end`: called when it is gone."""
+        self.inbox = Inbox()
+        self._order = order
+        self._find, self._on_end = find, on_end
+        super().__init__(address, key, self._serve_rank)
+
+    def _serve_rank(self, connection: Connection, joined: RankJoined) -> None:
+        rank = self._find(joined)
+        if rank is None:
+            connection.send(RefuseRank(ConfigError("the run has all its ranks.", where="weft rank")))
+            return
+        try:
+            self._receive_rank(rank, connection, joined)
+        finally:
+            rank.has_hung_up.set()
+            self._on_end(rank)
 
     def _receive_rank(self, rank: RankHandle, connection: Connection, joined: RankJoined) -> None:
         difference = version_difference(joined, rank.index)

@@ -22,14 +22,16 @@ from typing import Any
 import numpy as np
 
 from weft.data.dataset import JobData
-from weft.engine.events import LayoutDecided
+from weft.engine.events import EvalDone, LayoutDecided
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import WeftError
 from weft.job_state import JobState
 from weft.methods.registry import cost_ranks
+from weft.parallel.replicas.messages import RankEvent
 from weft.parallel.replicas.rank_group import RankGroup
-from weft.parallel.replicas.records import JobRecord
+from weft.parallel.replicas.records import JobRecord, RankRecord
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
+from weft.parallel.replicas.steered_engine import SweepReplicas
 from weft.plan.deploy.types import batch_samples
 from weft.plan.layout import Layout
 from weft.plan.replan import Decision, Forecaster, LayoutForecast, MoveCost, Prediction, RemainingJob, decide
@@ -128,6 +130,25 @@ class FollowingEngine(ReplicatedEngine):
             ranks.abandon()
             raise
         self._load_s = time.monotonic() - begun_s
+
+
+class FollowingSweep(FollowingEngine, SweepReplicas):
+    """The same for a sweep, whose trials begin and end."""
+
+    _is_moving = False
+
+    def _move(self, found: Decision) -> LayoutDecided:
+        self._is_moving = True
+        try:
+            return super()._move(found)
+        finally:
+            self._is_moving = False
+
+    def _handle_event(self, rank: RankRecord, report: RankEvent) -> None:
+        super()._handle_event(rank, report)
+        if self._is_moving and isinstance(report.event, EvalDone):
+            # Its reader decides later, when the job is on its next rank, at this step.
+            self._go_on(report.event)
 
 
 MOST_LENGTHS = 4096

@@ -79,6 +79,17 @@ def joined_hosts(listen: str, replicas: str | None) -> ReplicaHosts:
     number = None if replicas is None else number_or_auto(replicas, "--replicas", least=1)
     if number is None:
         raise ConfigError("needs --replicas with the number of ranks that will join.", where="--listen")
+    address, key, command = join_command(listen)
+    return ReplicaHosts(
+        number,
+        lambda order: JoinedRanks(order, address, key),
+        manner="on the machines where they were started",
+        invitation=f"start {number} of them with: {command}",
+    )
+
+
+def join_command(listen: str) -> tuple[Address, str, str]:
+    """Where to listen, the key, and the command that joins from any machine."""
     address = address_of(listen, "--listen")
     if isinstance(address, str):
         raise ConfigError(f"got {listen!r}; accepted is HOST:PORT.", where="--listen")
@@ -89,12 +100,7 @@ def joined_hosts(listen: str, replicas: str | None) -> ReplicaHosts:
     if key is None:
         key = secrets.token_hex(16)
         command = f"{KEY_VARIABLE}={key} {command}"
-    return ReplicaHosts(
-        number,
-        lambda order: JoinedRanks(order, address, key),
-        manner="on the machines where they were started",
-        invitation=f"start {number} of them with: {command}",
-    )
+    return address, key, command
 
 
 def rank_variables(replicas: str | None, devices: str | None, backbone: BackboneSpec) -> list[dict[str, str]]:

@@ -64,6 +64,11 @@ class SetUp(Command):
 
 
 @dataclass(frozen=True)
+class BeStage(Command):
+    """The process is one of a layout's, not a rank: what follows is for `stage_process.main`."""
+
+
+@dataclass(frozen=True)
 class RefuseRank(Command):
     error: ConfigError
 
@@ -167,6 +172,8 @@ class RankJoined(Report):
     host: str
     pid: int
     versions: Mapping[str, str]
+    gpu: str = ""
+    """The first GPU that it sees; empty if there is none."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from multiprocessing.connection import Connection
 
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
@@ -21,10 +22,11 @@ from weft.errors import StorageError, WeftError
 from weft.job_state import JobState, Reason
 from weft.model.model_part import weight_sample
 from weft.model.resolve import ResolvedModel, resolve
-from weft.parallel.replicas.connections import ControllerLink, RankConnection
+from weft.parallel.replicas.connections import JOINS_AGAIN, ControllerLink, RankConnection
 from weft.parallel.replicas.messages import (
     SEND_S,
     AdapterChecked,
+    BeStage,
     CancelJob,
     CheckAdapter,
     CheckJob,
@@ -56,12 +58,14 @@ from weft.parallel.replicas.messages import (
     TrainJob,
     answer_to,
 )
+from weft.parallel.stages import stage_process
 from weft.parallel.stages.load_stages import StageLayout, load_stages, stage_cost, stage_planner
 from weft.plan.cost.shape import choose_capacity
 from weft.plan.cost.types import slot_seconds
 from weft.plan.layout import Layout
 from weft.plan.pack import planner_named
 from weft.plan.planner import Planner
+from weft.processes import visible_gpus
 from weft.spec import AdapterSpec
 from weft.store.run_dir import RankDirectory, library_versions
 
@@ -70,8 +74,12 @@ def run_rank(connection: RankConnection) -> None:
     """Serves a controller until it ends or ends the rank; ConfigError if it refuses this rank."""
     link = ControllerLink(connection)
     try:
-        link.send(RankJoined(socket.gethostname(), os.getpid(), library_versions()))
+        gpu = next(iter(visible_gpus()), "")
+        link.send(RankJoined(socket.gethostname(), os.getpid(), library_versions(), gpu))
         first = connection.recv()
+        if isinstance(first, BeStage):
+            assert isinstance(connection, Connection), "stages join over the network"
+            stage_process.main(connection, lost_code=JOINS_AGAIN)
         if isinstance(first, SetUp):
             link.keep_alive()
             rank = Rank(link, first.order, first.index)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 from weft.engine.execute.protocol import ReplicaFaultError
-from weft.engine.recorder import MODEL_FILES
+from weft.engine.recorder import environment_difference
 from weft.errors import ConfigError, JobError
 from weft.parallel.replicas.connections import RankEnded, Ranks
 from weft.parallel.replicas.messages import Command, RankFailed, RankIdle, RankReady, Report
@@ -193,14 +193,10 @@ def difference_between(first: RankReady, ready: RankReady, index: int) -> Config
     if None not in (ready.weights, first.weights) and ready.weights != first.weights:
         found = f"has other weights of {first.facts.base_model} than replica 0"
         return ConfigError(f"{found}; all machines need the same files.", where=where)
-    here, there = first.facts.environment, ready.facts.environment
-    for name in here:
-        if here[name] != there.get(name):
-            if name in MODEL_FILES:
-                found = f"has another {name.replace('_', ' ')} of {first.facts.base_model} than replica 0"
-                return ConfigError(f"{found}; all machines need the same files.", where=where)
-            found = f"has {name} {there.get(name)}, another one {here[name]}; results would differ in their last bits"
-            return ConfigError(f"{found}. Use devices that are alike.", where=where)
+    here, there = first.facts, ready.facts
+    difference = environment_difference(here.environment, there.environment, here.base_model, "replica 0", where)
+    if difference is not None:
+        return difference
     if ready.capacity != first.capacity:
         found = f"has memory for a capacity of {ready.capacity:,} tokens, another one for {first.capacity:,}"
         least = min(ready.capacity, first.capacity)

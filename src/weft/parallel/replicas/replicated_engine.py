@@ -7,6 +7,7 @@ and a new process replaces it.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
 import weakref
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from weft.data.chat_template import Tokenizer
 from weft.data.dataset import JobData
@@ -35,6 +36,7 @@ from weft.engine.execute.protocol import ReplicaFacts
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, StorageError
 from weft.job_state import JobState
+from weft.model.source import load_tokenizer
 from weft.parallel.replicas.connections import RankEnded
 from weft.parallel.replicas.hosts import RankProcess
 from weft.parallel.replicas.messages import (
@@ -58,12 +60,13 @@ from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.records import JobRecord, RankRecord, decide
 from weft.plan.simulate.timeline import span_event, trace_json
 from weft.plan.types import Limits
-from weft.spec import JobSpec
+from weft.spec import JobSpec, RunSpec
 from weft.store.atomic import write_file
 from weft.store.run_dir import RunDirectory, grant_permit, revoke_permit, take_timelines
-from weft.store.wall_clock import TimeSplit, WallClock
+from weft.store.wall_clock import Activity, TimeSplit, WallClock
 
 AnswerT = TypeVar("AnswerT", bound=Report)
+RunT = TypeVar("RunT", bound=RunSpec)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,29 @@ class ReplicatedEngine:
         self._tokenizer = tokenizer
         self._past_spans: list[Any] = []
         self._use(ranks)
+
+    @classmethod
+    def load(
+        cls,
+        spec: RunT,
+        ranks: RankGroup,
+        *,
+        clock: datetime.datetime,
+        wall: WallClock | None = None,
+        notes: tuple[str, ...] = (),
+        **options: Any,
+    ) -> tuple[RunT, Self, tuple[str, ...]]:
+        """An engine over ranks that are being loaded, with a run's settings and without jobs, and notes for the user.
+        In the returned run a capacity of `auto` is a number, so that all that follows agrees on it."""
+        wall = wall or WallClock()
+        try:
+            tokenizer = load_tokenizer(spec.base_model)
+            engine = cls(ranks, tokenizer, clock=clock, wall=wall, tenant_weights=spec.tenant_weights, **options)
+        except BaseException:
+            ranks.abandon()
+            raise
+        wall.add_start(Activity.LOADING)
+        return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, (*notes, *engine.notes)
 
     def _use(self, ranks: RankGroup) -> None:
         ranks.await_all()

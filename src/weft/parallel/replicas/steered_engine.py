@@ -130,9 +130,13 @@ class SweepReplicas(ReplicatedEngine):
         event = report.event
         if isinstance(event, EvalDone):
             # Its reader has made all decisions about it.
-            rank = self._standing.pop((event.job, event.step), None)
-            if rank is not None:
-                self._ranks.send(rank, ContinueJob(event.job, event.step))
+            self._go_on(event)
+
+    def _go_on(self, event: EvalDone) -> None:
+        """Lets the rank go on that waits at an evaluation."""
+        rank = self._standing.pop((event.job, event.step), None)
+        if rank is not None:
+            self._ranks.send(rank, ContinueJob(event.job, event.step))
 
     def _handle_event(self, rank: RankRecord, report: RankEvent) -> None:
         if isinstance(report.event, EvalDone):

@@ -10,15 +10,23 @@ from typing import TypeVar
 import torch
 
 from weft.engine.engine import Engine
-from weft.engine.execute.memory import COMPILING, ExpectedJobs
-from weft.engine.execute.protocol import Executor, Replica
-from weft.errors import ConfigError, ModelError, counted
+from weft.engine.execute.memory import (
+    COMPILING,
+    USUAL_JOBS,
+    USUAL_RANK,
+    USUAL_STATE_BYTES,
+    ExpectedJobs,
+    usual_capacity,
+)
+from weft.engine.execute.protocol import Executor, Replica, ReplicaFacts
+from weft.engine.recorder import environment_difference
+from weft.errors import ConfigError, JobError, ModelError, counted
 from weft.model.divided import why_not_divisible
 from weft.model.model_part import ModelPart
 from weft.model.resolve import ResolvedModel
 from weft.model.source import load_tokenizer
 from weft.parallel.stages.shares import refuse_divided, refuse_indivisible, refuse_without_kernels
-from weft.parallel.stages.stage_pool import StageProcesses
+from weft.parallel.stages.stage_pool import StageHosts, StageProcesses
 from weft.parallel.stages.staged import StagedExecutor
 from weft.parallel.stages.transport import find_gpus
 from weft.plan.choose_layout import split_model
@@ -26,15 +34,16 @@ from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
 from weft.plan.cost.divided import GatherCost
 from weft.plan.cost.hardware import DEVICES
 from weft.plan.cost.memory import MemoryModel
-from weft.plan.cost.shape import ModelShape, choose_capacity
+from weft.plan.cost.shape import ModelShape, capacities, choose_capacity
 from weft.plan.families import final_norm, why_one_piece
-from weft.plan.layout import copies
+from weft.plan.layout import AUTO, DispatchRule, copies
 from weft.plan.level import PlannedReplicas
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.planner import Planner
 from weft.plan.simulate.choose import FastestSpread, pipeline_planner
 from weft.plan.spread import SpreadPlanner
-from weft.spec import JobSpec, RunSpec
+from weft.spec import AdapterSpec, JobSpec, RunSpec
+from weft.spec.run import Capacity
 from weft.store.wall_clock import Activity, WallClock
 
 WHERE = "--layout"
@@ -49,15 +58,25 @@ class StageLayout:
     schedule: Schedule | None = None
     shards: tuple[int, ...] = ()
     """Numbers of consecutive replicas that share one copy of the frozen weights; empty: none do."""
-    tensor: int = 1
+    tensor: tuple[int, ...] = ()
+    """Numbers of devices that share every layer of each replica; empty: none do."""
     gpus: str | None = None
     """Numbers of GPUs, one for each device; None: the first ones."""
     planned: PlannedReplicas | None = None
     """Prediction by which the replicas were chosen; None: there was none."""
+    dispatch: DispatchRule = DispatchRule.BALANCED
+    is_joined: bool = False
+    """True if its processes join from any machine, each with the device that it sees."""
+    num_lessened: int = 0
+    """How often its stages have run out of memory: each time they take less."""
 
     @property
     def num_devices(self) -> int:
-        return sum(self.replica_sizes) * self.tensor
+        return sum(size * degree for size, degree in zip(self.replica_sizes, self.degrees, strict=True))
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return self.tensor or (1,) * len(self.replica_sizes)
 
 
 def load_stages(
@@ -65,13 +84,14 @@ def load_stages(
     layout: StageLayout,
     memory_limit: float | str | None = None,
     expected: ExpectedJobs | None = None,
+    hosts: StageHosts | None = None,
 ) -> StagedExecutor:
-    """Replicas whose stages are processes of this machine; `memory_limit`: of each GPU. Kernels that the expected jobs
-    need are compiled meanwhile, once for all stages: a part of a model has those of the whole."""
-    replicas = [find_parts(model, size, layout.tensor) for size in layout.replica_sizes]
+    """Replicas whose stages are processes of this machine, or of `hosts`; `memory_limit`: of each GPU. Kernels that the
+    expected jobs need are compiled meanwhile, once for all stages here: a part of a model has those of the whole."""
+    replicas = [find_parts(model, *each) for each in zip(layout.replica_sizes, layout.degrees, strict=True)]
     tokenizer = load_tokenizer(model.source)
-    gpus = find_gpus(model, layout.num_devices, layout.gpus)
-    ahead = None if expected is None else expected.compile_ahead(model, layout.tensor)
+    gpus = () if layout.is_joined else find_gpus(model, layout.num_devices, layout.gpus)
+    ahead = None if expected is None or layout.is_joined else expected.compile_ahead(model, layout.degrees[0])
     processes = StageProcesses(
         model.spec,
         *replicas,
@@ -79,8 +99,25 @@ def load_stages(
         tensor=layout.tensor,
         gpus=gpus,
         memory_limit=memory_limit,
+        hosts=hosts,
     )
+    if layout.is_joined:
+        try:
+            _check_alike(processes.call_all("facts"))
+        except ConfigError:
+            processes.close()
+            raise
     return StagedExecutor(processes, tokenizer, shards=layout.shards, ahead=ahead)
+
+
+def _check_alike(stages: Sequence[ReplicaFacts]) -> None:
+    """ConfigError for machines with other files or devices than the first stage's."""
+    here = stages[0]
+    for index, facts in enumerate(stages):
+        there, where = facts.environment, f"stage {index}"
+        difference = environment_difference(here.environment, there, here.base_model, "stage 0", where)
+        if difference is not None:
+            raise difference
 
 
 def stage_cost(model: ResolvedModel, num_stages: int, row_tile: int, tensor: int = 1) -> AnalyticCost:
@@ -96,8 +133,8 @@ def why_no_pairs(model: ResolvedModel, planner: str, layout: StageLayout) -> str
         return "pairs are for one replica."
     if layout.schedule is not None:
         return "the requested schedule has no pairs."
-    if planner == "greedy":
-        return "the greedy planner makes no pairs."
+    if planner in ("greedy", "lorafusion"):
+        return f"the {planner} planner makes no pairs."
     is_plain = model.spec.kernels == "reference" or model.spec.dtype == "float32"
     if is_plain and not model.is_cpu:
         # On one GPU, autograd runs backward through one graph at a time.
@@ -107,16 +144,18 @@ def why_no_pairs(model: ResolvedModel, planner: str, layout: StageLayout) -> str
 
 def layout_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tuple[str, ...]:
     untried = () if model.is_cpu else (UNTRIED,)
-    if layout.tensor > 1:
-        found = f"tensor:{layout.tensor} splits sums, so bits belong to this layout"
-        return (f"{found}: the same again with it, and about {_rounding(model)} from one device's", *untried)
+    if layout.tensor:
+        degrees = " and ".join(f"tensor:{degree}" for degree in sorted({*layout.tensor} - {1}))
+        again = "the same again with it" + ", if nothing interrupts it" * (len({*layout.tensor}) > 1)
+        found = f"{degrees} splits sums, so bits belong to this layout"
+        return (f"{found}: {again}, and about {_rounding(model)} from one device's", *untried)
     gathering = [note for cost in _gather_costs(model, layout) for note in cost.notes()]
     return (*untried, *gathering, *_grouping_notes(spec, layout))
 
 
 def pair_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tuple[str, ...]:
     """Why devices that share every layer run no pairs; empty where that is decided later."""
-    alone = why_no_pairs(model, spec.planner, layout) if layout.tensor > 1 else None
+    alone = why_no_pairs(model, spec.planner, layout) if layout.tensor else None
     return () if alone is None else (f"every microbatch runs alone: {alone}",)
 
 
@@ -158,11 +197,14 @@ def _grouping_notes(spec: RunSpec, layout: StageLayout) -> tuple[str, ...]:
 def check_layout(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> None:
     """Raises what prevents a run on such replicas, as far as is known before any weight is read."""
     sizes = layout.replica_sizes
+    if spec.planner == "lorafusion" and len(sizes) > 1:
+        text = "lorafusion plans one device or one replica in stages; leave it out where replicas share a plan."
+        raise ConfigError(text, where="planner")
     exchanges = any(job.gradient_sum == "any_order" for job in spec.jobs)
-    if max(sizes) > 1 or layout.tensor > 1 or layout.shards or exchanges:
-        for size in sizes:
-            find_parts(model, size, layout.tensor)
-    if model.elsewhere is None:
+    if max(sizes) > 1 or layout.tensor or layout.shards or exchanges:
+        for size, degree in zip(sizes, layout.degrees, strict=True):
+            find_parts(model, size, degree)
+    if model.elsewhere is None and not layout.is_joined:
         find_gpus(model, layout.num_devices, layout.gpus)
     if layout.shards and model.source.gguf_file is not None:
         raise ConfigError("a GGUF file is read as a whole; shards are for models in safetensors files.", where=WHERE)
@@ -180,7 +222,7 @@ def check_job(model: ResolvedModel, job: JobSpec, layout: StageLayout) -> None:
     is_auto = model.spec.kernels == "auto" and not model.is_cpu
     if is_auto or model.spec.kernels == "fused":
         refuse_without_kernels(job.adapter, "adapter.method")
-    if layout.tensor > 1:
+    if layout.tensor:
         refuse_indivisible(job)
 
 
@@ -216,19 +258,54 @@ RunT = TypeVar("RunT", bound=RunSpec)
 
 
 def load_staged(
-    spec: RunT, model: ResolvedModel, jobs: Sequence[JobSpec], layout: StageLayout, wall: WallClock | None = None
+    spec: RunT,
+    model: ResolvedModel,
+    jobs: Sequence[JobSpec],
+    layout: StageLayout,
+    wall: WallClock | None = None,
+    hosts: StageHosts | None = None,
 ) -> tuple[RunT, Engine, tuple[str, ...]]:
-    """The engine of a run on replicas whose stages are processes of this machine; like `load_engine`."""
+    """The engine of a run on replicas whose stages are processes, of this machine or of `hosts`; like `load_engine`."""
     wall = wall or WallClock()
-    executor = load_stages(model, layout, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs))
+    executor = load_stages(model, layout, spec.memory_limit, ExpectedJobs.of(jobs, spec.max_jobs), hosts)
     planner = stage_planner(model, spec.planner, layout, _row_tile(spec, jobs, executor))
     engine = _engine(spec, jobs, executor, planner, wall)
     notes = (
+        *lessened(engine, max(job.max_length for job in jobs), layout.num_lessened),
         *layout_notes(spec, model, layout),
         *pair_notes(spec, model, layout),
         *((COMPILING,) if executor.is_compiling else ()),
     )
     return dataclasses.replace(spec, capacity=engine.limits.capacity), engine, notes
+
+
+def load_for_service(
+    model: ResolvedModel, layout: StageLayout, memory_limit: float | str | None, wanted: Capacity
+) -> tuple[StagedExecutor, Planner, int]:
+    """Replicas for jobs that are not known yet, their planner, and the tokens of a microbatch."""
+    executor = load_stages(model, layout, memory_limit, USUAL_JOBS)
+    capacity, *smaller = capacities(wanted, executor.facts.device_kind)
+    memory = executor.memory()
+    if memory is not None and smaller:
+        usual = AdapterSpec(r=USUAL_RANK)
+        job_bytes = (model.num_parameters(usual) or 0) * (executor.facts.weight_bytes + USUAL_STATE_BYTES)
+        sizes = (capacity, *smaller)
+        capacity = usual_capacity(sizes, memory, lambda size: executor.activation_bytes(size, [usual]), job_bytes)
+    return executor, stage_planner(model, AUTO, layout, executor.row_tile(capacity)), capacity
+
+
+def lessened(engine: Engine, longest: int, times: int) -> tuple[str, ...]:
+    """Takes less memory, so many times; a note about the result, or a JobError if there is no less."""
+    found: str | None = ""
+    for _ in range(times):
+        found = engine.lessen(longest)
+    if found is None:
+        engine.close()
+        hint = "Set recompute: full, quantize the backbone, or divide it over more devices, and go on with --resume."
+        raise JobError(
+            "its stages have no memory for a single microbatch of the longest sample.", where=WHERE, hint=hint
+        )
+    return (found,) if found else ()
 
 
 def _row_tile(spec: RunSpec, jobs: Sequence[JobSpec], replica: Replica) -> int:
@@ -252,10 +329,12 @@ def _engine(spec: RunSpec, jobs: Sequence[JobSpec], executor: Executor, planner:
 def stage_planner(model: ResolvedModel, name: str, layout: StageLayout, row_tile: int) -> Planner:
     sizes = layout.replica_sizes
     if layout.schedule is not None:
-        return PipelinePlanner(layout.schedule, *sizes)
-    costs = {size: stage_cost(model, size, row_tile, layout.tensor) for size in sizes}
+        return PipelinePlanner(layout.schedule, sizes[0])
+    kinds = [*zip(sizes, layout.degrees, strict=True)]
+    known = {kind: stage_cost(model, kind[0], row_tile, kind[1]) for kind in kinds}
+    costs = tuple(known[kind] for kind in kinds)
     if len(sizes) == 1:
-        in_pairs = layout.tensor > 1 and why_no_pairs(model, name, layout) is None
-        return pipeline_planner(name, costs[sizes[0]], in_pairs=in_pairs)
-    planner = SpreadPlanner(sizes, tuple(costs[size] for size in sizes), layout.planned, layout.shards)
+        in_pairs = bool(layout.tensor) and why_no_pairs(model, name, layout) is None
+        return pipeline_planner(name, costs[0], in_pairs=in_pairs)
+    planner = SpreadPlanner(sizes, costs, layout.planned, layout.shards, layout.dispatch, layout.tensor)
     return planner if max(sizes) == 1 or name == "greedy" else FastestSpread(planner, row_tile)

@@ -34,15 +34,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from weft.adapters.adapter import Adapter
+from weft.adapters.devices import Devices
 from weft.engine.execute.eva import LinearInputs, passes, set_initial_directions
-from weft.engine.execute.optimizers.optimizer import PREFIX, PartOfStep
+from weft.engine.execute.optimizers.optimizer import PREFIX, VECTOR, PartOfStep
 from weft.engine.execute.protocol import NewJob
 from weft.engine.execute.references import JobReference, ReferenceCache
 from weft.engine.execute.weights import JobWeights
 from weft.engine.inference.attach import adapter_on, own_part
 from weft.errors import ConfigError
 from weft.kernels.device import CPU
-from weft.kernels.fixed_point import SumWords, total_of_all
+from weft.kernels.fixed_point import SumWords, total_of_ends
 from weft.methods.configs import CONFIGS
 from weft.methods.registry import has_kernels
 from weft.model.backbone import Backbone
@@ -64,6 +65,15 @@ def join_state(parts: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
         for name, tensor in part.items():
             found.setdefault(name, []).append(tensor)
     return {name: torch.cat(own) if own[0].ndim and len(own) > 1 else own[0] for name, own in found.items()}
+
+
+def join_team(parts: Sequence[Tensors]) -> Tensors:
+    """Tensors of a stage from those of the devices that share its layers, the first of which has all but some moments
+    that are divided over them."""
+    found = dict(parts[0])
+    for name in parts[0].keys() & (parts[-1].keys() if len(parts) > 1 else {}):
+        found[name] = torch.cat([part[name] for part in parts])
+    return found
 
 
 def cut_state(tensors: Mapping[str, torch.Tensor], shares: Sequence[JobShare]) -> list[Tensors]:
@@ -113,8 +123,6 @@ def refuse_indivisible(spec: JobSpec) -> None:
     if spec.adapter.eva is not None:
         found = "eva looks at whole inputs, of which devices that share layers have parts; use another start."
         raise ConfigError(found, where="adapter.init_lora_weights")
-    if spec.gradient_sum == "any_order":
-        raise ConfigError("any_order is not supported with tensor:N; use in_order.", where="gradient_sum")
 
 
 def refuse_method(adapter: AdapterSpec, backbone: Backbone, where: str) -> None:
@@ -237,11 +245,6 @@ class StageStart:
             set_initial_directions(self._adapter, self._inputs.directions())
 
 
-VECTOR = 16
-"""Most numbers that torch takes at once on a CPU. It steps the rest of a buffer one by one, which may round otherwise.
-"""
-
-
 @dataclass(frozen=True)
 class JobShare:
     sizes: Mapping[str, int]
@@ -291,13 +294,12 @@ def part_size(share: JobShare) -> int:
 
 
 def part_of_step(norm: torch.Tensor, shares: Sequence[JobShare], stage: int) -> PartOfStep:
-    fills = {}
+    num_by_vectors = {}
     for group in shares[stage].trained:
         sizes = [share.run_of(group) for share in shares]
         start, total = 0 if group in shares[stage].tied else sum(sizes[:stage]), sum(sizes)
-        num_by_vectors = min(max(total - total % VECTOR - start, 0), shares[stage].sizes[group])
-        fills[group] = -num_by_vectors % VECTOR
-    return PartOfStep(norm, fills)
+        num_by_vectors[group] = max(total - total % VECTOR - start, 0)
+    return PartOfStep(norm, num_by_vectors)
 
 
 def combine_gradient_norm(
@@ -342,10 +344,10 @@ class SpreadPart:
     """Terms added to the sums of all, by group, if any; every replica would add the same."""
 
     @staticmethod
-    def of(weights: JobWeights | None, *, is_finite: bool) -> SpreadPart:
+    def of(weights: JobWeights | None, devices: Devices | None = None, *, is_finite: bool) -> SpreadPart:
         if weights is None:
             return SpreadPart(is_finite, {}, None)
-        return SpreadPart(is_finite, weights.adapter.any_order_sums(), weights.adapter.penalties())
+        return SpreadPart(is_finite, weights.adapter.any_order_sums(devices), weights.adapter.penalties())
 
     def messages(self, device: torch.device) -> list[torch.Tensor]:
         """Tensors that carry it to the root stage, all on the stage's device."""
@@ -394,9 +396,7 @@ def combine_spread_sums(
     gradient: dict[str, torch.Tensor] = {}
     for group in in_order(group for share in shares for group in share.trained):
         whole = [SumWords.joined([part.sums[group] for part in parts if group in part.sums]) for parts, _ in replicas]
-        # Rows at both ends of a model have two sums, one after the other however it is divided.
-        total, *tied = total_of_all(whole).split(sum(share.run_of(group) for share in shares))
-        gradient[group] = total + tied[0] if tied else total
+        gradient[group] = total_of_ends(whole, sum(share.run_of(group) for share in shares))
         own = [
             part.penalties[group]
             for part, share in zip(first, shares, strict=True)

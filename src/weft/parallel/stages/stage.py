@@ -5,9 +5,11 @@ A job without a module here, because of `layers_to_transform`, has no share: its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -23,8 +25,10 @@ from weft.engine.execute.optimizers.optimizer import Optimizer, refuse_idle_rate
 from weft.engine.execute.protocol import NewJob, ReplicaFacts
 from weft.engine.execute.references import ReferenceRequest
 from weft.engine.execute.weights import JobWeights
+from weft.engine.inference.attach import StoredAdapter, adapter_on, attach_adapter, own_part
+from weft.engine.inference.generate import Continuation, end_tokens
 from weft.errors import ConfigError
-from weft.kernels.device import CPU, Stream, current_stream, has_streams, is_cpu, on_stream
+from weft.kernels.device import CPU, Stream, current_stream, has_streams, is_cpu, on_stream, synchronise
 from weft.methods.registry import method_of
 from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, pack_samples
@@ -38,11 +42,49 @@ from weft.parallel.stages.shares import (
     without_tied,
 )
 from weft.parallel.stages.stage_runner import stage_runner
-from weft.parallel.stages.transport import Channel, Transport
+from weft.parallel.stages.transport import Channel, Route, Transport
 from weft.plan.program import Program
 from weft.plan.types import Microbatch
 from weft.spec import AdapterSpec
 from weft.store.row_files import ROWS
+
+
+class StagePrompts:
+    """Adapters and sequences of prompts that are answered pass by pass (`read_prompts`)."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._backbone = backbone
+        self._slots: dict[int, tuple[int | None, int]] = {}
+        """Slot here and rows in front of a prompt, by number of the adapter. It may have no module here."""
+        self._caches: dict[int, dict[Any, Any]] = {}
+
+    def attach(self, number: int, stored: StoredAdapter) -> None:
+        own = own_part(self._backbone, stored)
+        with device_errors_as_replica_errors():
+            slot = None if own is None else attach_adapter(self._backbone, own)
+        self._slots[number] = slot, stored.spec.num_leading_rows
+
+    def detach(self, number: int) -> None:
+        slot, _ = self._slots.pop(number, (None, 0))
+        if slot is not None:
+            self._backbone.detach(slot)
+
+    def check(self, stored: StoredAdapter) -> None:
+        refuse_method(stored.spec, self._backbone, "model")
+        own = own_part(self._backbone, stored)
+        if own is not None:
+            adapter_on(self._backbone, own, device=CPU)
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Drops the keys and values of all other sequences."""
+        self._caches = {number: self._caches.get(number, {}) for number in numbers}
+
+    def open(self, item: Continuation) -> tuple[Continuation, int]:
+        """The continuation with what is kept of it here, and the number of rows in front of it."""
+        slot, num_leading = (None, 0) if item.request.slot is None else self._slots[item.request.slot]
+        item.request = replace(item.request, slot=slot)
+        item.cache = self._caches[item.cache["number"]]
+        return item, num_leading
 
 
 @dataclass(frozen=True)
@@ -53,6 +95,7 @@ class StagePosition:
     device: int
 
 
+ROUND_TRIPS = 10
 UNPAIRED = 4
 """Consecutive programs without pairs after which capturing graphs is worth it."""
 
@@ -83,6 +126,7 @@ class Stage:
         self.local = LocalExecutor(backbone)
         self._given: dict[str, NewJob] = {}
         self.references = StageReferences(backbone)
+        self.prompts = StagePrompts(backbone)
         self.shares: dict[str, Mapping[int, Sequence[JobShare]]] = {}
         self._kept: dict[str, dict[int, Callable[[], dict[str, torch.Tensor]]]] = {}
         self._starts: dict[str, StageStart] = {}
@@ -114,8 +158,38 @@ class Stage:
     def facts(self) -> ReplicaFacts:
         return replica_facts(self.backbone)
 
+    def time_link(self, first: int, second: int, num_bytes: int) -> float:
+        """Seconds of a message between two stages, by half the fastest of some round trips; all stages call it."""
+        routes = Route(Channel.ACTIVATION, first, second), Route(Channel.GRADIENT, second, first)
+        self.transport.open(routes)
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self.backbone.device)
+        fastest = float("inf")
+        for _ in range(ROUND_TRIPS if self.device in (first, second) else 0):
+            begun_s = time.perf_counter()
+            for route in routes:
+                if route.source == self.device:
+                    self.transport.send(tensor, route.target, route.channel)
+                else:
+                    self.transport.receive(tensor.shape, tensor.dtype, route.source, route.channel)
+                    synchronise(self.backbone.device)
+            fastest = min(fastest, time.perf_counter() - begun_s)
+        self.transport.finish()
+        return fastest / 2
+
     def weights_of(self, job: str) -> JobWeights | None:
         return self.local.jobs[job].weights if job in self.local.jobs else None
+
+    def end_tokens(self) -> set[int]:
+        return end_tokens(self.backbone)
+
+    def check_stored(self, stored: StoredAdapter) -> None:
+        self.prompts.check(stored)
+
+    def attach_stored(self, number: int, stored: StoredAdapter) -> None:
+        self.prompts.attach(number, stored)
+
+    def detach_stored(self, number: int) -> None:
+        self.prompts.detach(number)
 
     def optimizer_kind(self, job: str) -> type[Optimizer]:
         return OPTIMIZER_KINDS[self._given[job].spec.optim]
@@ -126,10 +200,10 @@ class Stage:
         refuse_method(spec.adapter, self.backbone, "adapter.method")
         if self.backbone.devices is not None:
             refuse_indivisible(spec)
-        targets = self.backbone.targets(spec.adapter)
+        targets = self.backbone.sites.targets(spec.adapter)
         refuse_idle_rates(spec.learning_rate_pattern, targets)
-        names = tuple(leaf_names(targets, self.backbone.paths_for(method)) or targets)
-        own = [path for path in targets if path in self.backbone.shapes_for(method)]
+        names = tuple(leaf_names(targets, self.backbone.sites.paths_for(method)) or targets)
+        own = [path for path in targets if path in self.backbone.sites.shapes_for(method)]
         self._given[spec.name] = job
         num_compared, compared = self.references.add(job)
         if not own:
@@ -242,11 +316,16 @@ class Stage:
             self._kept[job] = {**kept, step: weights.snapshot(moments=True)}
 
     def tensors(self, job: str, step: int | None = None) -> dict[str, torch.Tensor]:
-        """All tensors of a job's share by name, on the CPU: current, or the kept copy of a step; without tied ones."""
+        """All tensors of a job's share by name, on the CPU: current, or the kept copy of a step; without tied ones. Of
+        devices that share its layers, all but the first return their parts of what is divided."""
         weights = self.weights_of(job)
         if weights is None:
             return {}
-        return without_tied(self._copy(job, weights, step, moments=True), self.replica_shares(job)[self.index])
+        found = self._copy(job, weights, step, moments=True)
+        devices = self.backbone.devices
+        if devices is not None and devices.index > 0:
+            found = {name: found[name] for name in found.keys() & weights.optimizer.divided}
+        return without_tied(found, self.replica_shares(job)[self.index])
 
     def modules(self, job: str, best: bool, step: int | None = None) -> dict[str, ModuleTensors]:
         weights = self.weights_of(job)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -30,7 +30,7 @@ from weft.engine.execute.evaluate import (
 from weft.engine.execute.protocol import AnswersWork, EvaluatedPart, EvaluationWork
 from weft.engine.execute.references import ReferencePass, RequestedRows, reference_passes, requested_rows
 from weft.engine.inference.generate import BATCH, Continuation, Finished, end_tokens, requests_of
-from weft.engine.inference.read import last_rows, pack_new
+from weft.engine.inference.read import last_rows, pack_new, scores_of
 from weft.engine.inference.sampling import Sampler, TokenLogprobs
 from weft.model.packed import PackedBatch, pack_samples
 from weft.parallel.stages.stage import Stage
@@ -193,14 +193,12 @@ class _Group:
 
     def run(self) -> Generator[None, None, None]:
         stage, items = self._stage, [item for item, _ in self.going]
-        batch = pack_new(items, [num_leading for _, num_leading in self.going], stage.backbone.device)
-        entering_TD = None if stage.is_first else (yield from stage.receive_activation(batch))
-        caches = [item.cache for item in items]
-        if not stage.is_last:
-            left_TD = stage.backbone.pass_on(batch, caches, entering_TD)
-            stage.transport.send(left_TD, stage.device + 1, Channel.ACTIVATION)
+        read = yield from _read(stage, self.going)
+        if read is None:
             return
-        logits_NV = stage.backbone.logits(batch, last_rows(batch), caches, entering_TD)
+        batch, hidden_TD = read
+        rows = last_rows(batch)
+        logits_NV = stage.backbone.logits_of(hidden_TD[rows], batch.slots_at(rows))
         chosen = self._sampler.choose(logits_NV, items)
         for other in range(stage.device - stage.index, stage.device):
             stage.transport.send(chosen.tokens_R, other, Channel.CHOICE)
@@ -217,6 +215,45 @@ class _Group:
         for (item, num_leading), token, own in zip(self.going, chosen, logprobs, strict=True):
             item.write(token, self._ends, self._longest, num_leading, own)
         self.going = [one for one in self.going if not one[0].is_over]
+
+
+def _read(stage: Stage, going: Sequence[OpenRequest]) -> Generator[None, None, tuple[PackedBatch, torch.Tensor] | None]:
+    """Reads the new tokens of continuations; returns the last stage's hidden states."""
+    items, leading = [item for item, _ in going], [num_leading for _, num_leading in going]
+    batch = pack_new(items, leading, stage.backbone.device)
+    entering_TD = None if stage.is_first else (yield from stage.receive_activation(batch))
+    left_TD = stage.backbone.read_on(batch, [item.cache for item in items], entering_TD)
+    if stage.is_last:
+        return batch, left_TD
+    stage.transport.send(left_TD, stage.device + 1, Channel.ACTIVATION)
+    return None
+
+
+def read_prompts(
+    stage: Stage, items: Sequence[Continuation], kept: Collection[int], scored: Sequence[int]
+) -> Generator[None, None, tuple[list[int], Sequence[TokenLogprobs | None]]]:
+    """One pass over continuations whose tokens another process has (`StagedPrompts`), which also names all whose keys
+    and values are still needed. The last stage returns the chosen tokens, or the log-probabilities of `scored`."""
+    prompts, ring = stage.prompts, stage.backbone.ring
+    prompts.keep(kept)
+    has_empty_pass = ring is not None and ring.most(len(items) and 1) > (len(items) and 1)
+    if ring is not None and has_empty_pass:
+        ring.run_empty_pass(back=False)
+    if not items:
+        return [], []
+    stage.transport.open(_routes(stage))
+    read = yield from _read(stage, [prompts.open(item) for item in items])
+    stage.transport.finish()
+    if read is None:
+        return [], []
+    batch, hidden_TD = read
+    if scored:
+        num_top = items[0].decoding.prompt_logprobs or 0
+        slot = items[0].request.slot
+        return [], scores_of(stage.backbone, hidden_TD[-len(items[0].new) :], scored, slot, num_top)
+    rows = last_rows(batch)
+    logits_NV = stage.backbone.logits_of(hidden_TD[rows], batch.slots_at(rows))
+    return Sampler().choose(logits_NV, items).to_host()
 
 
 def _requests_of(stage: Stage, work: AnswersWork, job: str, slots: ExitStack) -> list[OpenRequest]:

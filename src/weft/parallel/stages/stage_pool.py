@@ -1,4 +1,4 @@
-"""Stages as processes of this machine, which end together, whatever happens to one of them.
+"""Stages as processes, of this machine or joined from others, which end together, whatever happens to one of them.
 
 The command may then start others, where jobs continue from their checkpoints. Replicas that share no job are separate
 ranks (`parallel/replicas/`), and if one is lost, the others continue.
@@ -9,16 +9,17 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from weft.engine.execute.protocol import ReplicaFaultError
 from weft.errors import JobError, WeftError
 from weft.model.model_part import ModelPart
+from weft.parallel.stages.shares import join_team
 from weft.parallel.stages.stage import stage_positions
 from weft.parallel.stages.stage_process import (
     JOIN,
@@ -29,7 +30,7 @@ from weft.parallel.stages.stage_process import (
     receive_message,
     send_message,
 )
-from weft.parallel.stages.transport import choose_backend, process_variables
+from weft.parallel.stages.transport import Teams, choose_backend, process_variables
 from weft.parallel.stages.work import Due, StagedWork, StageOutcome, due_at
 from weft.plan.layout import copies, rings, stage_names
 from weft.plan.pipeline.append import Lists
@@ -42,12 +43,14 @@ SILENT_S = 30.0
 """Seconds without a sign of life after which a stage is considered hung and its replica ended."""
 JOIN_S = 300.0
 """The same before its first one: it imports libraries, perhaps over a network."""
-TOGETHER = ("run", "evaluate", "answer", JOIN)
+TOGETHER = ("run", "evaluate", "answer", "read_prompts", "time_link", JOIN)
 """Calls in which stages wait for each other: if one fails, none can finish."""
 LOADED = 0
 """Number of the answer that a stage sends once its layers are loaded."""
-READ = ("tensors", "modules", "adapter_of")
+READ = ("modules", "adapter_of")
 """Calls that change nothing and may return much: of processes that share a stage only the first gets them."""
+JOINED = "tensors"
+"""A call that each of those processes answers with a part."""
 END_S = 5.0
 BLAME_S = 1.0
 """Seconds to notice that a stage failed because another one is gone."""
@@ -57,48 +60,139 @@ class StageLostError(JobError, ReplicaFaultError):
     """A stage is gone, and with it all replicas: steps since the last checkpoints are lost."""
 
 
+class StageHandle(Protocol):
+    @property
+    def connection(self) -> Connection: ...
+
+    def wait_begun(self) -> None:
+        """Waits until the process runs; OSError if it cannot be started."""
+        ...
+
+    def dismiss(self) -> None:
+        """Lets it end by itself."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Waits for its end; TimeoutExpired after `timeout` seconds."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def ending(self) -> str:
+        """How it has ended, for the user."""
+        ...
+
+
+class StageHosts(Protocol):
+    def start(self, number: int) -> Sequence[StageHandle]: ...
+
+    @property
+    def backend(self) -> str:
+        """Backend of torch.distributed for the processes that were started."""
+        ...
+
+    def open_store(self) -> str | int:
+        """Where processes find each other, new at each call: a file, or the port of a store of this machine."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalStage(ChildProcess):
+    def __init__(self, index: int, log: Path, gpu: str | None) -> None:
+        self.connection, its = Pipe()
+        self._log = log
+        name, variables = f"weft-stage-{index}", process_variables(gpu)
+        super().__init__(PROGRAM, connections=[its], variables=variables, name=name, log=log)
+
+    def dismiss(self) -> None:
+        self.connection.close()
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            super().kill()
+        self.wait()
+
+    def ending(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(END_S)
+        code, words = self.poll(), last_line(self._log)
+        if code is not None and code < 0:
+            return f"was ended by signal {-code}"
+        return f"ended ({words})" if words else "ended"
+
+
+class LocalHosts:
+    """Processes of this machine."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus = gpus
+        self.backend = choose_backend(gpus)
+        self._folder = ScratchFolder("stages")
+
+    def start(self, number: int) -> list[LocalStage]:
+        folder = self._folder.path
+        gpus: Sequence[str | None] = self._gpus or [None] * number
+        return [LocalStage(index, folder / f"stage-{index}.log", gpus[index]) for index in range(number)]
+
+    def open_store(self) -> str:
+        return str(self._folder.path / "store")
+
+    def close(self) -> None:
+        self._folder.close()
+
+
 class StageProcesses:
     def __init__(
         self,
         backbone: BackboneSpec,
         *replicas: Sequence[ModelPart],
         shards: Sequence[int] = (),
-        tensor: int = 1,
+        tensor: Sequence[int] = (),
         gpus: Sequence[str] = (),
         memory_limit: float | str | None = None,
         silent_s: float = SILENT_S,
+        hosts: StageHosts | None = None,
     ) -> None:
         """Starts them and waits until all have loaded their layers; raises their errors.
 
         `replicas`: parts of the stages of each; `shards`: numbers of consecutive replicas that share one copy of the
-        frozen weights; `tensor`: processes that share the layers of each stage; `gpus`: of each process, empty on a
-        CPU; `memory_limit`: of each GPU.
+        frozen weights; `tensor`: processes that share every layer of each replica, empty: none do; `gpus`: of each
+        process, empty on a CPU; `memory_limit`: of each GPU; `hosts`: where the processes are, by default on this
+        machine with these GPUs.
         """
-        self._num_tensor = tensor
-        self._gpus = gpus
+        self._hosts = hosts or LocalHosts(gpus)
         self.replica_sizes = [len(parts) for parts in replicas]
         self._names = stage_names(self.replica_sizes, shards)
         owners = copies(len(replicas), shards)
         self._word = "replicas" if len(owners) > 1 else "shards" if len(replicas) > 1 else "stages"
         parts, shared = [part for own in replicas for part in own], rings(self.replica_sizes, shards)
-        self._orders = [
-            StageOrder(position, backbone, part, len(parts), own, tensor, shared, choose_backend(gpus), memory_limit)
-            for position, part in zip(stage_positions(self.replica_sizes), parts, strict=True)
-            for own in range(tensor)
-        ]
+        teams = Teams(
+            tuple(degree for own, degree in zip(replicas, tensor or (1,) * len(replicas), strict=True) for _ in own)
+        )
+        self._teams = teams
         self._silent_s = silent_s
-        self._folder = ScratchFolder("stages")
-        self._lock = threading.Lock()
-        """Held during a call: any thread may submit jobs, and a stage answers one call at a time."""
+        self._sending = threading.Lock()
+        """Held while a call is sent: any thread may submit jobs, and all stages get the calls in the same order."""
+        self._changed = threading.Condition()
+        self._is_receiving = False
+        """True while a thread receives answers for all that wait. So a short call does not wait for a long one."""
+        self._together = {LOADED}
+        """Calls and programs that cannot end if a stage fails."""
         self._lost: StageLostError | None = None
         self._num_calls = 0
         self._answers: dict[tuple[int, int], StageAnswer] = {}
-        self.processes: list[ChildProcess] = []
-        self._connections: list[Connection] = []
-        self._last_seen_s = [0.0] * len(self._orders)
+        self.processes = self._hosts.start(sum(teams.sizes))
+        self._connections = [process.connection for process in self.processes]
+        self._last_seen_s = [time.monotonic() + JOIN_S - silent_s] * len(self.processes)
         try:
-            self._load()
-            self.call_all(JOIN, str(self._folder.path / "store"))
+            backend = self._hosts.backend
+            self._load(
+                StageOrder(position, backbone, part, teams, own, shared, backend, memory_limit)
+                for position, part in zip(stage_positions(self.replica_sizes), parts, strict=True)
+                for own in range(teams.sizes[position.device])
+            )
+            self.call_all(JOIN, self._hosts.open_store())
         except BaseException:
             self.close()
             raise
@@ -107,90 +201,105 @@ class StageProcesses:
         return self.call_each(what, dict.fromkeys(range(sum(self.replica_sizes)), given))
 
     def call_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
-        with self._lock:
-            return self._call(what, given)
-
-    def _call(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         # Processes that share a stage hold the same parts of a job, and answer the same.
-        each = 1 if what in READ else self._num_tensor
-        indices = [stage * self._num_tensor + device for stage in given for device in range(each)]
+        teams = [self._teams.processes(stage)[: 1 if what in READ else None] for stage in given]
+        indices = [index for own in teams for index in own]
         number = self._send_each(what, given, indices)
-        found = self._gather(indices, number, is_together=what in TOGETHER)
-        return [found[index] for index in indices[::each]]
+        found = self._gather(indices, number)
+        if what == JOINED:
+            return [join_team([found[index] for index in own]) for own in teams]
+        return [found[own.start] for own in teams]
 
     def append(self, work: StagedWork, lists: Lists, due: Due) -> int:
         given = {stage: (work, own, due_at(due, stage)) for stage, own in enumerate(lists)}
-        with self._lock:
-            return self._send_each("append", given, range(len(self.processes)))
+        return self._send_each("append", given, range(len(self.processes)))
 
     def go_on(self, lists: Lists, due: Due) -> None:
         given = {stage: (own, due_at(due, stage)) for stage, own in enumerate(lists)}
-        with self._lock:
-            self._send_each("go_on", given, range(len(self.processes)))
+        self._send_each("go_on", given, range(len(self.processes)))
 
     def outcomes(self, number: int) -> list[StageOutcome]:
-        indices = range(len(self.processes))
-        with self._lock:
-            found = self._gather(indices, number, is_together=True)
-        return [found[index] for index in indices[:: self._num_tensor]]
+        found = self._gather(range(len(self.processes)), number)
+        return [found[self._teams.processes(stage).start] for stage, _ in enumerate(self._teams.sizes)]
+
+    def check(self) -> None:
+        with self._changed:
+            self._refuse_lost()
+            if self._is_receiving:
+                return
+            self._is_receiving = True
+        self._receive_some(range(len(self.processes)), timeout_s=0.0)
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
+        for process in self.processes:
+            process.dismiss()
         until = time.monotonic() + END_S
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
         self._kill()
-        self._folder.close()
+        self._hosts.close()
 
-    def _load(self) -> None:
-        for order in self._orders:
-            self._start(order)
-        for process in self.processes:
-            process.wait_begun()
-        self._gather(range(len(self.processes)), LOADED, is_together=True)
-
-    def _start(self, order: StageOrder) -> None:
-        mine, its = Pipe()
-        variables = process_variables(self._gpus[order.process] if self._gpus else None)
-        index, log = order.process, self._log(order.process)
-        process = ChildProcess(PROGRAM, connections=[its], variables=variables, name=f"weft-stage-{index}", log=log)
-        self.processes.append(process)
-        self._connections.append(mine)
-        self._last_seen_s[index] = time.monotonic() + JOIN_S - self._silent_s
-        send_message(mine, order)
-
-    def _send_each(self, what: str, given: Mapping[int, tuple[Any, ...]], indices: Sequence[int]) -> int:
+    def _refuse_lost(self) -> None:
         if self._lost is not None:
             raise self._lost
-        self._num_calls += 1
-        for index in indices:
-            try:
-                send_message(self._connections[index], (self._num_calls, what, given[index // self._num_tensor]))
-            except OSError:
-                self._lose(index)
-        return self._num_calls
 
-    def _gather(self, indices: Sequence[int], number: int, *, is_together: bool) -> dict[int, Any]:
+    def _load(self, orders: Iterable[StageOrder]) -> None:
+        for order, connection in zip(orders, self._connections, strict=True):
+            with suppress(OSError):  # its end is noticed below
+                send_message(connection, order)
+        for process in self.processes:
+            process.wait_begun()
+        self._gather(range(len(self.processes)), LOADED)
+
+    def _send_each(self, what: str, given: Mapping[int, tuple[Any, ...]], indices: Sequence[int]) -> int:
+        with self._sending:
+            self._refuse_lost()
+            self._num_calls += 1
+            if what in TOGETHER or what == "append":
+                self._together.add(self._num_calls)
+            for index in indices:
+                try:
+                    send_message(self._connections[index], (self._num_calls, what, given[self._teams.stage_of(index)]))
+                except OSError:
+                    self._lose(index)
+            return self._num_calls
+
+    def _gather(self, indices: Sequence[int], number: int) -> dict[int, Any]:
         """Waits for the answer of every process; raises the first error."""
-        answers = self._answers
-        while missing := [index for index in indices if (index, number) not in answers]:
-            waiting = {self._connections[index]: index for index in missing}
-            for connection in wait(list(waiting), timeout=1.0):
-                index = waiting[connection]  # type: ignore[index]
-                answer = self._receive(index)
-                if isinstance(answer, StageAnswer):
-                    answers[index, answer.number] = answer
-                    # Other calls that are still open are those that stages run together.
-                    if answer.error is not None and (is_together or answer.number != number):
-                        self._fail(index, answer.error)
-            self._end_silent(missing)
-        found = [answers.pop((index, number)) for index in indices]
+        while True:
+            with self._changed:
+                missing = [index for index in indices if (index, number) not in self._answers]
+                if not missing:
+                    break
+                self._refuse_lost()
+                if self._is_receiving:
+                    self._changed.wait()
+                    continue
+                self._is_receiving = True
+            self._receive_some(missing, timeout_s=1.0)
+        found = [self._answers.pop((index, number)) for index in indices]
+        self._together.discard(number)
         errors = [answer.error for answer in found if answer.error is not None]
         if errors:
             raise errors[0]
         return {index: answer.found for index, answer in zip(indices, found, strict=True)}
+
+    def _receive_some(self, missing: Sequence[int], timeout_s: float) -> None:
+        waiting = {connection: index for index, connection in enumerate(self._connections)}
+        try:
+            for connection in wait(list(waiting), timeout_s):
+                index = waiting[connection]  # type: ignore[index]
+                answer = self._receive(index)
+                if isinstance(answer, StageAnswer):
+                    self._answers[index, answer.number] = answer
+                    if answer.error is not None and answer.number in self._together:
+                        self._fail(index, answer.error)
+            self._end_silent(missing)
+        finally:
+            with self._changed:
+                self._is_receiving = False
+                self._changed.notify_all()
 
     def _fail(self, index: int, error: Exception) -> NoReturn:
         """Ends all stages because one failed, or because of the lost stage that made it fail."""
@@ -199,10 +308,9 @@ class StageProcesses:
             raise error.at(self._name(index)) if isinstance(error, StageMemoryError) else error
         until = time.monotonic() + BLAME_S
         while time.monotonic() < until:
-            for other, process in enumerate(self.processes):
-                if process.poll() is not None:
-                    self._lose(other)
-            time.sleep(0.01)
+            for connection in wait(self._connections, timeout=0.01):
+                # Raises for one whose process is gone; nothing else matters any more.
+                self._receive(self._connections.index(connection))  # type: ignore[arg-type]
         self._lose(index, f"failed ({error})")
 
     def _receive(self, index: int) -> StageAnswer | StageAlive:
@@ -219,28 +327,17 @@ class StageProcesses:
                 self._lose(index, f"gave no sign of life for {self._silent_s:g} s")
 
     def _lose(self, index: int, how: str | None = None) -> NoReturn:
-        if how is None:
-            with suppress(subprocess.TimeoutExpired):
-                self.processes[index].wait(END_S)
-            code = self.processes[index].poll()
-            words = last_line(self._log(index))
-            how = "ended" if not words else f"ended ({words})"
-            if code is not None and code < 0:
-                how = f"was ended by signal {-code}"
+        how = how or self.processes[index].ending()
         self._kill()
         hint = "Every job goes on from its last checkpoint with --resume."
         self._lost = StageLostError(f"{how}, so all {self._word} were ended.", where=self._name(index), hint=hint)
         raise self._lost
 
     def _name(self, index: int) -> str:
-        stage, device = divmod(index, self._num_tensor)
-        return self._names[stage] if self._num_tensor == 1 else f"{self._names[stage]}, device {device}"
+        stage = self._teams.stage_of(index)
+        own = self._teams.processes(stage)
+        return self._names[stage] if len(own) == 1 else f"{self._names[stage]}, device {index - own.start}"
 
     def _kill(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-    def _log(self, index: int) -> Path:
-        return self._folder.path / f"stage-{index}.log"
+            process.kill()

@@ -21,21 +21,25 @@ import torch.distributed as dist
 
 from weft.engine.execute.memory import load_part_within_memory
 from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemoryError
-from weft.errors import JobError, WeftError
+from weft.errors import JobError, ModelError, WeftError
 from weft.kernels.device import is_out_of_memory
 from weft.model.model_part import ModelPart
 from weft.model.resolve import resolve
 from weft.model.shards import TorchHostPeers, TorchPeers
 from weft.parallel.stages.interpreter import StageProgram
 from weft.parallel.stages.stage import Stage, StagePosition
-from weft.parallel.stages.stage_passes import answer_prompts, evaluate_jobs
+from weft.parallel.stages.stage_passes import answer_prompts, evaluate_jobs, read_prompts
 from weft.parallel.stages.transport import (
+    LOCALHOST,
     HostTransport,
+    Teams,
     TorchDevices,
     TorchTransport,
     Transport,
+    address_of_peer,
     goes_through_host,
     join_devices,
+    network_variables,
     tensor_devices,
 )
 from weft.parallel.stages.work import Due, StagedWork, StageOutcome, all_routes, due_at, routes_of, steps_due
@@ -43,6 +47,7 @@ from weft.plan.program import Instruction
 from weft.spec import BackboneSpec
 
 JOIN = "join"
+END = "end"
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,9 @@ class StageOrder:
     position: StagePosition
     backbone: BackboneSpec
     part: ModelPart
-    num_devices: int
+    teams: Teams
     tensor: int
-    num_tensor: int
-    """Number of those processes; 1: it has its layers alone."""
+    """Its index among the processes that share the stage."""
     rings: tuple[tuple[int, ...], ...] = ()
     backend: str = "gloo"
     memory_limit: float | str | None = None
@@ -65,7 +69,11 @@ class StageOrder:
 
     @property
     def process(self) -> int:
-        return self.position.device * self.num_tensor + self.tensor
+        return self.teams.processes(self.position.device)[self.tensor]
+
+    @property
+    def num_tensor(self) -> int:
+        return self.teams.sizes[self.position.device]
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,7 @@ TOGETHER: dict[str, Callable[..., Generator[None, None, Any]]] = {
     "run": run_program,
     "evaluate": evaluate_jobs,
     "answer": answer_prompts,
+    "read_prompts": read_prompts,
 }
 """Calls in which stages wait for each other."""
 
@@ -187,7 +196,8 @@ LONGEST_WAIT = datetime.timedelta(hours=12)
 """Longest wait for another stage; the coordinator ends all stages long before, if one is gone or silent."""
 
 
-def main(connection: Connection) -> None:
+def main(connection: Connection, *, lost_code: int = 0) -> None:
+    """Serves its coordinator to the end; exits with `lost_code` when that is gone."""
     # `kill -USR1` writes to the stage's log what it waits for.
     faulthandler.register(signal.SIGUSR1)
     lock = threading.Lock()
@@ -198,7 +208,7 @@ def main(connection: Connection) -> None:
                 send_message(connection, what)
         except OSError:
             # The coordinator is gone, and this process has nothing to save.
-            os._exit(1)
+            os._exit(lost_code or 1)
 
     def beat() -> None:
         while True:
@@ -207,19 +217,22 @@ def main(connection: Connection) -> None:
 
     threading.Thread(target=beat, name="weft-alive", daemon=True).start()
     try:
-        member = _loaded(receive_message(connection), reply)
+        coordinator = address_of_peer(connection)
+        if coordinator is not None:
+            os.environ.update(network_variables(connection))
+        member = _loaded(receive_message(connection), coordinator, reply)
         if member is not None:
             _serve(member, connection, reply)
-    except EOFError:
-        os._exit(0)
+    except (EOFError, ConnectionError):
+        os._exit(lost_code)
 
 
-def _loaded(order: StageOrder, reply: Callable[[StageAnswer], None]) -> StageMember | None:
+def _loaded(order: StageOrder, coordinator: str | None, reply: Callable[[StageAnswer], None]) -> StageMember | None:
     """The stage, or None after reporting why it cannot be loaded."""
     try:
-        member = StageMember(order)
+        member = StageMember(order, coordinator)
     except Exception as error:
-        reply(StageAnswer(0, error=sendable(error, order.position.device)))
+        reply(StageAnswer(0, error=_unloaded(error, order.position.device)))
         return None
     reply(StageAnswer(0))
     return member
@@ -244,6 +257,8 @@ def _serve(member: StageMember, connection: Connection, reply: Callable[[StageAn
         elif what == "go_on":
             assert going is not None, "a program goes on that was begun"
             going.program.go_on(*given)
+        elif what == END:
+            return
         else:
             try:
                 found = StageAnswer(number, _answered(member, what, given))
@@ -263,8 +278,15 @@ def _report_failure(
     reply(StageAnswer(number, error=found))
 
 
+def _unloaded(error: Exception, stage: int) -> Exception:
+    found = sendable(error, stage)
+    if isinstance(found, StageMemoryError):
+        return ModelError("its GPU has no memory for its layers; quantize, or use more stages.", where=found.where)
+    return found
+
+
 def sendable(error: Exception, stage: int, what: str = "") -> Exception:
-    if isinstance(error, WeftError) or (what == "seat" and isinstance(error, ReplicaMemoryError)):
+    if isinstance(error, WeftError) or (what in ("seat", "attach_stored") and isinstance(error, ReplicaMemoryError)):
         return error
     if isinstance(error, ReplicaMemoryError) or is_out_of_memory(error):
         hint = "Every job goes on from its last checkpoint with --resume."
@@ -274,8 +296,9 @@ def sendable(error: Exception, stage: int, what: str = "") -> Exception:
 
 
 class StageMember:
-    def __init__(self, order: StageOrder) -> None:
-        self._order = order
+    def __init__(self, order: StageOrder, coordinator: str | None = None) -> None:
+        """`coordinator`: its machine's address; None: this machine."""
+        self._order, self._coordinator = order, coordinator
         model = resolve(order.backbone)
         device = model.device
         self._is_by_host = goes_through_host(device, order.backend)
@@ -298,29 +321,32 @@ class StageMember:
         assert self._stage is not None, "a stage joins the others first"
         return self._stage
 
-    def join(self, store: str) -> None:
-        order = self._order
-        dist.init_process_group(
-            order.backend,
-            init_method=f"file://{store}",
-            rank=order.process,
-            world_size=order.num_devices * order.num_tensor,
-            timeout=LONGEST_WAIT,
-        )
+    def join(self, where: str | int) -> None:
+        """Joins the other stages by a file, or by a store at this port of the coordinator's machine."""
+        order, number = self._order, sum(self._order.teams.sizes)
+        store: Any
+        if isinstance(where, str):
+            store = dist.FileStore(where, number)  # type: ignore[attr-defined]
+        else:
+            host = self._coordinator or LOCALHOST
+            store = dist.TCPStore(host, where, is_master=False, timeout=LONGEST_WAIT)  # type: ignore[attr-defined]
+        dist.init_process_group(order.backend, store=store, rank=order.process, world_size=number, timeout=LONGEST_WAIT)
         for ring in order.rings:
             # Gathering and sending have separate groups, so neither waits for the other.
             group = dist.new_group(ring, timeout=LONGEST_WAIT)
             if self._peers is not None and ring == order.ring:
                 self._peers.group = group
-        if self._devices is not None:
-            self._devices.groups = join_devices(self.device, order.num_devices, order.num_tensor, LONGEST_WAIT)
+        if max(order.teams.sizes) > 1:
+            groups = join_devices(self.device, order.teams, LONGEST_WAIT)
+            if self._devices is not None:
+                self._devices.groups = groups
         self._stage = Stage(order.position, self._backbone, self._transport())
 
     def _transport(self) -> Transport:
         order, device = self._order, self._backbone.device
         if self._is_by_host:
-            return HostTransport(order.position.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
-        return TorchTransport(order.position.device, device, LONGEST_WAIT, order.tensor, order.num_tensor)
+            return HostTransport(order.position.device, device, LONGEST_WAIT, order.teams, order.tensor)
+        return TorchTransport(order.position.device, device, LONGEST_WAIT, order.teams, order.tensor)
 
     def leave(self) -> None:
         if not dist.is_initialized():

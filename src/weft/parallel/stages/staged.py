@@ -40,6 +40,7 @@ from weft.parallel.staged_run import StagedRun
 from weft.parallel.stages.shares import join_state, refuse_divided
 from weft.parallel.stages.staged_jobs import StagedJobs
 from weft.parallel.stages.work import FinishWork, MoveWork, StagedWork, StageGroup, StepOrders, program_outcome
+from weft.plan.admit import MARGIN
 from weft.plan.layout import copies
 from weft.plan.program import Program
 from weft.spec import AdapterSpec
@@ -67,10 +68,13 @@ class StagedExecutor:
         self._ahead, self._compiling_s = ahead, 0.0
         self.tokenizer = tokenizer
         ends = [*itertools.accumulate(stages.replica_sizes)]
-        self._replicas = [range(end - size, end) for end, size in zip(ends, stages.replica_sizes, strict=True)]
-        self._copies = copies(len(self._replicas), shards)
-        self.facts = facts_of(stages.call_all("facts"), self._replicas, shards)
-        self._jobs = StagedJobs(stages, self._replicas, self._copies)
+        self.replicas = [range(end - size, end) for end, size in zip(ends, stages.replica_sizes, strict=True)]
+        self._copies = copies(len(self.replicas), shards)
+        self.facts = facts_of(stages.call_all("facts"), self.replicas, shards)
+        self._jobs = StagedJobs(stages, self.replicas, self._copies)
+        self._at_rest: list[ReplicaMemory] = [] if self.facts.device_kind == "cpu" else stages.call_all("memory")
+        """Of each stage, with the frozen weights alone."""
+        self._answered: tuple[tuple[int, list[AdapterSpec]], list[int]] | None = None
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
         self._orders = StepOrders()
@@ -84,19 +88,41 @@ class StagedExecutor:
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """Bytes of microbatches on all stages of a replica, if each held as much as the fullest. The earlier a stage,
         the more microbatches it holds at a time."""
-        found: list[int] = self.stages.call_all("activation_bytes", capacity, list(adapters))
-        fullest = [max(found[device] * (devices.stop - device) for device in devices) for devices in self._replicas]
-        return max(most * len(devices) for most, devices in zip(fullest, self._replicas, strict=True))
+        found = self._microbatch_bytes(capacity, adapters)
+        fullest = [max(found[device] * (devices.stop - device) for device in devices) for devices in self.replicas]
+        return max(most * len(devices) for most, devices in zip(fullest, self.replicas, strict=True))
+
+    def in_flight(
+        self, capacity: int, adapters: Collection[AdapterSpec], job_bytes: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """See `ProgramExecutor`. Counted from the weights and the jobs: at any moment others are in flight."""
+        if not self._at_rest:
+            return ()
+        each, seats = self._microbatch_bytes(capacity, adapters), self._jobs.by_stage(job_bytes)
+        left = [
+            memory.usable_bytes / (1 + MARGIN) - memory.allocated_bytes - own
+            for memory, own in zip(self._at_rest, seats, strict=True)
+        ]
+        return tuple(max(1, int(free // most)) for free, most in zip(left, each, strict=True))
+
+    def _microbatch_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> list[int]:
+        """Of one on each stage. Stages are called once for the same adapters: each call waits for their work."""
+        question = capacity, list(adapters)
+        answered = self._answered
+        if answered is None or answered[0] != question:
+            # Other threads may submit jobs meanwhile.
+            answered = self._answered = question, self.stages.call_all("activation_bytes", *question)
+        return answered[1]
 
     def memory(self) -> ReplicaMemory | None:
         """Memory of the replica with the least room, as if all its stages were as full as the fullest; None on CPUs."""
         if self.facts.device_kind == "cpu":
             return None
         found: list[ReplicaMemory] = self.stages.call_all("memory")
-        held = [sum(found[device].allocated_bytes for device in devices) for devices in self._replicas]
+        held = [sum(found[device].allocated_bytes for device in devices) for devices in self.replicas]
         left = [
             len(devices) * min(found[device].usable_bytes - found[device].allocated_bytes for device in devices)
-            for devices in self._replicas
+            for devices in self.replicas
         ]
         fullest = left.index(min(left))
         return ReplicaMemory(held[fullest] + left[fullest], held[fullest])
@@ -234,7 +260,7 @@ class StagedExecutor:
         self, what: str, jobs: Iterable[str], order: Callable[[tuple[str, ...]], Work[Any]]
     ) -> list[tuple[tuple[str, ...], Any]]:
         """Calls all replicas at once for jobs that they have: the jobs of each, and the answer of its last stage."""
-        own: list[list[str]] = [[] for _ in self._replicas]
+        own: list[list[str]] = [[] for _ in self.replicas]
         for job in sorted(jobs, key=lambda job: len(self._jobs[job].shares)):
             # Jobs on all replicas go to the one with the fewest.
             min((own[replica] for replica in self._jobs[job].shares), key=len).append(job)
@@ -243,10 +269,10 @@ class StagedExecutor:
             for together in self._copies
             if any(own[replica] for replica in together)
             for replica in together
-            for device in self._replicas[replica]
+            for device in self.replicas[replica]
         }
         found = dict(zip(given, self.stages.call_each(what, given), strict=True))
-        last = [found.get(devices[-1]) for devices in self._replicas]
+        last = [found.get(devices[-1]) for devices in self.replicas]
         return [(tuple(named), results) for named, results in zip(own, last, strict=True) if named]
 
     def _write(self, work: CheckpointWork | AdapterWork) -> None:
@@ -292,18 +318,20 @@ def _kept(write: Callable[[], None]) -> Callable[[], None]:
 
 def facts_of(stages: list[ReplicaFacts], replicas: Sequence[range], shards: Sequence[int]) -> ReplicaFacts:
     """Facts of all replicas from those of their stages; the configuration is the last stage's."""
-    sizes = tuple(len(devices) for devices in replicas)
+    sizes, degrees = tuple(map(len, replicas)), [stages[devices.start].tensor[0] for devices in replicas]
     return dataclasses.replace(
         stages[-1],
         modules=tuple(path for device in replicas[0] for path in stages[device].modules),
-        backbone_bytes=sum(facts.backbone_bytes * facts.tensor for facts in stages),
-        kernels=f"{stages[-1].kernels}; {_in_words(sizes, shards, stages[-1].tensor)}",
+        backbone_bytes=sum(facts.backbone_bytes * facts.tensor[0] for facts in stages),
+        kernels=f"{stages[-1].kernels}; {_in_words(sizes, shards, degrees)}",
+        environment={**stages[-1].environment, **({"tensor": degrees} if len({*degrees}) > 1 else {})},
         replica_sizes=sizes,
+        tensor=tuple(degrees),
         shards=tuple(shards),
     )
 
 
-def _in_words(replica_sizes: Sequence[int], shards: Sequence[int], tensor: int) -> str:
+def _in_words(replica_sizes: Sequence[int], shards: Sequence[int], degrees: list[int]) -> str:
     owners = copies(len(replica_sizes), shards)
     found = [] if len(owners) == 1 else [f"{len(owners)} replicas"]
     for word, numbers in (
@@ -312,6 +340,7 @@ def _in_words(replica_sizes: Sequence[int], shards: Sequence[int], tensor: int) 
     ):
         if max(numbers) > 1:
             found.append(f"{', '.join(map(str, numbers))} {word}")
-    if tensor > 1:
-        found.append(f"{tensor} devices that share every layer")
+    if max(degrees) > 1:
+        numbers = degrees[:1] if len({*degrees}) == 1 else degrees
+        found.append(f"{', '.join(map(str, numbers))} devices that share every layer")
     return " of ".join(found)

@@ -48,6 +48,16 @@ class StagedJobs:
         added = self._jobs[job.spec.name] = StagedJob(job, shares, is_unknown=job.spec.adapter.eva is not None)
         return shares[added.home]
 
+    def by_stage(self, job_bytes: Mapping[str, int]) -> list[float]:
+        """What each stage has of the bytes of these jobs, by the parameters there."""
+        found = [0.0] * (self._replicas[-1].stop)
+        for name, num_bytes in job_bytes.items():
+            for replica, shares in self._jobs[name].shares.items():
+                total = sum(share.num_trained for share in shares) or 1
+                for device, share in zip(self._replicas[replica], shares, strict=True):
+                    found[device] += num_bytes * share.num_trained / total
+        return found
+
     def drop(self, job: str) -> None:
         self.call("drop", job)
         del self._jobs[job]
@@ -118,7 +128,8 @@ class StagedJobs:
 
     def _emptiest(self) -> int:
         counts = [0.0] * len(self._replicas)
-        for job in self._jobs.values():
+        # A copy at once: other threads may submit while we look.
+        for job in list(self._jobs.values()):
             for replica, shares in job.shares.items():
                 counts[replica] += sum(share.num_trained for share in shares) / len(shares)
         return counts.index(min(counts))

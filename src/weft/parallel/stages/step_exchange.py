@@ -107,11 +107,11 @@ class StepExchange:
     def _messages(self, step: StepOf, is_finite: torch.Tensor) -> list[torch.Tensor]:
         weights = self._stage.weights_of(step[0])
         if self._is_spread(step[0]):
-            return SpreadPart.of(weights, is_finite=bool(is_finite > 0)).messages(self._stage.backbone.device)
-        if weights is not None:
+            return self._own_part(step, is_finite).messages(self._stage.backbone.device)
+        if weights is not None and self._stage.backbone.devices is not None:
+            weights.adapter.add_up_gradients(self._stage.backbone.devices)
+        elif weights is not None:
             weights.adapter.complete_gradients()
-            if self._stage.backbone.devices is not None:
-                weights.adapter.add_up_gradients(self._stage.backbone.devices)
         return [gradient_part(weights, is_finite)]
 
     def _combine(self, step: StepOf, is_finite: torch.Tensor) -> Generator[None, None, None]:
@@ -160,7 +160,7 @@ class StepExchange:
             parts: list[SpreadPart] = []
             for device in devices:
                 if device == stage.device:
-                    part: Part = SpreadPart.of(stage.weights_of(step[0]), is_finite=bool(is_finite > 0))
+                    part: Part = self._own_part(step, is_finite)
                 else:
                     try:
                         part = yield from self._part(device, step)
@@ -171,6 +171,10 @@ class StepExchange:
                 parts.append(part)
             replicas.append((parts, shares))
         return None if self._is_cut_off else combine_spread_sums(replicas, stage.optimizer_kind(step[0]).norm_of)
+
+    def _own_part(self, step: StepOf, is_finite: torch.Tensor) -> SpreadPart:
+        stage = self._stage
+        return SpreadPart.of(stage.weights_of(step[0]), stage.backbone.devices, is_finite=bool(is_finite > 0))
 
     def _left_out(self) -> GradientNorm:
         return GradientNorm(*torch.zeros(2, device=self._stage.backbone.device).unbind())

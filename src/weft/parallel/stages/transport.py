@@ -9,19 +9,22 @@ memory. A tensor is copied there on a separate stream, and a thread sends it onc
 
 With `tensor:N`, N processes share every layer of a stage (`TorchDevices`). Each runs the program of the stage on its
 own part of the layers; what enters and leaves a stage is whole on all of them, so each has a neighbour in the next
-stage. With gloo the host waits for their sums, so no graph captures them.
+stage, or several where that has more. With gloo the host waits for their sums, so no graph captures them.
 """
 
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +69,21 @@ DIRECTIONS = (
 """All directions; a job's root stage need not be on the first replica, if that had no sample of it."""
 
 
+@dataclass(frozen=True)
+class Teams:
+    """The processes of all stages, one stage after the other."""
+
+    sizes: tuple[int, ...]
+    """Number of processes that share each stage."""
+
+    def processes(self, stage: int) -> range:
+        first = sum(self.sizes[:stage])
+        return range(first, first + self.sizes[stage])
+
+    def stage_of(self, process: int) -> int:
+        return next(stage for stage, _ in enumerate(self.sizes) if process in self.processes(stage))
+
+
 class StageGoneError(Exception):
     """The process at the other end is gone; the coordinator notices it too."""
 
@@ -92,12 +110,12 @@ class TorchTransport:
     and received would wait for itself. What is received comes on a stream that waits for no computing."""
 
     def __init__(
-        self, stage: int, device: torch.device, longest_wait: datetime.timedelta, tensor: int = 0, num_tensor: int = 1
+        self, stage: int, device: torch.device, longest_wait: datetime.timedelta, teams: Teams, tensor: int = 0
     ) -> None:
-        """All processes of the default group make theirs at the same time. Among `num_tensor` processes that share a
-        stage, each is connected to those with its own index in other stages."""
+        """All processes of the default group make theirs at the same time. `tensor`: its index in its team. A process
+        receives from the one with its own index, or with the rest of dividing it by the other team's size."""
         self._stage = stage
-        self._tensor, self._num_tensor = tensor, num_tensor
+        self._tensor, self._teams = tensor, teams
         self._device = device
         self._groups = {direction: dist.new_group(timeout=longest_wait) for direction in DIRECTIONS}
         self._open: set[Route] = set()
@@ -121,16 +139,17 @@ class TorchTransport:
         self._leaving = [(work, kept) for work, kept in self._leaving if work is not None and not work.is_completed()]
         tensor = tensor.contiguous()
         group = self._groups[Route(channel, self._stage, to_stage).direction]
-        with suppress(RuntimeError):
-            self._leaving.append((dist.isend(tensor, self._process(to_stage), group=group), tensor))
+        for process in self._teams.processes(to_stage)[self._tensor :: self._teams.sizes[self._stage]]:
+            with suppress(RuntimeError):
+                self._leaving.append((dist.isend(tensor, process, group=group), tensor))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel) -> torch.Tensor:
         """Waits for it; on a GPU only what is launched from now on does. StageGoneError if the sender is gone."""
-        direction = Route(channel, from_stage, self._stage).direction
+        direction, senders = Route(channel, from_stage, self._stage).direction, self._teams.processes(from_stage)
         with on_stream(self._streams[direction]) if self._streams else nullcontext():
             tensor = self._room(shape, dtype)
             try:
-                dist.recv(tensor, self._process(from_stage), group=self._groups[direction])
+                dist.recv(tensor, senders[self._tensor % len(senders)], group=self._groups[direction])
             except RuntimeError as error:
                 raise StageGoneError(str(error)) from None
             ready = mark(self._device)
@@ -147,15 +166,12 @@ class TorchTransport:
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=self._device)
 
-    def _process(self, stage: int) -> int:
-        return stage * self._num_tensor + self._tensor
-
 
 class HostTransport(TorchTransport):
     def __init__(
-        self, stage: int, device: torch.device, longest_wait: datetime.timedelta, tensor: int = 0, num_tensor: int = 1
+        self, stage: int, device: torch.device, longest_wait: datetime.timedelta, teams: Teams, tensor: int = 0
     ) -> None:
-        super().__init__(stage, CPU, longest_wait, tensor, num_tensor)
+        super().__init__(stage, CPU, longest_wait, teams, tensor)
         self._gpu = device
         self._out, self._in = (Stream(device) if has_streams(device) else None for _ in range(2))
         # A stage's results are ready in the order of its stream, so one thread can wait for them.
@@ -198,6 +214,9 @@ class HostTransport(TorchTransport):
 
 WHERE = "--devices"
 LOOPBACKS = ("lo", "lo0")
+LOCALHOST = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+"""Request for the address of an interface, on Linux."""
 
 
 def find_gpus(model: ResolvedModel, num_devices: int, chosen: str | None) -> tuple[str, ...]:
@@ -233,6 +252,25 @@ def process_variables(gpu: str | None) -> dict[str, str]:
     return {**({"GLOO_SOCKET_IFNAME": loopbacks[0]} if loopbacks else {}), **os.environ, **own}
 
 
+def address_of_peer(connection: Connection) -> str | None:
+    """Address of the machine at the other end of a network connection; None if it is this machine by its nature."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as link:
+        return link.getpeername()[0] if link.family in (socket.AF_INET, socket.AF_INET6) else None
+
+
+def network_variables(connection: Connection) -> dict[str, str]:
+    """Environment of a process on this end of a network connection: gloo and NCCL use its interface. Otherwise gloo
+    would resolve the machine's name, which may lead back to itself alone."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as link:
+        own = link.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                found = fcntl.ioctl(link, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == own:
+                    return {key: os.environ.get(key, name) for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return {}
+
+
 def goes_through_host(device: torch.device, backend: str) -> bool:
     return backend == "gloo" and not is_cpu(device)
 
@@ -259,6 +297,17 @@ class TorchDevices(Devices):
 
         return wait
 
+    def start_swap(self, parts: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
+        parts = parts.contiguous()
+        found = self._room(parts)
+        work = dist.all_to_all_single(found, parts, group=self.groups[pass_number], async_op=True)
+
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            return list(found)
+
+        return wait
+
     def _room(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
 
@@ -271,12 +320,20 @@ class HostDevices(TorchDevices):
         self._gpu = gpu
 
     def start(self, tensor: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
+        return self._on_gpu(super().start(self._on_host(tensor), pass_number))
+
+    def start_swap(self, parts: torch.Tensor, pass_number: int) -> Callable[[], list[torch.Tensor]]:
+        return self._on_gpu(super().start_swap(self._on_host(parts), pass_number))
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         host = self._room(tensor)
         host.copy_(tensor, non_blocking=True)
         copied = mark(self._gpu)
         if copied is not None:
             copied.synchronize()
-        wait = super().start(host, pass_number)
+        return host
+
+    def _on_gpu(self, wait: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
         return lambda: [part.to(self._gpu, non_blocking=True) for part in wait()]
 
     def _room(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -290,12 +347,10 @@ def tensor_devices(index: int, count: int, device: torch.device, backend: str) -
     return TorchDevices(index, count, can_be_recorded=backend == "nccl")
 
 
-def join_devices(
-    device: int, num_devices: int, count: int, longest_wait: datetime.timedelta
-) -> list[dist.ProcessGroup]:
+def join_devices(device: int, teams: Teams, longest_wait: datetime.timedelta) -> list[dist.ProcessGroup]:
     """Two groups of the processes that share a stage; all processes of all stages call it at once."""
-    ranks = [[stage * count + other for other in range(count)] for stage in range(num_devices)]
-    teams: list[list[dist.ProcessGroup]] = [
-        [dist.new_group(own, timeout=longest_wait) for _ in range(2)] for own in ranks
+    groups: list[list[dist.ProcessGroup]] = [
+        [dist.new_group([*teams.processes(stage)], timeout=longest_wait) for _ in range(2)]
+        for stage, _ in enumerate(teams.sizes)
     ]
-    return teams[device]
+    return groups[device]

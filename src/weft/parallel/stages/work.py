@@ -112,6 +112,10 @@ class StageGroup(Protocol):
         """Waits for a program that has been started completely; returns every stage's outcome."""
         ...
 
+    def check(self) -> None:
+        """StageLostError if a stage is gone."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from weft.plan.check.samples import (
     CheckedBatch,
@@ -34,7 +35,7 @@ from weft.plan.check.samples import (
     repeated,
     unknown_microbatches,
 )
-from weft.plan.cost.types import CostModel
+from weft.plan.cost.types import CostModel, LinearCost
 from weft.plan.layout import copies
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
 from weft.plan.types import JobQueue, Limits
@@ -49,7 +50,7 @@ def violations(
     memory_bytes: Sequence[int] | None = None,
 ) -> list[str]:
     """The faults of a program; empty if it may run. Samples and their order are checked where queues are given,
-    capacity where limits are, memory where a cost model and each stage's bytes are."""
+    capacity and microbatches in flight where limits are, memory where a cost model and each stage's bytes are."""
     if program.replica_sizes and (sum(program.replica_sizes) != program.num_stages or min(program.replica_sizes) < 1):
         return [f"replicas of {program.replica_sizes} stages are not the {program.num_stages} that are there"]
     if program.shards and not _can_share(program):
@@ -60,10 +61,12 @@ def violations(
         return found
     batches = CheckedBatches(program, queues)
     found += off_home_replica(program, batches)
+    if limits is not None and limits.in_flight:
+        full = max(map(limits.rows, (limits.capacity, *(m.num_tokens for m in program.microbatches))))
+        cost, memory_bytes = _Rows(limits=limits), [number * full for number in limits.in_flight]
     for stage in range(program.num_stages):
-        found += StageWalk(
-            program, stage, batches, cost, None if memory_bytes is None else memory_bytes[stage]
-        ).problems()
+        limit = None if memory_bytes is None else memory_bytes[stage]
+        found += StageWalk(program, stage, batches, cost, limit).problems()
     return found or [*crossings(program), *stuck(program)]
 
 
@@ -73,6 +76,16 @@ def _can_share(program: Program) -> bool:
     if min(shards) < 1 or sum(shards) != len(sizes):
         return False
     return all(len({sizes[replica] for replica in own}) == 1 for own in copies(len(sizes), shards))
+
+
+@dataclass(frozen=True)
+class _Rows(LinearCost):
+    """Counts rows in place of bytes."""
+
+    limits: Limits = field(kw_only=True)
+
+    def held_bytes(self, lengths: Sequence[int], stage: int) -> int:
+        return self.limits.rows(sum(lengths))
 
 
 class StageWalk:
@@ -136,7 +149,8 @@ class StageWalk:
                 self._add(f"comes before step {before[1]} of {before[0]}")
         self.held += self._held(k)
         if self.limit is not None and self.cost is not None and self.held > self.limit:
-            self._add(f"brings the stage to {self.held:,} bytes; it has {self.limit:,}")
+            unit = "rows" if isinstance(self.cost, _Rows) else "bytes"
+            self._add(f"brings the stage to {self.held:,} {unit}; it has {self.limit:,}")
 
     def _backward(self, visit: Backward) -> None:
         k = visit.microbatch

@@ -14,9 +14,10 @@ shares below were chosen on an H200 (benchmarks/h200.json), which the result mee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.plan.cost.hardware import Hardware
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.memory import MemoryModel
 from weft.plan.cost.shape import ALL_LINEAR, ModelShape, estimated_row_tile
 
@@ -31,6 +32,8 @@ KERNELS_PER_LAYER = 14
 OPTIMIZER_BYTES = 42
 """Bytes per parameter and step: gradient twice, master and moments read and written, the 16-bit copy, zeroing."""
 OPTIMIZER_S = 5e-5
+PARAMETERS_MOVED = (2, 10)
+"""Bytes per parameter that a job's microbatch moves forward, and backward with its gradients."""
 USUAL_RANKS = (16,)
 """Ranks assumed where adapters come and go."""
 
@@ -105,7 +108,7 @@ class AnalyticCost:
     rank: int = 16
     """Rank of the adapters in a microbatch; 0: none."""
     num_jobs: int = 1
-    """Adapters in a microbatch."""
+    """Adapters in a microbatch; 0: what each of them adds is counted elsewhere (`apart`)."""
     targets: str | tuple[str, ...] = ALL_LINEAR
     row_tile: int = 1
     """Rows are computed in whole tiles of this size."""
@@ -131,7 +134,14 @@ class AnalyticCost:
             tensor_parallel=self.tensor_parallel,
             split=self.split,
             plain_row_bytes=self.plain_row_bytes,
+            num_parameters=self.num_parameters,
         )
+
+    def apart(self) -> tuple[AnalyticCost, AdapterTimes]:
+        """Without what each job adds to a microbatch, and that alone: of a pass of a stage, on average."""
+        passes_s = self._layer_parameters * sum(PARAMETERS_MOVED) / self.hardware.memory_rate
+        job_s = passes_s / len(PARAMETERS_MOVED) * self.shape.num_layers / self.num_stages if self.rank else 0.0
+        return replace(self, num_jobs=0), AdapterTimes(job_s, 0.0)
 
     def rows(self, lengths: Sequence[int]) -> int:
         return -(-sum(lengths) // self.row_tile) * self.row_tile
@@ -156,7 +166,7 @@ class AnalyticCost:
         return self.memory.layers(stage) * layer + head
 
     def transfer_s(self, num_tokens: int) -> float:
-        return num_tokens * self.shape.hidden * self.hardware.activation_bytes / self.hardware.link_rate
+        return self.hardware.send_s(num_tokens * self.shape.hidden * self.hardware.activation_bytes)
 
     def step_s(self, stage: int) -> float:
         if not self.rank:
@@ -209,7 +219,7 @@ class AnalyticCost:
         rate = self.hardware.product_flop * RANK_SHARE * self.tensor_parallel
         arithmetic = (4 if is_forward else 8) * self.rank * each * sum(lengths) / rate
         jobs = min(self.num_jobs, len(lengths))
-        weights = jobs * self._layer_parameters * (2 if is_forward else 10) / self.hardware.memory_rate
+        weights = jobs * self._layer_parameters * PARAMETERS_MOVED[not is_forward] / self.hardware.memory_rate
         return self._moved_s(self.rows(lengths) * numbers / self.tensor_parallel) + arithmetic + weights
 
     @property
@@ -234,9 +244,12 @@ class AnalyticCost:
         return 2 * sum(made.values()) + sum(read.values()) + 2 * added
 
     def _reduces_s(self, lengths: Sequence[int]) -> float:
+        """Of a sum each device receives 2 (N - 1) / N tensors in two messages, as `adapters/devices.py` adds up."""
         parts = self.tensor_parallel
-        numbers = 2 * self.rows(lengths) * self.shape.hidden * 2 * (parts - 1) / parts
-        return numbers * self.hardware.activation_bytes / self.hardware.link_rate
+        if parts == 1:
+            return 0.0
+        numbers = self.rows(lengths) * self.shape.hidden * (parts - 1) / parts
+        return 2 * 2 * self.hardware.send_s(numbers * self.hardware.activation_bytes)
 
     def _head_s(self, lengths: Sequence[int]) -> float:
         rate = PRODUCT_IN_STEP * self.hardware.product_flop * self.tensor_parallel

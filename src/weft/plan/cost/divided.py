@@ -87,13 +87,12 @@ class GatherCost:
 
     @property
     def layer_s(self) -> float:
-        return self.layer_bytes / self.hardware.link_rate
+        return self.hardware.send_s(self.layer_bytes)
 
     @property
     def hidden_from_tokens(self) -> int:
         """Tokens of a microbatch whose products take as long as gathering."""
-        each = self.memory.weight_bytes_each * self.others / 2
-        return math.ceil(each * self.product_flop / self.hardware.link_rate)
+        return math.ceil(self.layer_s * self.product_flop / (2 * self.memory.shape.layer_weights))
 
     def notes(self) -> tuple[str, str]:
         """A device's part of the backbone, and the size from which gathering is hidden, with the arithmetic."""
@@ -110,11 +109,12 @@ class GatherCost:
 
     def _hidden_in_words(self) -> str:
         link, flop = self.hardware.link_rate / 1e9, self.product_flop / 1e12
+        later = f" and {self.hardware.link_s * 1e6:,.0f} us a layer" if self.hardware.link_s else ""
         return (
             f"gathering a layer ({self.layer_bytes / 1e6:,.1f} MB of other devices) is hidden from "
             f"{self.hidden_from_tokens:,} tokens a microbatch on: {self.memory.weight_bytes_each:g} bytes / 2 FLOP x "
-            f"{self.memory.shards - 1}/{self.memory.shards} x {flop:,.3g} TFLOP/s / {link:,.3g} GB/s "
-            f"({self.hardware.name}, links assumed)"
+            f"{self.memory.shards - 1}/{self.memory.shards} x {flop:,.3g} TFLOP/s / {link:,.3g} GB/s{later} "
+            f"({self.hardware.name}, links {self.hardware.links})"
         )
 
 

@@ -2,15 +2,17 @@
 
 The H200's rates were measured (8192³ products in bf16 739 and in FP8 1,433 TFLOP/s, 2026-11, torch 2.11); those of
 other GPUs are their published peaks times the H200's shares (0.747 and 0.724). Memory and links count with a fixed
-share of their published peaks.
+share of their published peaks, links until `weft doctor --layouts` has measured those of a machine.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from weft.errors import ConfigError, closest
+from weft.errors import ConfigError, did_you_mean
 
 PRODUCT_SHARE = 739 / 989.5
 """Share of the published bf16 peak in one large product."""
@@ -36,9 +38,27 @@ class Hardware:
     """Bytes to a neighbour in the same machine, one way."""
     network_rate: float
     """Bytes to another machine, one way."""
+    link_s: float = 0.0
+    """Seconds before a message's first byte arrives."""
+    links: str = "assumed"
+    """Origin of the two figures of links, for the user."""
     launch_s: float = 4e-6
     """Gap between kernels of a captured graph; on a CPU, between operations."""
     activation_bytes: int = 2
+
+    def send_s(self, num_bytes: float) -> float:
+        return self.link_s + num_bytes / self.link_rate
+
+    def with_links(self, name: str, file: Path) -> Hardware:
+        """With the links of this device's machine, if they have been measured into this file."""
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))[name]
+            rate, wait_s = float(found["bytes_per_s"]), float(found["latency_s"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self
+        if not (0 < rate < float("inf") and 0 <= wait_s < float("inf")):
+            return self
+        return replace(self, link_rate=rate, link_s=wait_s, links="measured")
 
 
 def _gpu(
@@ -88,9 +108,8 @@ def find_hardware(name: str) -> Hardware:
     for mark, found in _MARKS:
         if re.search(mark, name.lower()):
             return DEVICES[found]
-    guess = closest(name.lower(), list(DEVICES))
     raise ConfigError(
         f"there is no device {name!r} in the table; it has {', '.join(DEVICES)}.",
         where="device",
-        hint=f"Did you mean {guess}?" if guess else "`weft profile` measures the one at hand.",
+        hint=did_you_mean(name, DEVICES) or "`weft profile` measures the one at hand.",
     )

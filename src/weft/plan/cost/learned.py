@@ -44,6 +44,8 @@ PassCosts = tuple[CostModel, AdapterTimes | None]
 PASSES = ("forward", "backward")
 ADAPTER_TERMS = ("rank_tokens", "jobs")
 WINDOW = 256
+LEAST_S = 1e-6
+"""Least time of a pass: planners order what happens by when it ends."""
 FEWEST = 12
 """Passes of each stage needed to learn."""
 
@@ -73,8 +75,9 @@ class LearnedCost:
     def _seconds(self, name: str, lengths: Sequence[int], stage: int) -> float:
         if not lengths:
             return 0.0
-        # A job of rank 0 leaves the backbone's part.
-        return self.passes[name, stage].predict(MicrobatchLoad.of([(0, lengths)], 0, self.row_tile))
+        # A job of rank 0 leaves the backbone's part, which may be nothing if all microbatches are alike.
+        found = self.passes[name, stage].predict(MicrobatchLoad.of([(0, lengths)], 0, self.row_tile))
+        return max(LEAST_S, found)
 
 
 @dataclass

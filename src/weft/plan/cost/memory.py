@@ -58,6 +58,8 @@ class MemoryModel:
     """Devices that share the weights of the layers' linears."""
     plain_row_bytes: int | None = None
     """Bytes that the reference path keeps of a row in all layers, at most; None: those of the fused step."""
+    num_parameters: int | None = None
+    """Parameters of an adapter in all layers, on average; None: those of a LoRA of its rank on its targets."""
 
     def __post_init__(self) -> None:
         for where, value, accepted in (
@@ -97,14 +99,14 @@ class MemoryModel:
         return MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES + (self.activation_bytes if has_copy else 0)
 
     def adapter_bytes(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR, stage: int = 0) -> int:
-        per_layer = self.shape.adapter_parameters(rank, targets) // self.shape.num_layers
-        return self.adapter_bytes_each * per_layer * self.layers(stage)
+        num = self.shape.adapter_parameters(rank, targets) if self.num_parameters is None else self.num_parameters
+        return self.adapter_bytes_each * (num // self.shape.num_layers) * self.layers(stage)
 
     def unlike_bytes(
         self, rank: int, num_parameters: int | None, state_bytes: float = MOMENT_BYTES, stage: int = 0
     ) -> float:
-        """Bytes by which an adapter differs from a LoRA of this rank on all linears with AdamW; may be negative.
-        `num_parameters`: its own in all layers; None: as many as that LoRA. `state_bytes`: beside weight and
+        """Bytes by which an adapter differs from `adapter_bytes` of this rank, with AdamW; may be negative.
+        `num_parameters`: its own in all layers; None: as many as counted there. `state_bytes`: beside weight and
         gradient, each."""
         like = self.adapter_bytes(rank, stage=stage)
         num = like / self.adapter_bytes_each
@@ -185,7 +187,8 @@ FLOAT_BYTES = 4
 WORD_BYTES = 8
 
 
-def optimizer_bytes(job: JobSpec) -> float:
+def optimizer_bytes(job: JobSpec, devices: int = 1) -> float:
+    """Bytes per parameter; `devices` that share every layer divide AdamW's moments."""
     side = job.adapter.config.smallest_side(job.adapter)
     match job.optim:
         case "adamw_8bit":
@@ -200,12 +203,12 @@ def optimizer_bytes(job: JobSpec) -> float:
             return FLOAT_BYTES * 2 / side
         case "muon":
             return FLOAT_BYTES * (1 if side > 1 else 2)
-    return FLOAT_BYTES * 2
+    return FLOAT_BYTES * 2 / devices
 
 
-def kept_bytes(job: JobSpec) -> float:
+def kept_bytes(job: JobSpec, devices: int = 1) -> float:
     """Bytes per parameter of the optimizer and of the average of the weights, if there is one."""
-    return optimizer_bytes(job) + (0 if job.ema_decay is None else FLOAT_BYTES)
+    return optimizer_bytes(job, devices) + (0 if job.ema_decay is None else FLOAT_BYTES)
 
 
 def passing_bytes(job: JobSpec) -> int:
@@ -225,6 +228,6 @@ def best_bytes(job: JobSpec) -> int:
     return FLOAT_BYTES if job.early_stopping_patience else 0
 
 
-def job_state_bytes(job: JobSpec) -> float:
-    """Bytes per parameter beside weight and gradient, as admission counts them."""
-    return kept_bytes(job) + passing_bytes(job) + best_bytes(job) + sum_bytes(job)
+def job_state_bytes(job: JobSpec, devices: int = 1) -> float:
+    """Bytes per parameter beside weight and gradient on one of so many devices, as admission counts them."""
+    return kept_bytes(job, devices) + passing_bytes(job) + best_bytes(job) + sum_bytes(job)

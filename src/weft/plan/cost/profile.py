@@ -15,6 +15,7 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.plan.cost.fit import MEMORY_TERMS, STEP_TERMS, TIME_TERMS, Fit, FitError, MicrobatchLoad, fit
 from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.shape import ModelShape, stage_layers
 
 VERSION = 1
@@ -186,12 +187,18 @@ class ProfiledCost:
     rank: int = 16
     """Rank of the adapters in a microbatch."""
     num_jobs: int = 1
-    """Adapters in a microbatch."""
+    """Adapters in a microbatch; 0: what each of them adds is counted elsewhere (`apart`)."""
     split: tuple[int, ...] | None = None
     """Layers of every stage; None: as equal as possible."""
 
     def __post_init__(self) -> None:
         stage_layers(self.profile.setup.num_layers, self.num_stages, self.split)
+
+    def apart(self) -> tuple[ProfiledCost, AdapterTimes]:
+        """Without what each job adds to a microbatch, and that alone, as measured: of a pass of a stage, on average."""
+        passes = ("forward_s", "backward_s")
+        job_s = sum(self.profile.fits[name].prices["jobs"] for name in passes) / len(passes)
+        return replace(self, num_jobs=0), AdapterTimes(job_s / self.num_stages, 0.0)
 
     def forward_s(self, lengths: Sequence[int], stage: int) -> float:
         return self._share_s("forward_s", lengths, stage)
@@ -235,8 +242,9 @@ class ProfiledCost:
 
     def _load(self, lengths: Sequence[int]) -> MicrobatchLoad:
         jobs = min(self.num_jobs, len(lengths))
-        own = [lengths[job::jobs] for job in range(jobs)]
-        return MicrobatchLoad.of([(self.rank, samples) for samples in own], 0, self.profile.setup.row_tile)
+        own = [lengths[job :: jobs or 1] for job in range(jobs or 1)]
+        load = MicrobatchLoad.of([(self.rank, samples) for samples in own], 0, self.profile.setup.row_tile)
+        return load if jobs else replace(load, jobs=0)
 
     def _layers(self, stage: int) -> int:
         return stage_layers(self.profile.setup.num_layers, self.num_stages, self.split)[stage]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from weft.errors import ConfigError, closest
+from weft.errors import ConfigError, did_you_mean
 from weft.plan.decoder import Config, DecoderSizes
 from weft.plan.families import LINEARS, describe
 from weft.spec.run import Capacity
@@ -70,11 +70,10 @@ def chosen_linears(targets: str | Sequence[str], known: Sequence[str] = LINEARS)
         targets = (targets,)
     for name in targets:
         if name not in known:
-            guess = closest(name, list(known))
             raise ConfigError(
                 f"a layer has no linear {name!r}; it has {', '.join(known)}.",
                 where="target_modules",
-                hint=f"Did you mean {guess}?" if guess else None,
+                hint=did_you_mean(name, known),
             )
     return tuple(name for name in known if name in targets)
 
@@ -308,9 +307,8 @@ SHAPES = {
 def find_shape(name: str) -> Shape:
     if name in SHAPES:
         return SHAPES[name]
-    guess = closest(name, list(SHAPES))
     raise ConfigError(
         f"there is no shape {name!r}; accepted are {', '.join(SHAPES)}.",
         where="--model",
-        hint=f"Did you mean {guess}?" if guess else None,
+        hint=did_you_mean(name, SHAPES),
     )

@@ -72,10 +72,13 @@ def relax(fleet: Fleet, below_s: float = math.inf) -> Relaxed:
 
 def dispatch_by_length(fleet: Fleet) -> Dispatch:
     """Each bucket goes, evenly, to the replicas that need the fewest GPU-seconds for it, regardless of load."""
+    return concluded(fleet, cheapest_counts(fleet))
+
+
+def cheapest_counts(fleet: Fleet) -> IntArray:
     gpus_K = np.array([model.layout.num_devices for model in fleet.models], dtype=np.float64)
     price_KR = fleet.sample_s_KR * gpus_K[:, None]
-    cheapest_KR = price_KR <= price_KR.min(axis=0) * (1 + 1e-9)
-    return _shared(fleet, cheapest_KR)
+    return _shared(fleet, price_KR <= price_KR.min(axis=0) * (1 + 1e-9))
 
 
 def dispatch_evenly(fleet: Fleet) -> Dispatch:
@@ -84,12 +87,17 @@ def dispatch_evenly(fleet: Fleet) -> Dispatch:
         raise PlanError(
             "some replica cannot hold the longest samples; even shares need that all can.", where="dispatch"
         )
+    return concluded(fleet, even_counts(fleet))
+
+
+def even_counts(fleet: Fleet) -> IntArray:
+    """Every bucket over the replicas that hold it."""
     return _shared(fleet, fleet.holds_KR)
 
 
-def _shared(fleet: Fleet, wanted_KR: np.ndarray) -> Dispatch:
+def _shared(fleet: Fleet, wanted_KR: np.ndarray) -> IntArray:
     """Jobs on their homes, all other samples evenly over the wanted replicas."""
-    return concluded(fleet, fleet.at_home_KR + _deal_evenly(wanted_KR, fleet.shared_R))
+    return fleet.at_home_KR + _deal_evenly(wanted_KR, fleet.shared_R)
 
 
 def concluded(fleet: Fleet, counts_KR: IntArray, bound_s: float | None = None) -> Dispatch:
@@ -124,12 +132,21 @@ MAX_MOVES = 120
 def dispatch(fleet: Fleet, relaxed: Relaxed | None = None) -> Dispatch:
     """The dispatch of a batch; deterministic, ties to the first replica. `relaxed`: a known relaxation."""
     found = relax(fleet) if relaxed is None else relaxed
+    counts_KR = balanced_counts(fleet) if fleet.homes else _levelled(fleet, _rounded(fleet, found))
+    return concluded(fleet, counts_KR, found.bound_s)
+
+
+def balanced_counts(fleet: Fleet) -> IntArray:
+    """A dispatch without the relaxation, so at once: the longest samples first, each to where it ends soonest."""
+    return _levelled(fleet, _dealt(fleet, fleet.at_home_KR, fleet.shared_R))
+
+
+def _levelled(fleet: Fleet, counts_KR: IntArray) -> IntArray:
     home_KR = fleet.at_home_KR
-    counts_KR = _dealt(fleet, home_KR, fleet.shared_R) if fleet.homes else _rounded(fleet, found)
     for _ in range(MAX_MOVES):
         if not (_move(fleet, counts_KR, home_KR) or _exchange(fleet, counts_KR, home_KR)):
             break
-    return concluded(fleet, counts_KR, found.bound_s)
+    return counts_KR
 
 
 def _rounded(fleet: Fleet, relaxed: Relaxed) -> IntArray:

@@ -20,7 +20,7 @@ measurements. The slowest stage counts, with the transfers to the next one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -212,9 +212,10 @@ def replica_kinds(
     profiles: Mapping[str, Profile],
     path: Path,
     *,
-    is_executed: bool = False,
+    may_share: Callable[[int], bool] = lambda _: True,
 ) -> list[ReplicaKind]:
-    """Every kind of replica, or only executable ones; refuses jobs that fit nowhere, with the arithmetic."""
+    """Every kind of replica; refuses jobs that fit nowhere, with the arithmetic. `may_share`: whether so many devices
+    may share every layer."""
     longest = max(jobs, key=lambda job: job.lengths.longest)
     found = [
         kind
@@ -226,8 +227,7 @@ def replica_kinds(
             profile=profiles.get(pool.hardware.name),
             is_packed=mode == "packed",
         )
-        # Tensor parallelism is planned but not executed here yet.
-        if not is_executed or kind.layout.tensor == 1
+        if kind.layout.tensor == 1 or may_share(kind.layout.tensor)
     ]
     if not found:
         raise PlanError(

@@ -176,18 +176,29 @@ class Solved:
     bound: float
 
 
-def min_bins(segments: Sequence[Segment], limits: RoundLimits, max_bins: int, time_limit_s: float) -> Solved:
-    """Stage 1: fewest bins. A bound above `max_bins` proves that so few cannot hold the samples."""
-    return _solve(segments, limits, max_bins, time_limit_s, is_count=True)
+def min_bins(
+    segments: Sequence[Segment], limits: RoundLimits, max_bins: int, time_limit_s: float, *, keep_order: bool = False
+) -> Solved:
+    """Stage 1: fewest bins. A bound above `max_bins` proves that so few cannot hold the samples. `keep_order`: no
+    sample of a job is in a bin before that of the one it follows."""
+    return _solve(segments, limits, max_bins, time_limit_s, is_count=True, keep_order=keep_order)
 
 
-def min_smallest(segments: Sequence[Segment], limits: RoundLimits, num_bins: int, time_limit_s: float) -> Solved:
+def min_smallest(
+    segments: Sequence[Segment], limits: RoundLimits, num_bins: int, time_limit_s: float, *, keep_order: bool = False
+) -> Solved:
     """Stage 2: at most `num_bins` bins, the last as empty as possible; the bound is in tokens."""
-    return _solve(segments, limits, num_bins, time_limit_s, is_count=False)
+    return _solve(segments, limits, num_bins, time_limit_s, is_count=False, keep_order=keep_order)
 
 
 def _solve(
-    segments: Sequence[Segment], limits: RoundLimits, num_bins: int, limit_s: float, *, is_count: bool
+    segments: Sequence[Segment],
+    limits: RoundLimits,
+    num_bins: int,
+    limit_s: float,
+    *,
+    is_count: bool,
+    keep_order: bool,
 ) -> Solved:
     from scipy.optimize import Bounds, milp
 
@@ -203,11 +214,15 @@ def _solve(
     lower = np.zeros(len(upper))
     if not is_count:
         lower[num_x + num_k :] = 1
+    whole = np.ones(len(upper))
+    if limits.padding_multiple == 1:
+        # Sums of lengths are whole anyway; declared so, HiGHS's presolve loses solutions (scipy 1.17).
+        whole[num_x : num_x + num_k] = 0
     result = milp(
         objective,
-        integrality=np.ones(len(upper)),
+        integrality=whole,
         bounds=Bounds(lower, upper),
-        constraints=_constraints(segments, jobs, limits, num_bins),
+        constraints=_constraints(segments, jobs, limits, num_bins, keep_order=keep_order),
         options={"time_limit": max(limit_s, 0.01)},
     )
     if result.status == _INFEASIBLE:
@@ -220,8 +235,10 @@ def _solve(
     return Solved([own for own in bins if own], bound)
 
 
-def _constraints(segments: Sequence[Segment], jobs: list[str], limits: RoundLimits, num_bins: int) -> Any:
-    """Constraints over the columns x (sample-major), k (bin-major) and z."""
+def _constraints(
+    segments: Sequence[Segment], jobs: list[str], limits: RoundLimits, num_bins: int, *, keep_order: bool
+) -> Any:
+    """Constraints over the columns x (sample-major), k (bin-major) and z; segments of a job are in its order."""
     from scipy.optimize import LinearConstraint
     from scipy.sparse import coo_array
 
@@ -242,8 +259,16 @@ def _constraints(segments: Sequence[Segment], jobs: list[str], limits: RoundLimi
         (order_row + pairs, num_x + num_k + pairs + 1, np.ones(num_bins - 1)),
         (order_row + pairs, num_x + num_k + pairs, -np.ones(num_bins - 1)),
     ]
-    rows, columns, values = (np.concatenate(column) for column in zip(*parts, strict=True))
     num_rows = order_row + num_bins - 1
+    if keep_order:
+        # In the first bins together, no more of a sample than of the one before it.
+        before = np.flatnonzero(job[1:] == job[:-1])[:, None]
+        up_to, b = np.nonzero(np.tri(num_bins - 1))
+        row = num_rows + np.arange(len(before))[:, None] * (num_bins - 1) + up_to
+        for s, sign in ((before + 1, 1.0), (before, -1.0)):
+            parts.append((row.ravel(), (s * num_bins + b).ravel(), np.full(row.size, sign)))
+        num_rows += len(before) * (num_bins - 1)
+    rows, columns, values = (np.concatenate(column) for column in zip(*parts, strict=True))
     matrix = coo_array((values, (rows, columns)), shape=(num_rows, num_x + num_k + num_bins)).tocsr()
     lower = np.where(np.arange(num_rows) < n, 1.0, -np.inf)
     return LinearConstraint(matrix, lower, np.where(np.arange(num_rows) < n, 1.0, 0.0))

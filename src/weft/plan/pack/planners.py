@@ -1,4 +1,4 @@
-"""Planners for one stage that never change a job's order: greedy, exact, and auto, by name.
+"""Planners for one stage that never change a job's order: greedy, exact, auto and LoRAFusion's, by name.
 
 Problem: min number of microbatches for the samples that the greedy planner would run, subject to the capacity, each
 job's own order, and a job's global batch b + 1 only after its step b. Same samples, fewer microbatches: fairness over
@@ -23,6 +23,7 @@ from itertools import pairwise
 from weft.errors import PlanError
 from weft.plan.pack.bins import fewest_bins
 from weft.plan.pack.greedy import pack, pack_lane, plan_lanes
+from weft.plan.pack.lorafusion import LoraFusionPlanner
 from weft.plan.pack.types import RoundLimits
 from weft.plan.planner import PlanFunction, Planner
 from weft.plan.program import Program, Step, Turn
@@ -101,6 +102,7 @@ def planner_named(name: str) -> Planner:
         "greedy": GREEDY,
         "auto": ExactPlanner(AUTO_STATES, AUTO_S),
         "exact": ExactPlanner(EXACT_STATES, EXACT_S),
+        "lorafusion": LoraFusionPlanner(),
     }
     if name not in planners:
         raise PlanError(f"planner is '{name}'; use {', '.join(sorted(planners))}.")

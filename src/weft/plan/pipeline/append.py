@@ -98,6 +98,11 @@ class ContinuedProgram:
     def is_issued(self, program: int) -> bool:
         return not self._num_pending[program]
 
+    def limit(self, pipes: Sequence[Pipe]) -> None:
+        """Bounds what is in flight from now on as in these pipes."""
+        for play, pipe in zip(self._plays, pipes, strict=True):
+            play.memory_bytes, play.max_lead = pipe.memory_bytes, pipe.max_lead
+
     def append(self, given: DealtStream, costs: Sequence[PassCosts]) -> Lists:
         """Returns the next instructions: the rest of the program before, and the beginning of this one. Its
         microbatches hold whole global batches, each job's in order. `costs`: by replica."""

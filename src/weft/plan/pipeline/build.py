@@ -26,12 +26,12 @@ from dataclasses import dataclass, replace
 from weft.errors import PlanError
 from weft.plan.cost.learned import AdapterTimes
 from weft.plan.cost.types import CostModel, LinearCost
-from weft.plan.pack.greedy import pack
+from weft.plan.pack.planners import GREEDY
 from weft.plan.pipeline.orders import Pipe, StageOrder, eager_orders, open_pipe, orders_by_lead
 from weft.plan.pipeline.stream import BatchStream, StreamBatch, by_rounds, by_template, read_stream
 from weft.plan.planner import Planner
 from weft.plan.program import Backward, Forward, Instruction, Measure, Program, Receive, Send, Step
-from weft.plan.types import JobQueue, Limits, Microbatch, lemma_distance, with_empty_slots
+from weft.plan.types import JobQueue, Limits, Microbatch, lemma_distance, max_lead, whole_batches, with_empty_slots
 
 
 class Schedule(enum.StrEnum):
@@ -56,8 +56,10 @@ def build(
     memory_bytes: Sequence[int] | None = None,
     keep_order: bool = False,
     adapters: AdapterTimes | None = None,
+    in_flight: Sequence[int] = (),
 ) -> Program:
-    """The program of a schedule; `memory_bytes`: bytes of each stage for microbatches in flight.
+    """The program of a schedule; `memory_bytes`: bytes of each stage for microbatches in flight; `in_flight`: most
+    microbatches there, empty: as many as the schedule wants.
 
     `microbatches` hold whole global batches, each job's in order. Without a cost model a token counts 1 s and 1 byte.
     `adapters`: what a microbatch's jobs add to each pass, for eager schedules. Only a template reorders microbatches of
@@ -70,12 +72,13 @@ def build(
             microbatches, lambda m: model.forward_s([s.length for s in m.segments], 0), keep_order=keep_order
         )
         stream = read_stream(given)
-        orders = eager_orders(stream, num_stages, model, memory_bytes, rounds, adapters=adapters)
+        orders = eager_orders(stream, num_stages, model, memory_bytes, rounds, in_flight or None, adapters)
         return _assemble(stream, orders)
     stream = read_stream(_arranged(schedule, microbatches, num_stages))
     leads = [len(microbatches) if schedule is Schedule.GPIPE else num_stages - s for s in range(num_stages)]
+    leads = [*map(min, leads, in_flight or leads)]
     if schedule in (Schedule.LORAPP, Schedule.EAGER):
-        max_lead = leads if schedule is Schedule.LORAPP else None
+        max_lead = leads if schedule is Schedule.LORAPP else in_flight or None
         orders = eager_orders(stream, num_stages, model, memory_bytes, max_lead=max_lead, adapters=adapters)
         return _assemble(stream, orders)
     flushes = stream.flushes if schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else ()
@@ -193,25 +196,31 @@ def renumbered(i: Instruction, numbers: Sequence[Sequence[int]], first: int) -> 
     return [i]
 
 
-LENGTHENED = 2
-"""Length of a program per stage, relative to one device: with 16 full microbatches on one device, S stages then idle
-about a fortieth of the time while they fill and drain."""
-
-
 @dataclass(frozen=True)
 class PipelinePlanner(Planner):
     schedule: Schedule
     num_stages: int
+    packer: Planner = GREEDY
+    """Packs the microbatches, as on one device."""
+
+    @property
+    def quick(self) -> PipelinePlanner:
+        quick = self.packer.quick
+        return self if quick is self.packer else replace(self, packer=quick)
+
+    def within(self, budget_s: float) -> PipelinePlanner:
+        return replace(self, packer=self.packer.within(budget_s))
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         unlimited = replace(limits, max_microbatches=sys.maxsize)
         microbatches: list[Microbatch] = []
         for together in self._packed_together(whole_batches(queues, limits, self.num_stages)):
-            microbatches += pack(together, unlimited).microbatches
-        return build(self.schedule, microbatches, self.num_stages, keep_order=True)
+            microbatches += self.packer(together, unlimited).microbatches
+        return build(self.schedule, microbatches, self.num_stages, keep_order=True, in_flight=limits.in_flight)
 
-    def open_pipes(self, capacity: int) -> list[Pipe]:
-        return [open_pipe(self.num_stages)] if self.schedule is Schedule.EAGER and self.num_stages > 1 else []
+    def open_pipes(self, limits: Limits) -> list[Pipe]:
+        is_endless = self.schedule is Schedule.EAGER and self.num_stages > 1
+        return [open_pipe(self.num_stages, max_lead=limits.lead(max_lead(self.num_stages)))] if is_endless else []
 
     def _packed_together(self, queues: list[JobQueue]) -> list[list[JobQueue]]:
         """Queues whose samples may share microbatches: all, or those of a job or of a round."""
@@ -221,13 +230,3 @@ class PipelinePlanner(Planner):
             most = max(len(queue.batches) for queue in queues)
             return [[replace(q, batches=q.batches[n : n + 1]) for q in queues] for n in range(most)]
         return [queues]
-
-
-def whole_batches(queues: Sequence[JobQueue], limits: Limits, num_stages: int) -> list[JobQueue]:
-    """The queues cut to the same number of global batches, marked as complete."""
-    most = max(len(queue.batches) for queue in queues)
-    room = LENGTHENED * num_stages * limits.max_microbatches * limits.capacity
-    num = 1
-    while num < most and sum(sum(b.lengths) for queue in queues for b in queue.batches[: num + 1]) <= room:
-        num += 1
-    return [replace(queue, batches=queue.batches[:num], is_all=True) for queue in queues]

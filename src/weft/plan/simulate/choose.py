@@ -18,20 +18,23 @@ from dataclasses import dataclass, field
 
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.learned import AdapterTimes, PassCosts
+from weft.plan.cost.profile import ProfiledCost
 from weft.plan.cost.types import CostModel
+from weft.plan.deploy.deal import DealtQueues
 from weft.plan.fuse.planner import PipeCosts, grouped_streams
+from weft.plan.pack.lorafusion import LoraFusionPlanner
 from weft.plan.pack.rounds import pack_rounds
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.append import joined
-from weft.plan.pipeline.build import PipelinePlanner, Schedule, build, whole_batches
+from weft.plan.pipeline.build import PipelinePlanner, Schedule, build
 from weft.plan.pipeline.orders import Pipe, open_pipe
 from weft.plan.pipeline.pair import RowsHeld, cut, in_halves, side_by_side, together, two_groups, uncut
 from weft.plan.planner import HomeLoad, MeasuredPasses, PairChoice, PipelineChoice, Planner, PreviousMicrobatches
 from weft.plan.program import Program
 from weft.plan.simulate.interpret import simulate
 from weft.plan.simulate.two_streams import PairTimes
-from weft.plan.spread import DealtQueues, SpreadPlanner
-from weft.plan.types import JobQueue, Limits, Microbatch
+from weft.plan.spread import SpreadPlanner
+from weft.plan.types import JobQueue, Limits, Microbatch, max_lead, whole_batches
 
 EVENNESS_WEIGHTS = (1.0, 0.25)
 """Weights of evenness against empty rows when microbatches are packed."""
@@ -48,9 +51,9 @@ class FastestPipeline(Planner):
     Each job keeps its own order, unless all have order-independent sums: then packings that do not are tried as well.
 
     The next global batch of a job is kept as far away as equal microbatches need it, or up to twice as far, which
-    leaves room for unlike ones; stages run ahead, within memory for twice as many full microbatches as there are
-    stages. Beside all jobs together, the groups that fusion finds are tried (`plan/fuse/`). Where jobs do not allow it,
-    and where nothing else is faster, microbatches are packed greedily.
+    leaves room for unlike ones; stages run ahead as far as they have memory, at most twice as many full microbatches as
+    there are stages. Beside all jobs together, the groups that fusion finds are tried (`plan/fuse/`). Where jobs do not
+    allow it, and where nothing else is faster, microbatches are packed greedily.
     """
 
     num_stages: int
@@ -64,6 +67,9 @@ class FastestPipeline(Planner):
     """Times of two microbatches side by side, for stages that devices share; None: each runs alone."""
     pairs_share_room: bool = False
     """Two side by side have no more rows than a full one, which is what a GPU has memory for."""
+    has_pairs: bool = False
+    """True if the last program had pairs: it takes `least_gain` to begin with them, and to end with them."""
+    least_gain: float = WORTH
     num_measured: int = 0
 
     @property
@@ -74,7 +80,13 @@ class FastestPipeline(Planner):
         return self.choose(queues, limits).program
 
     def informed(self, measured: MeasuredPasses, previous: PreviousMicrobatches) -> FastestPipeline:
-        planner = dataclasses.replace(self, behind=previous[0] if previous else ())
+        planner = dataclasses.replace(
+            self,
+            behind=previous[0] if previous else (),
+            has_pairs=measured.has_pairs,
+            # Each change has to be worth more than the last, so that noise of measurements ends.
+            least_gain=WORTH * 2**measured.num_changes,
+        )
         learned = measured.stages.learn(self.num_stages, self.cost, measured.ranks)
         if learned is None:
             return planner
@@ -85,8 +97,8 @@ class FastestPipeline(Planner):
             planner, cost=cost, adapters=adapters, pairs=pairs, row_tile=stages.row_tile, num_measured=stages.num_seen
         )
 
-    def open_pipes(self, capacity: int) -> list[Pipe]:
-        return [open_pipe(self.num_stages, self.memory_bytes(capacity))] if self.num_stages > 1 else []
+    def open_pipes(self, limits: Limits) -> list[Pipe]:
+        return [open_pipe(self.num_stages, self.memory_bytes(limits))] if self.num_stages > 1 else []
 
     @property
     def pass_costs(self) -> Sequence[PassCosts]:
@@ -97,19 +109,19 @@ class FastestPipeline(Planner):
         best = self._alone(queues, limits)
         if self.pairs is None:
             return best
-        return self._paired(best, whole_batches(queues, limits, self.num_stages), limits.capacity)
+        return self._paired(best, whole_batches(queues, limits, self.num_stages), limits)
 
-    def _paired(self, best: PipelineChoice, whole: Sequence[JobQueue], capacity: int) -> PipelineChoice:
+    def _paired(self, best: PipelineChoice, whole: Sequence[JobQueue], limits: Limits) -> PipelineChoice:
         """The best of a program, of its microbatches in halves or in pairs, and of those of two groups side by side."""
         best = dataclasses.replace(best, pairs=PairChoice())
         if len(whole) < 2 or not all(batch.lengths for queue in whole for batch in queue.batches):
             return best
-        held, fill = None, capacity
+        held, fill = None, limits.capacity
         if self.pairs_share_room:
-            held = RowsHeld(-(-capacity // self.row_tile) * self.row_tile, self.row_tile)
-            fill = held.most // (2 * self.row_tile) * self.row_tile or capacity
+            held = RowsHeld(-(-fill // self.row_tile) * self.row_tile, self.row_tile)
+            fill = held.most // (2 * self.row_tile) * self.row_tile or fill
         groups, apart = two_groups(whole, fill)
-        build = None if self.num_stages == 1 else functools.partial(self._build, capacity=capacity)
+        build = None if self.num_stages == 1 else functools.partial(self._build, limits=limits)
         divided = dataclasses.replace(best, groups=groups, fills=(fill,) * len(groups))
         tried = [
             dataclasses.replace(divided, program=side_by_side(apart, held, build)),
@@ -122,7 +134,7 @@ class FastestPipeline(Planner):
             return best
         found = min(timed, key=lambda each: each.seconds)
         gain = 1.0 - found.seconds / best.seconds
-        if gain <= WORTH:
+        if gain <= (-self.least_gain if self.has_pairs else self.least_gain):
             return dataclasses.replace(best, pairs=PairChoice(0, gain))
         return dataclasses.replace(found, pairs=PairChoice(len(found.program.pairs), gain))
 
@@ -136,20 +148,20 @@ class FastestPipeline(Planner):
         whole = whole_batches(queues, limits, self.num_stages)
         one_group = [
             greedy,
-            *(self._build(stream, limits.capacity) for stream in self._even_streams(whole, limits.capacity)),
+            *(self._build(stream, limits) for stream in self._even_streams(whole, limits.capacity)),
         ]
         seconds, index = min((self._seconds(program), index) for index, program in enumerate(one_group))
         best = PipelineChoice(one_group[index], together, (limits.capacity,), seconds, seconds, None)
-        return self._grouped(best, whole, limits.capacity) if len(queues) > 1 else best
+        return self._grouped(best, whole, limits) if len(queues) > 1 else best
 
-    def _grouped(self, best: PipelineChoice, whole: Sequence[JobQueue], capacity: int) -> PipelineChoice:
+    def _grouped(self, best: PipelineChoice, whole: Sequence[JobQueue], limits: Limits) -> PipelineChoice:
         """The better of one group and the groups that fusion finds."""
         if not all(batch.lengths for queue in whole for batch in queue.batches):
             return best
         several_s: float | None = None
         costs = PipeCosts(self.num_stages, self.cost, self.adapters, self.row_tile)
-        for stream in grouped_streams(whole, capacity, costs):
-            program = self._build(stream.microbatches, capacity)
+        for stream in grouped_streams(whole, limits.capacity, costs):
+            program = self._build(stream.microbatches, limits)
             seconds = self._seconds(program)
             if len(stream.groups) == 1:
                 best = dataclasses.replace(best, one_group_s=min(best.one_group_s, seconds))
@@ -176,19 +188,21 @@ class FastestPipeline(Planner):
                     whole, apart, cost=even, budget_s=0.0, keep_order=keep_order, behind=self.behind
                 ).stream
 
-    def _build(self, stream: Sequence[Microbatch], capacity: int) -> Program:
-        """In the order of a stream, with memory for twice as many full microbatches as there are stages."""
+    def _build(self, stream: Sequence[Microbatch], limits: Limits) -> Program:
+        """In the order of a stream, within memory."""
         return build(
             Schedule.EAGER,
             stream,
             self.num_stages,
             cost=self.cost,
-            memory_bytes=self.memory_bytes(capacity),
+            memory_bytes=self.memory_bytes(limits),
             adapters=self.adapters,
         )
 
-    def memory_bytes(self, capacity: int) -> list[int]:
-        return [2 * self.num_stages * self.cost.held_bytes([capacity], stage) for stage in range(self.num_stages)]
+    def memory_bytes(self, limits: Limits) -> list[int]:
+        """Bytes of each stage for microbatches in flight."""
+        most = limits.lead(max_lead(self.num_stages))
+        return [number * self.cost.held_bytes([limits.capacity], stage) for stage, number in enumerate(most)]
 
     def _seconds(self, program: Program) -> float:
         if not self.behind:
@@ -201,15 +215,18 @@ class FastestPipeline(Planner):
 
 
 def pipeline_planner(
-    named: str, cost: AnalyticCost, *, in_pairs: bool = False, measured: CostModel | None = None
+    named: str, cost: AnalyticCost, *, in_pairs: bool = False, measured: ProfiledCost | None = None
 ) -> FastestPipeline | PipelinePlanner:
     """The planner of a replica of several stages, by its name in a run's settings. `in_pairs`: microbatches run side by
     side where that is predicted to pay; `measured`: replaces the times of `cost`."""
     if named == "greedy":
         return PipelinePlanner(Schedule.EAGER, cost.num_stages)
+    if named == "lorafusion":
+        return PipelinePlanner(Schedule.MULTI_ADAPTER, cost.num_stages, LoraFusionPlanner(cost.num_stages))
     pairs, is_gpu = PairTimes(cost) if in_pairs else None, cost.hardware.name != "cpu"
+    times, adapters = (measured or cost).apart()
     return FastestPipeline(
-        cost.num_stages, measured or cost, row_tile=cost.row_tile, pairs=pairs, pairs_share_room=is_gpu
+        cost.num_stages, times, adapters, row_tile=cost.row_tile, pairs=pairs, pairs_share_room=is_gpu
     )
 
 
@@ -253,8 +270,6 @@ class FastestSpread(Planner):
     spread: SpreadPlanner
     """The planner used when this one is late; it has the replicas and their costs."""
     row_tile: int = 1
-    measured: tuple[tuple[CostModel, AdapterTimes], ...] | None = None
-    """Measured costs of passes on each replica; None: those of its cost model."""
     behind: PreviousMicrobatches = ()
     num_measured: int = 0
 
@@ -263,27 +278,20 @@ class FastestSpread(Planner):
         return self.spread
 
     def informed(self, measured: MeasuredPasses, previous: PreviousMicrobatches) -> FastestSpread:
-        planner = dataclasses.replace(self, behind=previous)
-        stages, learned, first = measured.stages, list[tuple[CostModel, AdapterTimes]](), 0
-        for size, cost in zip(self.spread.replica_sizes, self.spread.costs, strict=True):
-            replica = stages.learn(size, cost, measured.ranks, first)
-            if replica is None:
-                return planner
-            learned.append(replica)
-            first += size
-        return dataclasses.replace(
-            planner, measured=tuple(learned), row_tile=stages.row_tile, num_measured=stages.num_seen
-        )
+        spread = self.spread.informed(measured, previous)
+        row_tile = measured.stages.row_tile if spread.measured else self.row_tile
+        num = spread.num_measured
+        return dataclasses.replace(self, spread=spread, row_tile=row_tile, behind=previous, num_measured=num)
 
     def home_seconds(self, jobs: Mapping[str, HomeLoad], capacity: int) -> Mapping[str, Sequence[float]]:
         return self.spread.home_seconds(jobs, capacity)
 
-    def open_pipes(self, capacity: int) -> list[Pipe]:
-        return self.spread.open_pipes(capacity)
+    def open_pipes(self, limits: Limits) -> list[Pipe]:
+        return self.spread.open_pipes(limits)
 
     @property
     def pass_costs(self) -> Sequence[PassCosts]:
-        return self.measured or self.spread.pass_costs
+        return self.spread.pass_costs
 
     def __call__(self, queues: Sequence[JobQueue], limits: Limits) -> Program:
         choice = self.choose(queues, limits)
@@ -301,21 +309,23 @@ class FastestSpread(Planner):
         streams: list[Sequence[Microbatch]] = []
         found: list[PipelineChoice] = []
         others_s = 0.0
-        for k, (size, holds) in enumerate(zip(sizes, self.spread.holds(limits.capacity), strict=True)):
+        for k, (stages, holds) in enumerate(zip(self.spread.stages, self.spread.holds(limits.capacity), strict=True)):
             own = DealtQueues([queue for queue in whole if queue.home == k], {})
-            there = Limits(max(holds, own.longest), sys.maxsize)
-            if not own.queues or size == 1:
+            there = dataclasses.replace(
+                limits.of_stages(stages), capacity=max(holds, own.longest), max_microbatches=sys.maxsize
+            )
+            if not own.queues or len(stages) == 1:
                 streams.append(own.packed(there))
                 others_s = max(others_s, self._seconds(k, streams[-1]))
                 continue
-            cost, adapters = (self.spread.costs[k], None) if self.measured is None else self.measured[k]
+            cost, adapters = self.pass_costs[k]
             behind = self.behind[k] if self.behind else ()
-            found.append(FastestPipeline(size, cost, adapters, self.row_tile, behind).choose(own.queues, there))
+            found.append(FastestPipeline(sizes[k], cost, adapters, self.row_tile, behind).choose(own.queues, there))
             streams.append([m for m in found[-1].program.microbatches if m.segments])
         several = [choice.seconds if choice.several_groups_s is None else choice.several_groups_s for choice in found]
         has_several = any(choice.several_groups_s is not None for choice in found)
         return PipelineChoice(
-            self.spread.assemble(streams, {}),
+            self.spread.assemble(streams, {}, limits),
             tuple(group for choice in found for group in choice.groups),
             tuple(fill for choice in found for fill in choice.fills),
             max(others_s, *(choice.seconds for choice in found)),
@@ -325,7 +335,7 @@ class FastestSpread(Planner):
         )
 
     def _seconds(self, replica: int, stream: Sequence[Microbatch]) -> float:
-        cost, adapters = (self.spread.costs[replica], None) if self.measured is None else self.measured[replica]
+        cost, adapters = self.pass_costs[replica]
         lengths = ([segment.length for segment in m.segments] for m in stream)
         added_s = 0.0 if adapters is None else sum(2 * adapters.microbatch_s(m.job_tokens) for m in stream)
         return sum(cost.forward_s(own, 0) + cost.backward_s(own, 0) for own in lengths) + added_s

@@ -79,6 +79,8 @@ class DeployForecast:
     shared: Dispatch
     bounds: tuple[int, ...]
     replicas: PlannedReplicas
+    step_tokens: float
+    """Mean tokens of a global batch of every job."""
 
     @property
     def planned(self) -> DeployChoice:
@@ -136,6 +138,10 @@ def forecast_deployment(
         choice("planned", str(deployment), planned_s),
         choice("by length", str(deployment), mean_s(deployment, dispatch_by_length)),
     ]
+    if deployment.homes:
+        freed = expected_batch([replace(job, is_any_order=True) for job in jobs], PLANNED_SEED)
+        (best,) = best_deployments(DeployProblem(tuple(without_dominated(kinds, freed)), pools, freed), 1)
+        choices.append(choice("any order", str(best), mean_step_s(best.models, batches)))
     even = [choice("alike", str(plan), mean_s(plan, dispatch_evenly)) for plan in alike]
     choices.append(min(even, key=lambda found: found.step_s))
     for name, are_alike in (("in turn, alike", True), ("in turn, planned", False)):
@@ -146,7 +152,8 @@ def forecast_deployment(
     buckets = in_buckets(jobs, batches[0])
     shared = dispatch(Fleet(deployment.models, buckets, deployment.homes))
     replicas = deployment.planned_replicas(job.name for job in jobs if not job.is_any_order)
-    return DeployForecast(deployment, tuple(choices), shared, buckets.bounds, replicas)
+    step_tokens = statistics.mean(sum(batch) for batch in batches)
+    return DeployForecast(deployment, tuple(choices), shared, buckets.bounds, replicas, step_tokens)
 
 
 def _balanced(plan: Deployment, searched: Deployment) -> Deployment:

@@ -14,11 +14,11 @@ from typing import Any
 
 from weft.plan.admit import MARGIN, Budget
 from weft.plan.cost.analytic import AnalyticCost
-from weft.plan.cost.memory import MOMENT_BYTES
+from weft.plan.cost.memory import MOMENT_BYTES, MemoryModel
 from weft.plan.cost.profile import ProfiledCost
 from weft.plan.cost.types import CostModel
 from weft.plan.layout import stage_names
-from weft.plan.pipeline.build import Schedule
+from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.planner import PairChoice, Planner
 from weft.plan.program import Program
 from weft.plan.simulate.choose import FastestPipeline
@@ -179,7 +179,9 @@ def forecast(
     from it; otherwise both come from `cost`."""
     queues, ranks = [job.queue for job in jobs], [job.cost_rank for job in jobs]
     times, pairs, keeps_order = measured or cost, None, True
-    limits = Limits(capacity, max_microbatches=ALL)
+    schedule = planner.schedule if isinstance(planner, PipelinePlanner) else Schedule.EAGER
+    in_flight = in_flight_of(jobs, capacity, cost, cost.memory) if cost.num_stages > 1 else ()
+    limits = Limits(capacity, max_microbatches=ALL, row_tile=cost.row_tile, in_flight=in_flight)
     if isinstance(planner, FastestPipeline) and planner.pairs is not None:
         choice = planner.choose(queues, limits)
         program, pairs = choice.program, choice.pairs
@@ -200,7 +202,7 @@ def forecast(
         num_stages=cost.num_stages,
         stage_layers=tuple(cost.memory.layers(stage) for stage in range(cost.num_stages)),
         capacity=capacity,
-        schedule="one stage" if cost.num_stages == 1 else str(Schedule.EAGER),
+        schedule="one stage" if cost.num_stages == 1 else str(schedule),
         program=program,
         timeline=timeline,
         eval_s=sum(forward_s(job, capacity, times, cost.num_stages) for job in jobs),
@@ -279,6 +281,17 @@ def _by_job(microbatch: Microbatch, rank: dict[str, int]) -> list[tuple[int, lis
     for segment in microbatch.segments:
         lengths.setdefault(segment.job, []).append(segment.length)
     return [(rank[job], own) for job, own in lengths.items()]
+
+
+def in_flight_of(jobs: Sequence[JobOutline], capacity: int, cost: AnalyticCost, memory: MemoryModel) -> tuple[int, ...]:
+    """Full microbatches that each stage has memory for beside these jobs, at least one, as a run counts them."""
+    ranks, rows = [job.cost_rank for job in jobs], cost.rows([capacity])
+    found = []
+    for stage in range(cost.num_stages):
+        rest = memory.total_bytes(rows, ranks, stage=stage, num_held=0) + unusual_bytes(jobs, cost, stage)
+        each = memory.kept_bytes(rows, max(ranks, default=1), stage)
+        found.append(max(1, int((cost.hardware.memory_bytes / (1 + MARGIN) - rest) // each)))
+    return tuple(found)
 
 
 def most_held(timeline: Timeline, stage: int) -> int:

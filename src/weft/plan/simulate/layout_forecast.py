@@ -26,6 +26,7 @@ from weft.plan.simulate.forecast import (
     forecast,
     forward_s,
     groups_of,
+    in_flight_of,
     most_held,
     unusual_bytes,
 )
@@ -48,9 +49,10 @@ def forecast_layout(
     """The forecast of a run in a layout; `cost` is that of the backbone on one device. `planner`: the name in the run's
     settings. `in_pairs`: allows microbatches side by side. `measured`: replaces the cost model, on one device or one
     replica in stages."""
-    sizes, tensor = layout.replica_sizes, layout.replicas[0].tensor
+    sizes = layout.replica_sizes
     splits = {n: split_model(cost.shape, n) for n in sizes}
-    costs = [replace(cost, num_stages=n, tensor_parallel=tensor, split=splits[n]) for n in sizes]
+    kinds = [(own.stages, own.tensor) for own in layout.replicas for _ in range(own.shards)]
+    costs = [replace(cost, num_stages=n, tensor_parallel=tensor, split=splits[n]) for n, tensor in kinds]
     if len(sizes) > 1:
         shards = layout.shards if max(layout.shards) > 1 else ()
         return forecast_replicas(jobs, capacity, costs, shards=shards, planner=planner)
@@ -78,13 +80,19 @@ def forecast_replicas(
         for own in copies(len(costs), shards)
         for replica in own
     ]
-    spread = SpreadPlanner(sizes, tuple(times), shards=tuple(shards))
+    degrees = tuple(cost.tensor_parallel for cost in costs)
+    spread = SpreadPlanner(sizes, tuple(times), shards=tuple(shards), tensor=degrees)
     at_home = sorted((job for job in jobs if not job.is_any_order), key=lambda job: job.queue.job)
     loads = {job.queue.job: HomeLoad(job.num_tokens / job.num_steps, _longest(job)) for job in at_home}
     homes = choose_homes(spread.home_seconds(loads, capacity))
     queues = [replace(job.queue, home=homes.get(job.queue.job)) for job in jobs]
     chosen = FastestSpread(spread, costs[0].row_tile) if max(sizes) > 1 and planner != "greedy" else spread
-    program = chosen(queues, Limits(capacity, max_microbatches=ALL))
+    in_flight = [
+        number
+        for k, (cost, own) in enumerate(zip(costs, times, strict=True))
+        for number in in_flight_of(_jobs_on(k, jobs, homes), capacity, cost, own.memory)
+    ]
+    program = chosen(queues, Limits(capacity, ALL, costs[0].row_tile, tuple(in_flight)))
     timeline = simulate(program, times)
     microbatches = [m for m in program.microbatches if m.segments]
     needs = _stage_needs(jobs, homes, program, timeline, costs, times)
@@ -115,6 +123,10 @@ def _longest(job: JobOutline) -> int:
     return max(length for batch in job.queue.batches for length in batch.lengths)
 
 
+def _jobs_on(replica: int, jobs: Sequence[JobOutline], homes: Mapping[str, int]) -> list[JobOutline]:
+    return [job for job in jobs if homes.get(job.queue.job, replica) == replica]
+
+
 def _stage_needs(
     jobs: Sequence[JobOutline],
     homes: Mapping[str, int],
@@ -127,7 +139,7 @@ def _stage_needs(
     found = []
     for replica, stages in enumerate(program.replicas):
         cost, memory = costs[replica], times[replica].memory
-        there = [job for job in jobs if homes.get(job.queue.job, replica) == replica]
+        there = _jobs_on(replica, jobs, homes)
         ranks = [job.cost_rank for job in there]
         run = [program.microbatches[i.microbatch] for i in program.stages[stages.start] if isinstance(i, Forward)]
         rows = max((cost.rows([s.length for s in m.segments]) for m in run), default=0)

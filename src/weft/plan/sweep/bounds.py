@@ -93,7 +93,9 @@ class Solo:
         """Bytes per GPU with so many samples at once, padded to the longest."""
         setting, memory = self.setting, self.setting.memory(degree)
         rows = num_samples * configuration.most_tokens
-        parameters = setting.shape.adapter_parameters(configuration.rank, configuration.targets)
+        parameters = configuration.num_parameters
+        if parameters is None:
+            parameters = setting.shape.adapter_parameters(configuration.rank, configuration.targets)
         kept = KEPT_TIMES * rows * setting.shape.num_layers * memory.row_bytes(configuration.rank)
         return memory.weight_bytes() + ADAPTER_BYTES * parameters / degree + kept
 
@@ -114,8 +116,7 @@ class Solo:
         ):
             most += 1
         passes = -(-configuration.batch_size // most)
-        cost = self.setting.step_cost(PackOption(degree, 0, "none"), configuration.rank)
-        cost = replace(cost, targets=configuration.targets)
+        cost = self.setting.step_cost(PackOption(degree, 0, "none"), configuration)
         share, larger = divmod(configuration.batch_size, passes)
         counts = [share + 1] * larger + [share] * (passes - larger)
         times = {

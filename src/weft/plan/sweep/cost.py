@@ -65,6 +65,8 @@ class SweepSetting:
     """Usable share of a device; the rest is for the driver and the allocator."""
     max_degree: int | None = None
     """Most GPUs of a pack; None: all."""
+    plain_row_bytes: int | None = None
+    """As in `MemoryModel`."""
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
@@ -83,11 +85,16 @@ class SweepSetting:
         return int(self.memory_share * self.hardware.memory_bytes)
 
     def memory(self, degree: int, recompute: str = "none") -> MemoryModel:
-        return self.step_cost(PackOption(degree, 0, recompute), rank=0).memory
+        return self.step_cost(PackOption(degree, 0, recompute)).memory
 
-    def step_cost(self, way: PackOption, rank: int, targets: str | tuple[str, ...] = ALL_LINEAR) -> AnalyticCost:
-        setup = BackboneSetup(self.shape, (rank,), self.quantize, way.recompute)
+    def step_cost(self, way: PackOption, kind: Configuration | None = None) -> AnalyticCost:
+        """The cost model of a way with one adapter, or with none."""
+        rank, targets, num = (0, ALL_LINEAR, None) if kind is None else (kind.rank, kind.targets, kind.num_parameters)
+        setup = BackboneSetup(self.shape, (rank,), self.quantize, way.recompute, num, self.plain_row_bytes)
         return setup.cost(self.hardware, tensor_parallel=way.degree, targets=targets)
+
+    def adapter_bytes(self, kind: Configuration, degree: int) -> int:
+        return self.step_cost(PackOption(degree, 0, "none"), kind).memory.adapter_bytes(kind.rank, kind.targets)
 
     def ways(self, longest: int) -> list[PackOption]:
         if self.capacity is None:
@@ -138,9 +145,7 @@ class PackCost:
             np.array([lines[w.degree, w.recompute][i] for w in ways]).T for i in range(2)
         )  # [intercept and slope, q]
         self.own = np.array([[self._own_s(kind, q, lines) for q in range(len(ways))] for kind in kinds])
-        self.adapter = np.array(
-            [[setting.memory(w.degree).adapter_bytes(k.rank, k.targets) for w in ways] for k in kinds], dtype=float
-        )
+        self.adapter = np.array([[setting.adapter_bytes(k, w.degree) for w in ways] for k in kinds], dtype=float)
         self.rank_classes = sorted({rank_class([k.rank]) for k in kinds})
         bases = [[self._base_bytes(way, widest) for way in ways] for widest in self.rank_classes]
         self.room = setting.usable_bytes - np.array(bases, dtype=float)
@@ -149,7 +154,7 @@ class PackCost:
 
     def _lines(self, way: PackOption) -> tuple[tuple[float, float], tuple[float, float]]:
         """(intercept, slope) over rows of the frozen step bound by reading weights, and bound by products."""
-        cost = self.setting.step_cost(way, rank=0)
+        cost = self.setting.step_cost(way)
         one, two, many, twice = (_both_s(cost, [1] * n) for n in (1, 2, MANY, 2 * MANY))
         slope = (twice - many) / MANY
         return (2 * one - two, two - one), (2 * many - twice, slope)
@@ -157,10 +162,10 @@ class PackCost:
     def _own_s(self, kind: Configuration, q: int, lines: Lines) -> float:
         """Seconds of a kind's training beyond the frozen rows: attention, adapter, optimizer, evaluations."""
         way = self.ways[q]
-        key = (kind.rank, kind.sample_tokens, kind.targets, way.degree, way.recompute)
+        key = (kind.rank, kind.num_parameters, kind.sample_tokens, kind.targets, way.degree, way.recompute)
         if key not in self._prices:
             _, (fixed, row) = lines[way.degree, way.recompute]
-            adapted = self.setting.step_cost(way, kind.rank, kind.targets)
+            adapted = self.setting.step_cost(way, kind)
             length = kind.sample_tokens
             count = -(-MANY // length)
             frozen = fixed + row * count * length
@@ -215,16 +220,16 @@ class PackCost:
         return np.asarray(frozen + own)
 
     def gpu_bytes(self, kinds: Sequence[int], way: PackOption) -> int:
-        memory, members = self.setting.memory(way.degree), [self.kinds[k] for k in kinds]
-        adapters = sum(memory.adapter_bytes(kind.rank, kind.targets) for kind in members)
+        members = [self.kinds[k] for k in kinds]
+        adapters = sum(self.setting.adapter_bytes(kind, way.degree) for kind in members)
         return adapters + self._base_bytes(way, max(kind.rank for kind in members))
 
     def _why_never(self, kind: int) -> str:
         setting, degree = self.setting, self.setting.degrees[-1]
         needs = [(self.gpu_bytes([kind], way), way) for way in self.ways if way.degree == degree]
         needed, way = min(needs, key=lambda need: need[0])
-        memory, rank = setting.memory(degree), self.kinds[kind].rank
-        weights, adapter = memory.weight_bytes(), memory.adapter_bytes(rank, self.kinds[kind].targets)
+        rank = self.kinds[kind].rank
+        weights, adapter = setting.memory(degree).weight_bytes(), setting.adapter_bytes(self.kinds[kind], degree)
         return (
             f"fits on no number of GPUs up to {setting.num_gpus}: on {degree} each needs {size(needed)} "
             f"({size(weights)} weights, {size(adapter)} adapter of rank {rank} with its optimizer, "

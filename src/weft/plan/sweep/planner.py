@@ -41,9 +41,10 @@ def plan_sweep(
     capacity: int | None = None,
     memory_share: float = 0.95,
     max_degree: int | None = None,
+    plain_row_bytes: int | None = None,
 ) -> SweepPlan:
     """The plan for `gpus` GPUs of one kind; deterministic. `recompute` and `capacity` apply to every pack. A pack has
-    at most `max_degree` GPUs: 1 where each holds a whole backbone."""
+    at most `max_degree` GPUs: 1 where each holds a whole backbone. `plain_row_bytes`: as in `MemoryModel`."""
     hardware = find_hardware(device) if isinstance(device, str) else device
     setting = SweepSetting(
         shape=shape,
@@ -54,6 +55,7 @@ def plan_sweep(
         capacity=capacity,
         memory_share=memory_share,
         max_degree=max_degree,
+        plain_row_bytes=plain_row_bytes,
     )
     cost = PackCost(configurations, setting)
     bound = lower_bound_s(cost)

@@ -21,6 +21,8 @@ class Configuration:
     longest_tokens: int = 0
     """Longest sample; 0: all have the mean length."""
     targets: str | tuple[str, ...] = ALL_LINEAR
+    num_parameters: int | None = None
+    """Parameters of its adapter; None: those of a LoRA of this rank on the targets."""
     forward_tokens: int = 0
     """Tokens run forward only, by all of its evaluations and its reference passes."""
 

@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from weft.errors import ConfigError, DataError, StorageError, WeftError, closest
+from weft.errors import ConfigError, DataError, StorageError, WeftError, did_you_mean
 from weft.serve.errors import Busy, Conflict, Damaged, NotFound, NotPossible, OverLimit
 from weft.settings import describe
 
@@ -66,10 +66,10 @@ def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> 
 
 
 def install(app: FastAPI) -> None:
-    app.add_exception_handler(ApiError, lambda request, error: _api_error(error))
+    for kind in (ApiError, WeftError):
+        app.add_exception_handler(kind, lambda request, error: as_api_error(error).response())
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(WeftError, lambda request, error: as_api_error(error).response())
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -100,11 +100,6 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, HIDDEN, type="server_error")
 
 
-def _api_error(error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
 def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return from_validation(error.errors()).response()
@@ -118,9 +113,9 @@ def from_validation(problems: Any, body: Any = None, known: Sequence[str] = ()) 
     problem = max(below, key=lambda p: (_param(p, body) or "").count("."))
     param, kind, context = _param(problem, body), problem.get("type"), problem.get("ctx") or {}
     if kind == "extra_forbidden":
-        guess = closest(str(param), list(known)) if "." not in str(param) else None
-        hint = f". Did you mean {guess}?" if guess else ""
-        return invalid(f"Unrecognized request argument supplied: {param}{hint}", param, "unknown_parameter")
+        hint = did_you_mean(str(param), known) if "." not in str(param) else None
+        message = f"Unrecognized request argument supplied: {param}" + (f". {hint}" if hint else "")
+        return invalid(message, param, "unknown_parameter")
     if kind == "missing":
         return invalid(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     if kind == NOT_SERVED:

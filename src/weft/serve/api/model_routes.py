@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from weft.serve.adapter_folders import adapter_folder, look_at, row_of
+from weft.serve.adapter_folders import adapter_at, is_url, row_of
 from weft.serve.api.errors import ApiError, invalid
 from weft.serve.api.pending_answers import check_adapter
 from weft.serve.api.requests import CreatePermission, LoadAdapter, UnloadAdapter, body_of, documented
@@ -20,7 +20,6 @@ from weft.serve.api.service import (
     ModelsUser,
     Operator,
     UsageUser,
-    missing_model,
     resolve_model,
     service_of,
 )
@@ -107,7 +106,7 @@ def _forget(tx: Tx, tenant: str, name: str) -> list[DbRow]:
             model = files.delete_model(tx, tenant, name)
             gone = [model, *files.delete_checkpoints(tx, tenant, job=model["job"])]
     except NotFound:
-        raise missing_model(name) from None
+        raise files.missing_model(name) from None
     for lost in (row["model"] if "model" in row else row["id"] for row in gone):
         needed = jobs.starting_from(tx, tenant, lost)
         if needed is not None:
@@ -117,13 +116,13 @@ def _forget(tx: Tx, tenant: str, name: str) -> list[DbRow]:
 
 @model_router.post("/load_lora_adapter", openapi_extra=documented(LoadAdapter), response_class=PlainTextResponse)
 def load_adapter(request: Request, user: Operator, body: Annotated[LoadAdapter, Depends(body_of(LoadAdapter))]) -> str:
-    """Serves the adapter in a directory that the server sees; as in vLLM, for operators."""
+    """Serves the adapter in a directory that the server sees, or at a URL; as in vLLM, for operators."""
     service = service_of(request)
     root, name = _adapters_root(service), body.lora_name
-    folder = adapter_folder(Path(root, body.lora_path))
-    if folder is None:
+    own = adapter_at(name, _located(root, body.lora_path))
+    if own is None:
         raise ApiError(404, "There is no adapter in 'lora_path'.", param="lora_path", code="adapter_not_found")
-    row = row_of(look_at(name, folder.resolve()), service.settings.base_models)
+    row = row_of(own, service.settings.base_models)
     row["error"] = row["error"] or _check(service, row)
     if row["error"] is not None:
         raise invalid(f"The adapter cannot be used: {row['error']}", "lora_path", "broken_adapter")
@@ -135,7 +134,7 @@ def load_adapter(request: Request, user: Operator, body: Annotated[LoadAdapter, 
         if name in service.settings.base_models:
             raise invalid(f"'{name}' is a backbone; use another name.", "lora_name", "model_exists")
         adapters.put_adapter(tx, adapters.BY_API, name, **row)
-        user.note(tx, "adapter.load", name, {"path": str(folder)})
+        user.note(tx, "adapter.load", name, {"path": own.path})
     return f"Success: LoRA adapter '{name}' added successfully."
 
 
@@ -149,7 +148,7 @@ def unload_adapter(
     with service.database.begin() as tx:
         if not adapters.remove_adapter(tx, adapters.BY_API, body.lora_name):
             if adapters.find_adapter(tx, root, body.lora_name) is None:
-                raise missing_model(body.lora_name)
+                raise files.missing_model(body.lora_name)
             message = f"'{body.lora_name}' is a directory below --adapters and is served as long as it is there."
             raise invalid(message, "lora_name", "invalid_state")
         user.note(tx, "adapter.unload", body.lora_name)
@@ -160,6 +159,13 @@ def _adapters_root(service: ApiService) -> str:
     if service.settings.adapters is None:
         raise NotPossible("This server has no directory of adapters; its operator can give one with --adapters.")
     return service.settings.adapters
+
+
+def _located(root: str, path: str) -> str:
+    """The directory or URL at a path from the root."""
+    if is_url(path) or (is_url(root) and not Path(path).is_absolute()):
+        return path if is_url(path) else f"{root}/{path}"
+    return str(Path(root, path).resolve())
 
 
 def _check(service: ApiService, row: DbRow) -> str | None:

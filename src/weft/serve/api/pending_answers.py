@@ -9,7 +9,7 @@ import json
 import random
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -23,7 +23,7 @@ from weft.serve.errors import Damaged
 
 TIMEOUT_S = 300.0
 SEND_S = 10.0
-"""How long connecting to a worker and sending it a prompt may take."""
+"""How long connecting and sending a request may take."""
 PROBE_S = 3.0
 """How long a live worker may take to answer `/alive`."""
 CHECK_S = 60.0
@@ -32,6 +32,7 @@ BROKEN_ADAPTER = AdapterFileError.code
 WORKER_LOST, WORKER_BUSY = "worker_lost", "worker_unavailable"
 NO_WORKER_RETRY_S = 5
 _CHUNK = "data:"
+NO_ANSWER = (OSError, http.client.HTTPException)
 
 
 def is_alive(worker: DbRow) -> bool:
@@ -42,7 +43,7 @@ def is_alive(worker: DbRow) -> bool:
         connection.request("GET", url.path.rstrip("/") + "/alive")
         connection.getresponse()
         return True
-    except (OSError, http.client.HTTPException):
+    except NO_ANSWER:
         return False
     finally:
         connection.close()
@@ -51,6 +52,41 @@ def is_alive(worker: DbRow) -> bool:
 def _connection_to(url: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     return kind(url.hostname or "", url.port, timeout=timeout_s)
+
+
+class SentRequest:
+    """A JSON request, sent; its answer is read by one thread, and any other may hang up. Raises one of NO_ANSWER."""
+
+    def __init__(self, url: str, path: str, body: Any, headers: Mapping[str, str], timeout_s: float) -> None:
+        """`timeout_s`: how long the next piece of the answer may take. Without a body it is a GET."""
+        at = urlsplit(url)
+        self._connection = _connection_to(at, SEND_S)
+        self._answer: http.client.HTTPResponse | None = None
+        data = None if body is None else json.dumps(body)
+        headers = {"content-type": "application/json", **headers}
+        try:
+            self._connection.request("GET" if body is None else "POST", at.path.rstrip("/") + path, data, headers)
+            self._socket: socket.socket = self._connection.sock
+            self._socket.settimeout(timeout_s)
+        except NO_ANSWER:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._answer is not None:
+            # It holds the socket, whatever becomes of the connection.
+            self._answer.close()
+        self._connection.close()
+
+    def hang_up(self) -> None:
+        """Ends the connection at once; a thread that waits for the answer finds it broken."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def begun(self) -> http.client.HTTPResponse:
+        """Waits for the begin of the answer."""
+        self._answer = self._connection.getresponse()
+        return self._answer
 
 
 @dataclass(frozen=True)
@@ -64,6 +100,10 @@ class AnswerPiece:
     completion_tokens: int = 0
     finish_reason: str | None = None
     logprobs: Sequence[dict[str, Any]] = ()
+
+
+def _token_header(worker: DbRow) -> dict[str, str]:
+    return {"x-weft-token": worker["token"] or ""}
 
 
 def choose_worker(workers: list[DbRow], base: str, blob: str | None) -> DbRow:
@@ -86,17 +126,13 @@ def choose_worker(workers: list[DbRow], base: str, blob: str | None) -> DbRow:
 
 def check_adapter(worker: DbRow, source: str) -> str | None:
     """Has a worker read an adapter; returns what is wrong with it. ApiError if the worker cannot do so now."""
-    url = urlsplit(worker["address"])
-    connection = _connection_to(url, CHECK_S)
-    headers = {"content-type": "application/json", "x-weft-token": worker["token"] or ""}
     try:
-        connection.request("POST", url.path.rstrip("/") + "/check", json.dumps({"model_blob": source}), headers)
-        answer = connection.getresponse()
-        body = answer.read(65_536)
-    except (OSError, http.client.HTTPException):
+        call = SentRequest(worker["address"], "/check", {"model_blob": source}, _token_header(worker), CHECK_S)
+        with contextlib.closing(call):
+            answer = call.begun()
+            body = answer.read(65_536)
+    except NO_ANSWER:
         raise _broken() from None
-    finally:
-        connection.close()
     if answer.status == 204:
         return None
     code, message, _ = _error_in(body)
@@ -105,39 +141,23 @@ def check_adapter(worker: DbRow, source: str) -> str | None:
     raise _refused(answer.status, body, None)
 
 
-class PendingAnswer:
+class PendingAnswer(SentRequest):
     """A prompt that has been sent to a worker; its answer is read later, so that several can be under way."""
 
     def __init__(self, worker: DbRow, prompt: dict[str, Any]) -> None:
-        url = urlsplit(worker["address"])
-        self._connection = _connection_to(url, SEND_S)
         self.seen_at = time.monotonic()
-        self._answer: http.client.HTTPResponse | None = None
         self._is_stream = bool(prompt["stream"])
-        headers = {"content-type": "application/json", "x-weft-token": worker["token"] or ""}
         try:
-            self._connection.request("POST", url.path.rstrip("/") + "/generate", json.dumps(prompt), headers)
-            self._socket: socket.socket = self._connection.sock
-            self._socket.settimeout(TIMEOUT_S)
-        except (OSError, http.client.HTTPException):
-            self.close()
+            super().__init__(worker["address"], "/generate", prompt, _token_header(worker), TIMEOUT_S)
+        except NO_ANSWER:
             raise _broken() from None
-
-    def close(self) -> None:
-        if self._answer is not None:
-            # It holds the socket, whatever becomes of the connection.
-            self._answer.close()
-        self._connection.close()
-
-    def hang_up(self) -> None:
-        """Ends the connection at once; a thread that waits for the answer finds it broken."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
 
     def pieces(self) -> Iterator[AnswerPiece]:
         """Yields the answer piece by piece; without streaming it is one piece."""
         try:
-            answer = self._response()
+            answer = self.begun()
+            if answer.status != 200:
+                raise _refused(answer.status, answer.read(65_536), answer.getheader("retry-after"))
             if not self._is_stream:
                 yield _piece(json.loads(answer.read()))
                 return
@@ -151,16 +171,10 @@ class PendingAnswer:
                 if piece.done:
                     return
             raise _broken()
-        except (OSError, http.client.HTTPException, ValueError):
+        except (*NO_ANSWER, ValueError):
             raise _broken() from None
         finally:
             self.close()
-
-    def _response(self) -> http.client.HTTPResponse:
-        answer = self._answer = self._connection.getresponse()
-        if answer.status != 200:
-            raise _refused(answer.status, answer.read(65_536), answer.getheader("retry-after"))
-        return answer
 
 
 def send_all(worker: DbRow, prompts: Sequence[dict[str, Any]]) -> list[PendingAnswer]:

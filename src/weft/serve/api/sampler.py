@@ -3,26 +3,24 @@
     POST {sampler}/v1/load_lora_adapter {lora_name, lora_path}    (SGLang: /load_lora_adapter)
     POST {sampler}/v1/chat/completions, /v1/completions           as the client sent it, with the adapter's name there
 
-Every version of an adapter has a name of its own there, so a changed one is loaded again. Archives are unpacked below
-the data directory, which the sampler must see. The least recently used adapters are unloaded.
+Every version of an adapter has a name of its own there, so a changed one is loaded again. Archives are unpacked, and
+adapters at URLs copied, below the data directory, which the sampler must see. The least recently used adapters are
+unloaded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import os
 import shutil
-import socket
 import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -31,8 +29,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weft.data.chats import ROLES
-from weft.serve.adapter_folders import CONFIG_FILE, TENSORS_FILE
+from weft.serve.adapter_folders import CONFIG_FILE, TENSORS_FILE, fetch_adapter, is_url
 from weft.serve.api.errors import ApiError, invalid, unavailable
+from weft.serve.api.pending_answers import NO_ANSWER, SEND_S, SentRequest
 from weft.serve.api.requests import DEFAULT_MAX_TOKENS, UNUSED, CreateChat, CreateCompletion
 from weft.serve.api.responses import event_stream
 from weft.serve.api.service import ApiService, Caller, ResolvedModel, resolve_prompted, service_of
@@ -41,8 +40,8 @@ from weft.serve.db.adapters import folder_of, short_name
 from weft.serve.db.usage import add_answer
 from weft.store.atomic import TEMP_PREFIX, storage_errors
 
-CONNECT_S, LOAD_S, ANSWER_S = 10.0, 120.0, 300.0
-"""How long connecting, loading an adapter and the next piece of an answer may take."""
+LOAD_S, ANSWER_S = 120.0, 300.0
+"""How long loading an adapter and the next piece of an answer may take."""
 WATCH_S = 0.2
 MOST_LOADED = 256
 """Adapters that are loaded at the sampler; more make the least recently used one go."""
@@ -53,50 +52,30 @@ RETRY_S = 5
 Json = dict[str, Any]
 
 
-class SamplerCall:
-    """A request to the sampler, sent; its answer is read by one thread, and any other may hang up."""
+class SamplerCall(SentRequest):
+    """A request to the sampler."""
 
     def __init__(self, url: str, path: str, body: Json | None, timeout_s: float) -> None:
-        at = urlsplit(url)
-        kind = http.client.HTTPSConnection if at.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(at.hostname or "", at.port, timeout=CONNECT_S)
-        self._answer: http.client.HTTPResponse | None = None
         key = os.environ.get(KEY_VARIABLE)
-        headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
         try:
-            data = None if body is None else json.dumps(body)
-            self._connection.request("GET" if body is None else "POST", at.path.rstrip("/") + path, data, headers)
-            self._socket: socket.socket = self._connection.sock
-            self._socket.settimeout(timeout_s)
-        except (OSError, http.client.HTTPException):
-            self.close()
+            super().__init__(url, path, body, {"authorization": f"Bearer {key}"} if key else {}, timeout_s)
+        except NO_ANSWER:
             raise _silent() from None
-
-    def close(self) -> None:
-        if self._answer is not None:
-            self._answer.close()
-        self._connection.close()
-
-    def hang_up(self) -> None:
-        """Ends the connection, also for a thread that waits for the answer."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
 
     def status(self) -> int:
         """Waits for the begin of the answer."""
         try:
-            self._answer = self._connection.getresponse()
-        except (OSError, http.client.HTTPException):
+            return self.begun().status
+        except NO_ANSWER:
             self.close()
             raise _silent() from None
-        return self._answer.status
 
     def read(self) -> Any:
         """The whole answer; None if it is not JSON."""
         assert self._answer is not None
         try:
             data = self._answer.read(MOST_BYTES)
-        except (OSError, http.client.HTTPException):
+        except NO_ANSWER:
             raise _silent() from None
         finally:
             self.close()
@@ -119,7 +98,7 @@ class SamplerCall:
                 if not isinstance(chunk, dict) or "error" in chunk:
                     break
                 yield chunk
-        except (OSError, http.client.HTTPException, ValueError):
+        except (*NO_ANSWER, ValueError):
             pass
         finally:
             self.close()
@@ -191,7 +170,7 @@ class Sampler:
 
     def _base_name(self, name: str, path: str) -> str:
         if name not in self._bases:
-            status, answer = self._call("/v1/models", None, CONNECT_S)
+            status, answer = self._call("/v1/models", None, SEND_S)
             if status != 200:
                 raise _refusal(status, answer)
             data = answer.get("data") if isinstance(answer, dict) else None
@@ -224,8 +203,9 @@ class Sampler:
         return f"{self._base_name(*base)}:weft-{short}" if self._is_sglang else f"weft-{short}"
 
     def _folder(self, source: str) -> Path:
-        """The directory of an adapter; an archive is unpacked."""
-        if (own := folder_of(source)) is not None:
+        """The directory of an adapter; an archive is unpacked, and what is at a URL copied."""
+        own = folder_of(source)
+        if own is not None and not is_url(own[1]):
             return Path(own[1])
         folder = self._directory / short_name(source)
         if not folder.is_dir():
@@ -233,9 +213,12 @@ class Sampler:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 made = Path(tempfile.mkdtemp(dir=self._directory, prefix=TEMP_PREFIX))
                 try:
-                    self._blobs.fetch(source, made / "archive")
-                    unpack(made / "archive", made, (CONFIG_FILE, TENSORS_FILE))
-                    (made / "archive").unlink()
+                    if own is not None:
+                        fetch_adapter(own[1], made)
+                    else:
+                        self._blobs.fetch(source, made / "archive")
+                        unpack(made / "archive", made, (CONFIG_FILE, TENSORS_FILE))
+                        (made / "archive").unlink()
                     # Another process may have unpacked it meanwhile.
                     with contextlib.suppress(OSError):
                         made.rename(folder)
@@ -270,7 +253,7 @@ class Sampler:
             self._loaded.pop(short, None)
         if was_loaded:
             with contextlib.suppress(ApiError):
-                self._call(f"{self._prefix}/unload_lora_adapter", {"lora_name": f"weft-{short}"}, CONNECT_S)
+                self._call(f"{self._prefix}/unload_lora_adapter", {"lora_name": f"weft-{short}"}, SEND_S)
         shutil.rmtree(self._directory / short, ignore_errors=True)
 
     @property

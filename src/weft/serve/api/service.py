@@ -207,9 +207,9 @@ def resolve_model(tx: Tx, service: ApiService, tenant: str, name: str) -> Resolv
     try:
         row = files.get_checkpoint(tx, tenant, name)
     except NotFound:
-        raise missing_model(name) from None
+        raise files.missing_model(name) from None
     if row["blob"] is None:
-        raise missing_model(name)
+        raise files.missing_model(name)
     base = jobs.get_job(tx, tenant, row["job"])["model"]
     return ResolvedModel(base, row["blob"], row["created_at"], tenant, row["job"])
 
@@ -235,10 +235,6 @@ def resolve_prompted(tx: Tx, service: ApiService, tenant: str, name: str) -> Res
 
 
 JOB_ID = "ftjob-"
-
-
-def missing_model(name: str) -> NotFound:
-    return NotFound(f"The model '{name}' does not exist or you do not have access to it.", where="model")
 
 
 @dataclass(frozen=True)

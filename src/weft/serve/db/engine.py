@@ -11,6 +11,7 @@ end a deadlock. Then nothing was written, unless the error is Unsure: the connec
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import secrets
 import string
@@ -25,7 +26,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from weft.errors import ConfigError, MissingExtraError, install_command
+from weft.errors import ConfigError, needs_extra
 from weft.serve.errors import Busy, NotFound, Unsure
 
 Tx = sa.Connection
@@ -109,19 +110,15 @@ def open_database(url: str, *, lock_wait_s: float = LOCK_WAIT_S) -> Database:
     if parsed.get_backend_name() not in ("sqlite", "postgresql"):
         found = parsed.get_backend_name()
         raise ConfigError(f"{found} is not supported; use sqlite:///PATH or postgresql://…", where="--db")
-    options: dict[str, Any] = {"json_serializer": _strict_json}
+    options: dict[str, Any] = {"json_serializer": json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode}
     if parsed.get_backend_name() == "postgresql":
         options |= {"pool_pre_ping": True, "pool_size": 10, "max_overflow": 40, "connect_args": {"connect_timeout": 5}}
     else:
         if parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
         options |= {"pool_size": 50, "max_overflow": 50, "connect_args": {"check_same_thread": False}}
-    try:
+    with needs_extra("postgres", "PostgreSQL needs psycopg.", "--db"):
         engine = sa.create_engine(parsed, **options)
-    except ImportError:
-        raise MissingExtraError(
-            "PostgreSQL needs psycopg.", where="--db", hint=f"Install it: {install_command('postgres')}."
-        ) from None
     if parsed.get_backend_name() == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
@@ -157,7 +154,7 @@ def _connection_errors() -> Iterator[None]:
             raise Busy("the database cannot be reached at the moment; try again.") from error
         if _sqlite_code(error).startswith("SQLITE_CANTOPEN"):
             raise Busy("the file cannot be opened or made; look at its directory, permissions and disk.") from error
-        if _is_out_of_room(error):
+        if _sqlstate(error).startswith(_OUT_OF_ROOM) or _sqlite_code(error).startswith(_SQLITE_OUT_OF_ROOM):
             raise Busy("the database cannot write: its disk is full or broken; try again later.") from error
         raise
     except sa.exc.TimeoutError as error:
@@ -194,10 +191,6 @@ def _is_away(error: DBAPIError) -> bool:
     return unreachable or _sqlstate(error).startswith(_AWAY)
 
 
-def _is_out_of_room(error: DBAPIError) -> bool:
-    return _sqlstate(error).startswith(_OUT_OF_ROOM) or _sqlite_code(error).startswith(_SQLITE_OUT_OF_ROOM)
-
-
 def _sqlite_code(error: DBAPIError) -> str:
     return str(getattr(error.orig, "sqlite_errorname", None) or "")
 
@@ -207,12 +200,6 @@ def _with_driver(url: str) -> str:
         if url.startswith(prefix):
             return "postgresql+psycopg://" + url.removeprefix(prefix)
     return url
-
-
-def _strict_json(value: Any) -> str:
-    import json
-
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def _set_up_sqlite(connection: Any, record: Any) -> None:

@@ -197,8 +197,12 @@ def get_model(tx: Tx, tenant: str, id: str) -> DbRow:
     query = sa.select(MODELS).where(MODELS.c.tenant == tenant, MODELS.c.id == id, MODELS.c.deleted_at.is_(None))
     row = first(tx, query)
     if row is None:
-        raise NotFound(f"The model '{id}' does not exist or you do not have access to it.", where="model")
+        raise missing_model(id)
     return row
+
+
+def missing_model(name: str) -> NotFound:
+    return NotFound(f"The model '{name}' does not exist or you do not have access to it.", where="model")
 
 
 def list_models(tx: Tx, tenant: str) -> list[DbRow]:

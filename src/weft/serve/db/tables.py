@@ -208,6 +208,9 @@ USAGE = sa.Table(
     sa.Column("kind", sa.String(16), nullable=False),  # evaluated, prompt, completion; trained tokens are in `jobs`
     sa.Column("tokens", BIG, nullable=False),
     sa.Column("request", sa.String(64), nullable=False),  # of an evaluation: its job and step
+    sa.Column(
+        "num", BIG, nullable=False, default=1, server_default="1"
+    ),  # requests that were added up, of one past day
     sa.Column("created_at", BIG, nullable=False),
     sa.UniqueConstraint("request", "kind"),
 )

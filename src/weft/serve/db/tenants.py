@@ -221,8 +221,3 @@ def add_audit(
 ) -> None:
     row = {"tenant": tenant, "key": key, "action": action, "object": object, "request": request, "data": data}
     tx.execute(sa.insert(AUDIT).values({**row, "created_at": int(now(tx))}))
-
-
-def list_audit(tx: Tx, tenant: str, limit: int = 100) -> list[DbRow]:
-    query = sa.select(AUDIT).where(AUDIT.c.tenant == tenant)
-    return every(tx, query.order_by(AUDIT.c.seq.desc()).limit(limit))

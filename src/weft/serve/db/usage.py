@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from weft.data.order import BatchSchedule
 from weft.job_state import FINAL_STATES
-from weft.serve.db.engine import DbRow, Tx, every, first, now
+from weft.serve.db.engine import Database, DbRow, Tx, every, first, new_id, now
 from weft.serve.db.jobs import update_job
 from weft.serve.db.tables import JOBS, TENANTS, USAGE
 from weft.serve.errors import OverLimit
@@ -38,7 +38,7 @@ def add_usage(
 
 def add_answer(tx: Tx, tenant: str, request: str, *, model: str, prompt: int, completion: int) -> None:
     """Counts the tokens of a prompt and of what was answered."""
-    for kind, tokens in (("prompt", prompt), ("completion", completion)):
+    for kind, tokens in zip(ANSWERED, (prompt, completion), strict=True):
         add_usage(tx, tenant, request, kind=kind, tokens=tokens, model=model)
 
 
@@ -51,7 +51,7 @@ def usage_of(tx: Tx, tenant: str, *, start: int | None = None, end: int | None =
         sa.func.count().label("num"),
     ).where(JOBS.c.tenant == tenant, *_between(JOBS.c.created_at, start, end))
     used = sa.select(
-        USAGE.c.model, USAGE.c.kind, sa.func.sum(USAGE.c.tokens).label("tokens"), sa.func.count().label("num")
+        USAGE.c.model, USAGE.c.kind, sa.func.sum(USAGE.c.tokens).label("tokens"), sa.func.sum(USAGE.c.num).label("num")
     ).where(USAGE.c.tenant == tenant, *_between(USAGE.c.created_at, start, end))
     rows = every(tx, trained.group_by(JOBS.c.model)) + every(tx, used.group_by(USAGE.c.model, USAGE.c.kind))
     totals = {kind: sum(int(r["tokens"]) for r in rows if r["kind"] == kind) for kind in KINDS}
@@ -61,8 +61,36 @@ def usage_of(tx: Tx, tenant: str, *, start: int | None = None, end: int | None =
     return {"totals": totals, "by_model": by_model}
 
 
+DAY_S = 24 * 3600
+
+
+def fold_usage(database: Database) -> int:
+    """Makes one row of all requests of a tenant to a model on a day (UTC) before yesterday; returns how many rows it
+    replaced. Sums over whole days, and numbers of requests, stay as they are."""
+    day = USAGE.c.created_at - USAGE.c.created_at % DAY_S
+    columns = (USAGE.c.tenant, USAGE.c.model, USAGE.c.kind, day.label("day"))
+    with database.read() as tx:
+        end = (int(now(tx)) // DAY_S - 1) * DAY_S
+        old = sa.select(*columns).where(USAGE.c.created_at < end, USAGE.c.kind.in_(ANSWERED))
+        groups = every(tx, old.group_by(*columns).having(sa.func.count() > 1))
+    num_rows = 0
+    for row in groups:
+        same = [USAGE.c[name].is_not_distinct_from(row[name]) for name in ("tenant", "model", "kind")]
+        whole_day = sa.and_(USAGE.c.created_at >= row["day"], USAGE.c.created_at < row["day"] + DAY_S)
+        folded = {**row, "request": new_id("day-"), "created_at": row["day"]}
+        with database.begin() as tx:
+            # Only what this transaction deletes is added up, so that two processes count nothing twice.
+            gone = tx.execute(sa.delete(USAGE).where(*same, whole_day).returning(USAGE.c.tokens, USAGE.c.num)).all()
+            folded |= {"tokens": sum(each.tokens for each in gone), "num": sum(each.num for each in gone)}
+            if gone:
+                tx.execute(sa.insert(USAGE).values({name: folded[name] for name in folded if name != "day"}))
+        num_rows += len(gone)
+    return num_rows
+
+
 EVALUATED = "evaluated"
-KINDS = ("trained", EVALUATED, "prompt", "completion")
+ANSWERED = ("prompt", "completion")
+KINDS = ("trained", EVALUATED, *ANSWERED)
 
 
 def _between(column: Any, start: int | None, end: int | None) -> list[sa.ColumnElement[bool]]:

@@ -48,11 +48,17 @@ class CheckpointUploads:
         """The newest checkpoint of each claim that is not copied yet, by the claim's name."""
         self._in_flight: str | None = None
         self._changed = threading.Condition()
+        self._is_closed = False
         # A daemon: a process that must end does not wait for a store that is away.
         self._thread = threading.Thread(target=self._run, name="weft-checkpoint-uploads", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def offer(self, claim: Claim, step: int) -> None:
         """Has a checkpoint copied in the place of an older one that still waits; this returns at once."""
@@ -78,7 +84,9 @@ class CheckpointUploads:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return
                 name = next(iter(self._waiting))
                 claim, step = self._waiting.pop(name)
                 self._in_flight = name

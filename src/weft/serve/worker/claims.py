@@ -16,6 +16,7 @@ from typing import Any
 
 from weft.engine.engine import Engine
 from weft.engine.events import CheckpointSaved, JobFailed, JobWarning
+from weft.engine.execute.protocol import ReplicaFaultError
 from weft.errors import JobError, StorageError, WeftError
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.serve.blobs import Blobs
@@ -71,6 +72,11 @@ class Claims:
         self._blobs, self._work, self._engine, self._wake = blobs, work, engine, wake
         self._notices: deque[tuple[str, EngineNotice]] = deque()
 
+    def close(self) -> None:
+        """Ends the threads that prepare jobs and copy checkpoints, after what they are doing."""
+        self.preparer.close()
+        self.uploads.close()
+
     def add_notice(self, name: str, notice: EngineNotice) -> None:
         """Queues a notice for the claim of this name. Any thread may call this; it never waits."""
         self._notices.append((name, notice))
@@ -124,6 +130,9 @@ class Claims:
                 LOG.warning("put back: %s", error, extra={"fields": {"job": claim.id, "tenant": claim.tenant}})
                 self.claim_after = time.monotonic() + RETRY_S
                 claim.is_put_back = True
+            except ReplicaFaultError:
+                # The worker ends; the job is not to blame.
+                raise
             except JobError as error:
                 claim.too_large = error_of(error)
             except WeftError as error:

@@ -59,6 +59,8 @@ ROUNDS_PER_LOOK = 20
 """After so many rounds a worker looks for leases that are too long by a clock that was set back."""
 MAKES_WAY = "It is another tenant's turn; the job goes back to the queue and will go on where it was"
 MOVES = "Another worker has more room; the job goes back to the queue and will go on there where it was"
+ABANDON_S = 5.0
+"""How long a crashing worker waits for a transaction that is under way."""
 TRACKING_GRACE_S = 5.0
 """How long a worker that is leaving waits for the trackers of its jobs."""
 
@@ -91,7 +93,7 @@ class DatabaseSync:
         """A round whose commit was not confirmed: it may have happened or not."""
         self._prepared_gc = PreparedGc(database, default_cache())
         self._hurry = threading.Event()
-        self._is_draining = False
+        self._is_draining = self._is_abandoned = False
         self._wanted: str | None = None
         """What the operator wants of this worker: drain, remove or nothing."""
         self._has_left = False
@@ -139,6 +141,11 @@ class DatabaseSync:
 
     def abandon(self) -> None:
         """Lets other workers have the jobs at once because this one crashes; each job's loss is counted."""
+        self._is_abandoned = True
+        self._hurry.set()
+        self._claims.close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(ABANDON_S)
         with contextlib.suppress(WeftError), self._database.begin() as tx:
             give_up(tx, self._options.id)
             remove_worker(tx, self._options.id)
@@ -146,7 +153,7 @@ class DatabaseSync:
     def _run(self) -> None:
         try:
             due = 0.0
-            while True:
+            while not self._is_abandoned:
                 is_last = self._has_left and (self._claims.is_all_delivered or time.monotonic() >= self._leave_by)
                 if time.monotonic() >= due or self._hurry.is_set() or is_last or self._is_work_waiting():
                     self._hurry.clear()

@@ -68,6 +68,7 @@ class JobPreparer:
         self._waiting: list[tuple[Claim, Future[PreparedJob]]] = []
         self._busy: Counter[str] = Counter()
         self._changed = threading.Condition()
+        self._is_closed = False
         # Daemons: a process that must go does not wait for a long file to be read.
         self._threads = [
             threading.Thread(target=self._run, name="weft-prepare", daemon=True) for _ in range(NUM_PREPARERS)
@@ -76,6 +77,11 @@ class JobPreparer:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def put(self, claim: Claim) -> None:
         future: Future[PreparedJob] = Future()
@@ -99,8 +105,8 @@ class JobPreparer:
     def _run(self) -> None:
         # Threads must not share a tokenizer.
         tokenizer, process = copy.deepcopy(self._tokenizer), LimitedProcess(self._limits)
-        while True:
-            claim, future = self._take()
+        while (taken := self._take()) is not None:
+            claim, future = taken
             try:
                 with self._wall.spending(Activity.PREPARING):
                     prepared = prepare(claim, self._database, self._blobs, self._work, tokenizer, process)
@@ -111,18 +117,20 @@ class JobPreparer:
                 self._busy[claim.tenant] -= 1
                 self._changed.notify_all()
             self._on_ready()
+        process.close()
 
-    def _take(self) -> tuple[Claim, Future[PreparedJob]]:
-        """Waits for the first job whose tenant leaves a thread to others."""
+    def _take(self) -> tuple[Claim, Future[PreparedJob]] | None:
+        """Waits for the first job whose tenant leaves a thread to others; None once it is closed."""
         most = max(1, len(self._threads) - 1)
         with self._changed:
-            while True:
+            while not self._is_closed:
                 for pair in self._waiting:
                     if self._busy[pair[0].tenant] < most:
                         self._waiting.remove(pair)
                         self._busy[pair[0].tenant] += 1
                         return pair
                 self._changed.wait()
+        return None
 
 
 def prepare(

@@ -21,11 +21,11 @@ from weft.data.chat_template import Tokenizer
 from weft.data.chats import Rendered
 from weft.data.load import prompt_of_chat
 from weft.data.tokenise import tokenise_prompt
-from weft.engine.inference.adapter_slots import HostAdapter
+from weft.engine.inference.adapter_slots import SlotAdapter
 from weft.engine.inference.attach import StoredAdapter, read_stored
 from weft.errors import AdapterFileError, DataError
-from weft.processes import memory_bytes
-from weft.serve.adapter_folders import look_at
+from weft.process_memory import memory_bytes
+from weft.serve.adapter_folders import adapter_at, fetch_adapter, is_url
 from weft.serve.blobs import Blobs, unpack
 from weft.serve.db.adapters import folder_of, short_name
 from weft.serve.errors import Busy, Damaged
@@ -46,20 +46,20 @@ class AdapterCache:
         self,
         blobs: Blobs,
         directory: Path,
-        prepare: Callable[[StoredAdapter], HostAdapter],
+        prepare: Callable[[StoredAdapter], SlotAdapter],
         most_bytes: int | None = None,
     ) -> None:
         """`prepare` raises AdapterFileError for an adapter that does not fit the backbone."""
         self._blobs, self._prepare = blobs, prepare
         self._directory = directory
         self._most_bytes = int(memory_bytes() * KEPT_SHARE) if most_bytes is None else most_bytes
-        self._kept: OrderedDict[str, HostAdapter] = OrderedDict()
+        self._kept: OrderedDict[str, SlotAdapter] = OrderedDict()
         self._lock = threading.Lock()
         self._reading: dict[str, threading.Lock] = {}
         self.names: tuple[str, ...] = ()
         """Short names of the archives in memory; reading this never waits for one that is being fetched."""
 
-    def get(self, blob: str) -> HostAdapter:
+    def get(self, blob: str) -> SlotAdapter:
         """Returns the adapter in an archive or a folder. Raises NotFound without an archive, Damaged for a broken one,
         AdapterFileError for a broken folder."""
         with self._lock:
@@ -81,12 +81,16 @@ class AdapterCache:
             return adapter
 
     def _read(self, blob: str) -> StoredAdapter:
-        if (source := folder_of(blob)) is not None:
-            return _read_folder(blob, *source)
+        own = folder_of(blob)
+        if own is not None and not is_url(own[1]):
+            return _read_folder(blob, *own, Path(own[1]))
         with storage_errors(self._directory):
             self._directory.mkdir(exist_ok=True)
             folder = Path(tempfile.mkdtemp(dir=self._directory))
         try:
+            if own is not None:
+                fetch_adapter(own[1], folder)
+                return _read_folder(blob, *own, folder)
             archive = folder / "archive"
             self._blobs.fetch(blob, archive)
             unpack(archive, folder, ADAPTER_FILES)
@@ -102,15 +106,15 @@ class AdapterCache:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read_folder(source: str, version: str, path: str) -> StoredAdapter:
-    """The adapter in a folder that has this version before and after it is read."""
-    folder = Path(path)
+def _read_folder(source: str, version: str, path: str, folder: Path) -> StoredAdapter:
+    """The adapter at a path that has this version once its files, or copies of them, are read in a folder."""
     stored: StoredAdapter | AdapterFileError
     try:
         stored = replace(read_stored(folder), name=source)
     except AdapterFileError as error:
         stored = error
-    if look_at(folder.name, folder).version != version:
+    now = adapter_at("", path)
+    if now is None or now.version != version:
         raise Busy("the adapter's files have changed; try again.")
     if isinstance(stored, AdapterFileError):
         raise stored
@@ -174,7 +178,7 @@ class PromptBody(BaseModel):
     stream: bool = False
 
     def decoding(self, longest: int, vocabulary: int) -> Decoding:
-        """Raises ConfigError or DataError for a wrong value. The server looks for stop strings."""
+        """Raises ConfigError or DataError for a wrong value."""
         if self.logit_bias:
             _known(list(self.logit_bias), vocabulary, "logit_bias")
         return Decoding(
@@ -189,6 +193,7 @@ class PromptBody(BaseModel):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             seed=self.seed,
+            stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
@@ -274,7 +279,7 @@ def _known(tokens: list[int], vocabulary: int, where: str) -> list[int]:
 
 
 def tokens_of(
-    body: PromptBody, tokenizer: Tokenizer, adapter: HostAdapter | RunningJob | None, vocabulary: int
+    body: PromptBody, tokenizer: Tokenizer, adapter: SlotAdapter | RunningJob | None, vocabulary: int
 ) -> list[int]:
     """Returns the tokens of the prompt: a chat goes through its template, a text is taken as it is."""
     template = adapter.chat_template if adapter else None

@@ -13,22 +13,22 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from weft.engine.execute.memory import release_memory
-from weft.engine.inference.adapter_slots import AdapterSlots, HostAdapter, LiveAdapter, host_adapter
+from weft.engine.execute.protocol import ReplicaFaultError
+from weft.engine.inference.adapter_slots import AdapterSlots, LiveAdapter, SlotAdapter
 from weft.engine.inference.attach import StoredAdapter
-from weft.engine.inference.generate import Continuation, Passes, Request, end_tokens, most_at_once
+from weft.engine.inference.generate import Continuation, Request, Written
 from weft.engine.inference.grammar import Constraint
-from weft.engine.inference.read import read_ahead
 from weft.engine.inference.sampling import TokenLogprobs
 from weft.errors import WeftError
 from weft.kernels.device import memory_errors
 from weft.model.backbone import Backbone
 from weft.serve.errors import Busy
+from weft.serve.worker.prompt_replica import LocalPrompts, PromptReplica
 from weft.spec.sampling import Decoding
 
 LOG = logging.getLogger("weft.serve.worker")
@@ -72,7 +72,7 @@ class PromptRequest:
     with log-probabilities, and those of the prompt before them, if the decoding has them."""
 
     tokens: list[int]
-    adapter: HostAdapter | RunningJob | None
+    adapter: SlotAdapter | RunningJob | None
     """The adapter that answers; None is the bare backbone."""
     decoding: Decoding
     constraint: Constraint | None = None
@@ -81,6 +81,8 @@ class PromptRequest:
     is_cancelled: bool = False
     slot_name: str | None = None
     """The name under which its adapter is on a slot."""
+    num_sent: int | None = None
+    """Tokens that are in the queue; None before anything is."""
 
 
 class PromptScheduler:
@@ -88,7 +90,7 @@ class PromptScheduler:
 
     def __init__(
         self,
-        backbone: Backbone,
+        answering: PromptReplica | Backbone,
         capacity: int,
         share: float = 0.25,
         adapter_share: float = ADAPTER_SHARE,
@@ -96,28 +98,32 @@ class PromptScheduler:
     ) -> None:
         """`live`: returns the adapter of a job that trains on this backbone; raises a WeftError for any other."""
         self._live = live
-        self._backbone, self._share = backbone, share
+        replica = LocalPrompts(answering) if isinstance(answering, Backbone) else answering
+        self._replica: PromptReplica = replica
+        self._passes, self._share = replica.passes, share
         self._capacity = capacity
         self._waiting: deque[PromptRequest] = deque()
         self._active: dict[PromptRequest, Continuation] = {}
         self._alone: deque[PromptRequest] = deque()
         """Prompts of a pass that failed: each is read alone once, so that only the one to blame fails."""
-        self._slots = AdapterSlots(backbone, adapter_share)
-        self._passes = Passes(backbone)
+        self._slots = AdapterSlots(replica, adapter_share)
         self._is_closed = False
         self.num_answered = 0
-        self.tokenizer = backbone.tokenizer
-        self.max_positions = backbone.max_positions
-        self.vocabulary = backbone.vocabulary
-        self.ends = end_tokens(backbone)
+        self.tokenizer = replica.tokenizer
+        self.max_positions = replica.max_positions
+        self.vocabulary = replica.vocabulary
+        self.ends = replica.ends
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._active)
 
-    def prepare(self, stored: StoredAdapter) -> HostAdapter:
-        """AdapterFileError if an adapter does not fit the backbone or cannot write; for any thread."""
-        return host_adapter(self._backbone, stored)
+    def prepare(self, stored: StoredAdapter) -> SlotAdapter:
+        """As `PromptReplica.prepare`; Busy if the replica is lost."""
+        try:
+            return self._replica.prepare(stored)
+        except ReplicaFaultError:
+            raise Busy("the worker starts again; try again.") from None
 
     def submit(self, request: PromptRequest) -> None:
         """Puts a prompt into the queue; raises Busy if the queue is full."""
@@ -144,7 +150,7 @@ class PromptScheduler:
                 return deadline is not None
             if deadline is None:
                 # The next microbatch may be running already; waiting for it does not count as time for prompts.
-                self._backbone.wait()
+                self._replica.wait()
                 deadline = time.perf_counter() + (IDLE_TURN_S if trained_s is None else self._share * trained_s)
             self._pass()
             if time.perf_counter() >= deadline:
@@ -159,7 +165,7 @@ class PromptScheduler:
         for request in cancelled:
             if (item := self._active.pop(request, None)) is not None:
                 item.cache = {}
-        while self._waiting and len(self._active) < most_at_once(self._backbone):
+        while self._waiting and len(self._active) < self._replica.most_at_once:
             request = self._waiting.popleft()
             if request.is_cancelled:
                 continue
@@ -167,6 +173,8 @@ class PromptScheduler:
             if request.adapter is not None:
                 try:
                     slot = self._slot(request)
+                except ReplicaFaultError:
+                    raise
                 except Exception as error:
                     # An adapter that cannot be attached costs its own prompt only.
                     if not isinstance(error, WeftError | torch.OutOfMemoryError):
@@ -177,9 +185,12 @@ class PromptScheduler:
                     # Those that came later wait as well, or it would never get a slot.
                     self._waiting.appendleft(request)
                     return
-            self._active[request] = Continuation(
-                Request(request.tokens, slot), request.decoding, constraint=request.constraint
-            )
+            own = Request(request.tokens, slot)
+            item = Continuation(own, request.decoding, constraint=request.constraint)
+            if self._passes.scores_at_end(item):
+                # Its text is sent at its end, so no one else looks for stop strings before that.
+                item = replace(item, decode=self._replica.text_of(own))
+            self._active[request] = item
 
     def _in_use(self) -> set[str]:
         return {request.slot_name for request in self._active if request.slot_name is not None}
@@ -208,7 +219,7 @@ class PromptScheduler:
         candidates = {self._alone[0]: self._active[self._alone[0]]} if self._alone else self._active
         for request, item in candidates.items():
             if number := item.num_ahead(self._capacity):
-                self._run([request], partial(read_ahead, self._backbone, item, number))
+                self._run([request], partial(self._replica.read_ahead, item, number))
                 return
         if self._alone:
             self._alone.popleft()
@@ -225,10 +236,10 @@ class PromptScheduler:
     def _advance(self, going: list[PromptRequest]) -> None:
         self._write(self._passes.advance([self._active[request] for request in going]))
 
-    def _write(self, written: list[tuple[Continuation, int | None]]) -> None:
+    def _write(self, written: Written) -> None:
         """Puts new tokens into the queues of their requests."""
         requests = {id(item): request for request, item in self._active.items()}
-        for item, token in written:
+        for item, _ in written:
             request = requests.get(id(item))
             if request is None:
                 continue
@@ -236,10 +247,8 @@ class PromptScheduler:
                 LOG.error("a prompt could not be answered", exc_info=item.error)
                 self._end(request, item.error)
                 continue
-            if item.prompt_logprobs and len(item.tokens) == (token is not None):
-                request.answer.put(ScoredPrompt(item.prompt_logprobs))
-            if token is not None:
-                request.answer.put(item.logprobs[-1] if item.logprobs else token)
+            if item.reason is not None or not self._passes.scores_at_end(item):
+                _send(request, item)
             if item.reason is not None:
                 self._end(request, AnswerEnd(item.reason))
                 self.num_answered += 1
@@ -253,13 +262,15 @@ class PromptScheduler:
             return
         except torch.OutOfMemoryError:
             error = _no_memory()
+        except ReplicaFaultError:
+            raise
         except Exception as other:
             LOG.exception("a pass over prompts failed")
             error = other
         self._write(self._passes.finish())
         going = [request for request in going if request in self._active]
         with contextlib.suppress(torch.OutOfMemoryError):
-            release_memory(self._backbone)
+            self._replica.release_memory()
         if len(going) == 1:
             self._end(going[0], error)
             return
@@ -271,6 +282,17 @@ class PromptScheduler:
     def _end(self, request: PromptRequest, end: AnswerEnd | Exception) -> None:
         request.answer.put(end)
         self._active.pop(request).cache = {}
+
+
+def _send(request: PromptRequest, item: Continuation) -> None:
+    """Puts what is new of an answer into its queue."""
+    if request.num_sent is None:
+        request.num_sent = 0
+        if item.prompt_logprobs:
+            request.answer.put(ScoredPrompt(item.prompt_logprobs))
+    for part in (item.logprobs or item.tokens)[request.num_sent :]:
+        request.answer.put(part)
+    request.num_sent = len(item.tokens)
 
 
 def _no_memory() -> Busy:

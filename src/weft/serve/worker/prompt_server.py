@@ -36,7 +36,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from weft.engine.inference.adapter_slots import HostAdapter
+from weft.engine.inference.adapter_slots import SlotAdapter
 from weft.engine.inference.answer_text import AnswerText, TokenTexts, before_stop, safe_length
 from weft.engine.inference.grammar import Constraint, Grammars
 from weft.engine.inference.sampling import TokenLogprobs
@@ -140,7 +140,7 @@ class PromptServer:
     def _answer(self, body: PromptBody, client: PromptClient) -> Iterator[dict[str, Any]]:
         """Yields the answer piece by piece; closing the iterator ends the answer."""
         num_chars = self._check_chars(body)
-        adapter: HostAdapter | RunningJob | None = None
+        adapter: SlotAdapter | RunningJob | None = None
         if body.model_blob is not None:
             job = job_of(body.model_blob)
             adapter = self._adapters.get(body.model_blob) if job is None else RunningJob(job)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections import deque
@@ -33,9 +34,16 @@ from weft.engine.events import (
 )
 from weft.engine.execute.local import LocalExecutor
 from weft.engine.execute.memory import USUAL_JOBS, load_within, start_capacity
+from weft.engine.execute.protocol import Replica
 from weft.engine.inference.adapter_slots import LiveAdapter
+from weft.engine.inference.attach import read_stored
 from weft.errors import DataError
-from weft.kernels.device import device_name, free_and_total_bytes, is_gpu
+from weft.kernels.device import free_and_total_bytes
+from weft.model.backbone import Backbone
+from weft.model.resolve import resolve
+from weft.parallel.staged_prompts import StagedPrompts
+from weft.parallel.stages.load_stages import lessened, load_for_service
+from weft.parallel.stages.staged import StagedExecutor
 from weft.plan.pack import planner_named
 from weft.serve.blobs import Blobs
 from weft.serve.db.engine import Database
@@ -46,6 +54,7 @@ from weft.serve.worker.database_sync import DatabaseSync
 from weft.serve.worker.directory import WorkDirectory
 from weft.serve.worker.prompt_scheduler import ADAPTER_SHARE, ADAPTER_SHARE_ALONE, PromptScheduler
 from weft.serve.worker.prompt_server import PromptServer
+from weft.store.atomic import storage_errors
 from weft.store.wall_clock import Activity, WallClock, process_start_s
 
 LOG = logging.getLogger("weft.serve.worker")
@@ -53,36 +62,46 @@ IDLE_S = 0.02
 """How long an idle worker waits before it looks for work again."""
 PROGRAM_SPANS = 60
 """How many spans of the current program the dashboard shows."""
+CLASSIFIES = "has a head for labels: it classifies and does not write."
 RATE_S = 5.0
 """The seconds over which tokens per second are averaged."""
 
 
 class Worker:
-    def __init__(self, options: WorkerOptions, database: Database, blobs: Blobs) -> None:
+    def __init__(self, options: WorkerOptions, database: Database, blobs: Blobs, wall: WallClock | None = None) -> None:
         self._options = options
-        self._wall = WallClock(process_start_s())
-        backbone, notes = load_within(options.backbone, options.memory_limit, USUAL_JOBS)
+        self._wall = wall or WallClock(process_start_s())
+        # The capacity is a number from here on: which jobs are taken must not depend on who came first.
+        replica: Backbone | StagedExecutor
+        notes: tuple[str, ...] = ()
+        if options.layout is None:
+            replica, notes = load_within(options.backbone, options.memory_limit, USUAL_JOBS)
+            capacity, planner = start_capacity(replica, options.capacity), planner_named("auto")
+        else:
+            replica, planner, capacity = load_for_service(
+                resolve(options.backbone), options.layout, options.memory_limit, options.capacity
+            )
         self._wall.add_start(Activity.LOADING)
-        for note in notes:
-            LOG.warning("%s", note)
-        self._device = backbone.device
-        # A number from here on: which jobs are taken must not depend on who came first.
-        capacity = start_capacity(backbone, options.capacity)
         self.engine = Engine(
-            backbone,
+            replica,
             capacity=capacity,
-            planner=planner_named("auto"),
+            planner=planner,
             max_jobs=max(1, options.max_jobs),
             job_memory=options.job_memory,
             wall=self._wall,
         )
+        if options.layout is not None:
+            notes = lessened(self.engine, 0, options.layout.num_lessened)
+        for note in notes:
+            LOG.warning("%s", note)
         self._job_bytes = self.engine.budget(()).usable_bytes
         """What jobs may take together, before any has come; by it workers are compared."""
         self._work = WorkDirectory(options.data_dir, options.id, options.base_model)
         self.engine.keep_in(self._work.run)
         self.engine.export_checkpoints(self._export_to)
         adapter_share = ADAPTER_SHARE if options.max_jobs else ADAPTER_SHARE_ALONE
-        self.scheduler = PromptScheduler(backbone, capacity, options.sampling_share, adapter_share, self._live_adapter)
+        prompts = replica if isinstance(replica, Backbone) else StagedPrompts(replica, self.engine.sync_progress)
+        self.scheduler = PromptScheduler(prompts, capacity, options.sampling_share, adapter_share, self._live_adapter)
         self._server = PromptServer(self.scheduler, blobs, self._work.run.path / "adapters", options)
         self._has_work = threading.Event()
         address = (self._server.address, self._server.token)
@@ -129,6 +148,7 @@ class Worker:
         finally:
             self._server.close()
             self.engine.finish_files()
+            self.engine.close()
             self._work.close()
 
     def _pass_on(self, event: Event) -> None:
@@ -156,15 +176,25 @@ class Worker:
 
     def _live_adapter(self, job: str) -> LiveAdapter:
         """The adapter of a job that trains here, at its last step boundary: no step is half done between turns."""
-        executor = self.engine.executor
-        assert isinstance(executor, LocalExecutor)
-        name = next((name for name in executor.jobs if name.rpartition(".")[0] == job), None)
+        name = next((name for name in self.engine.jobs if name.rpartition(".")[0] == job), None)
         if name is None:
             raise Busy("the job does not train here at the moment; try again.")
+        executor = self.engine.executor
+        if not isinstance(executor, LocalExecutor):
+            return self._exported_now(job, name)
         executed = executor.jobs[name]
         if executed.weights.adapter.head is not None:
-            raise DataError("has a head for labels: it classifies and does not write.", where="model")
+            raise DataError(CLASSIFIES, where="model")
         return LiveAdapter(f"{job}@{name}.{executed.weights.adapter.version}", *executed.weights.shown())
+
+    def _exported_now(self, job: str, name: str) -> LiveAdapter:
+        """The same where its tensors are in other processes: through files."""
+        with storage_errors(self._work.run.path), tempfile.TemporaryDirectory(dir=self._work.run.path) as folder:
+            self.engine.export_adapter(name, Path(folder) / "adapter")
+            stored = read_stored(Path(folder) / "adapter")
+        if stored.head is not None:
+            raise DataError(CLASSIFIES, where="model")
+        return LiveAdapter(f"{job}@{name}.{self.engine.jobs[name].step}", stored.spec, stored.tensors)
 
     def _export_to(self, job: str, step: int) -> Path | None:
         """Where the adapter at a checkpoint is exported for the file store; nowhere while leaving: time is short."""
@@ -186,6 +216,8 @@ class Worker:
     def _idle(self) -> None:
         if not self._answer_prompts(None):
             self._has_work.wait(IDLE_S)
+        if isinstance(self.engine.executor, StagedExecutor):
+            self.engine.executor.stages.check()
         self._check_sync()
 
     def _answer_prompts(self, trained_s: float | None) -> bool:
@@ -217,7 +249,7 @@ class Worker:
             "max_length": min(engine.limits.capacity, engine.executor.facts.max_positions),
             "max_jobs": self._options.max_jobs,
             "job_bytes": self._job_bytes,
-            **_device_info(self._device),
+            **_device_info(engine.executor),
             "tokens_per_s": round(self._tokens_per_s(), 1),
             "time": engine.time_split.to_json(),
             "jobs": [
@@ -252,15 +284,16 @@ class Worker:
         return sum(tokens for _, tokens in self._rate) / RATE_S
 
 
-def _device_info(device: torch.device) -> dict[str, Any]:
-    if is_gpu(device):
-        free, total = free_and_total_bytes(device)
-        return {
-            "device": str(device),
-            "device_name": device_name(device),
-            "memory_bytes": total - free,
-            "memory_total_bytes": total,
-        }
+def _device_info(replica: Replica) -> dict[str, Any]:
+    facts = replica.facts
+    found = {"device": facts.device, "device_name": facts.environment["device"]}
+    if facts.device_kind != "cpu" and facts.takes_programs:
+        memory = replica.memory()
+        assert memory is not None, "GPUs know theirs"
+        return {**found, "memory_bytes": memory.allocated_bytes, "memory_total_bytes": memory.usable_bytes}
+    if facts.device_kind != "cpu":
+        free, total = free_and_total_bytes(torch.device(facts.device))
+        return {**found, "memory_bytes": total - free, "memory_total_bytes": total}
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page

@@ -15,14 +15,11 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from weft.errors import ConfigError, MissingExtraError, WeftError, install_command
+from weft.errors import ConfigError, WeftError, needs_extra
 from weft.parallel.ray.connect import LOCAL, connect, need_ray, replica_request
 from weft.spec.load_sweep import sweep_from_mapping, trial_job
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 __all__ = ["SharedBackbone"]
 
@@ -51,7 +48,8 @@ class SharedBackbone:
         `max_jobs`. A process that is connected to Ray uses that cluster.
         """
         ray = need_ray()
-        module = _trial_server()
+        with needs_extra("tune", "trials of Ray Tune need {}."):
+            from weft.sweeps.ray_tune import trial_server as module
         self._trial = module.BackboneTrial
         # A search without a space of its own; Ray Tune has it.
         tree = {"base_model": base_model, "job": dict(job), "space": {"learning_rate": [1e-4]}, **settings}
@@ -91,12 +89,3 @@ def _threads() -> dict[str, str | None]:
     from weft.parallel.ray.ray_ranks import TAKEN_OVER
 
     return {name: os.environ.get(name) for name in TAKEN_OVER}
-
-
-def _trial_server() -> ModuleType:
-    try:
-        from weft.sweeps.ray_tune import trial_server
-    except ImportError as error:
-        hint = f"Install it: {install_command('tune')}."
-        raise MissingExtraError(f"trials of Ray Tune need {error.name}.", hint=hint) from None
-    return trial_server

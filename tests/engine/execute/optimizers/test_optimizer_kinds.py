@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import job_spec, random_backbone
+from thread_devices import ThreadDevices, on_devices
+from tiny_models import job_spec, shallow_backbone
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from weft.engine.execute.optimizers import OPTIMIZER_KINDS, optimizer_of
 from weft.engine.execute.optimizers.gated import orthogonal
-from weft.engine.execute.optimizers.optimizer import Optimizer, PartOfStep, step_by_kind, step_together
+from weft.engine.execute.optimizers.optimizer import (
+    VECTOR,
+    Optimizer,
+    PartOfStep,
+    gradient_norm,
+    step_by_kind,
+    step_together,
+)
+from weft.parallel.stages.shares import join_team
 from weft.plan.cost.memory import optimizer_bytes
 from weft.spec.choices import OPTIMIZERS
 
@@ -35,11 +44,11 @@ NUM_STEPS = 24
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 def make(backbone: Any, kind: str, **settings: Any) -> Optimizer:
-    """An optimizer that clips and decays; of LoRA unless the settings say otherwise."""
+    """An optimizer that clips and decays; of LoRA by default."""
     spec = job_spec("job", weight_decay=0.1, **{"max_grad_norm": 3.0, **KINDS[kind], **settings})
     return optimizer_of(backbone.new_adapter(spec.adapter, 1), spec)
 
@@ -113,16 +122,16 @@ def test_kind_when_stepped_many_times_then_equals_its_oracle(backbone, kind, met
     limit = 1e6 if kind.startswith("muon") else 3.0
     mine = make(backbone, kind, adapter={"method": method}, max_grad_norm=limit)
     params = {
-        (path, place): torch.nn.Parameter(tensor)
+        (path, index): torch.nn.Parameter(tensor)
         for path, tensors in mine.adapter.tensors().items()
-        for place, tensor in enumerate(tensors)
+        for index, tensor in enumerate(tensors)
     }
     others = oracle(kind, list(params.values()))
     for step in range(NUM_STEPS):
         set_gradients(mine, step)
         grads = mine.adapter.split({name: group.grad for name, group in mine.adapter.groups.items()})
-        for (path, place), param in params.items():
-            param.grad = grads[path][place].clone()
+        for (path, index), param in params.items():
+            param.grad = grads[path][index].clone()
         norm = torch.nn.utils.clip_grad_norm_(params.values(), limit)
         rate = 1e-2 / (step + 1)
         for other in others:
@@ -133,8 +142,8 @@ def test_kind_when_stepped_many_times_then_equals_its_oracle(backbone, kind, met
         updated = mine.step(is_finite=True)
         assert updated.grad_norm == pytest.approx(float(norm), rel=1e-6)
     found = mine.adapter.tensors()
-    for (path, place), param in params.items():
-        assert (found[path][place] - param).norm() <= 1e-6 * param.norm(), (path, place)
+    for (path, index), param in params.items():
+        assert (found[path][index] - param).norm() <= 1e-6 * param.norm(), (path, index)
     assert updated.largest == max(float(param.abs().max()) for param in found_tensors(mine))
     assert not any(group.grad.any() for group in mine.adapter.groups.values())
 
@@ -218,7 +227,7 @@ def test_registry_when_compared_with_the_choices_then_has_all_of_them():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_when_a_part_is_all_of_an_adapter_then_is_the_step_of_one_device(backbone, kind):
-    """As a GPU is asked for it by stages that have whole adapters; a step whose loss is no number is left out there."""
+    """As on a GPU, by stages that have whole adapters; a step whose loss is not finite is skipped there."""
     part, whole = make(backbone, kind), make(backbone, kind)
     for step in range(3):
         for optimizer in (part, whole):
@@ -231,3 +240,38 @@ def test_step_when_a_part_is_all_of_an_adapter_then_is_the_step_of_one_device(ba
         (expected,) = type(whole).start_all([whole], [True], is_finite.view(1))()
         assert updated == expected and updated.skipped == (step == 1)
         assert same_bits(part, whole)
+
+
+@pytest.mark.parametrize("is_by_kernel", [False, True])
+def test_adamw_when_devices_share_layers_then_each_has_a_part_of_the_moments_and_steps_to_the_bits_of_one(
+    backbone, is_by_kernel
+):
+    """By torch, and by the reference implementation of the kernel."""
+
+    def run(devices: ThreadDevices | None) -> tuple[Optimizer, float]:
+        spec = job_spec("job", weight_decay=0.1, max_grad_norm=3.0)
+        adapter = backbone.new_adapter(spec.adapter, 1)
+        adapter.devices = devices
+        optimizer = optimizer_of(adapter, spec)
+        for step in range(3):
+            set_gradients(optimizer, step)
+            grads = {name: group.grad for name, group in adapter.groups.items()}
+            numbers = {name: grad.numel() // VECTOR * VECTOR for name, grad in grads.items()}
+            part = PartOfStep(gradient_norm(grads.values()), numbers)
+            updated = optimizer.start_part(torch.tensor(1.0), part)() if is_by_kernel else optimizer.step(True, part)
+            assert not any(grad.any() for grad in grads.values())
+        optimizer.take(dict(optimizer.tensors()))
+        return optimizer, updated.largest
+
+    (whole, largest), parts = run(None), on_devices(3, run)
+    moments = {name for name, tensor in whole.tensors().items() if tensor.ndim}
+    for optimizer, its_largest in parts:
+        assert its_largest == pytest.approx(largest)
+        assert all(x.equal(whole.adapter.flat()[name]) for name, x in optimizer.adapter.flat().items())
+        assert all(
+            3 * x.numel() <= whole.tensors()[name].numel() + 3 * VECTOR for name, x in optimizer.tensors().items()
+        )
+    first, *others = [optimizer.tensors() for optimizer, _ in parts]
+    joined = join_team([first, *({name: own[name] for name in moments} for own in others)])
+    assert all(joined[name].equal(x) for name, x in whole.tensors().items())
+    assert optimizer_bytes(whole.spec, 4) == optimizer_bytes(whole.spec) / 4

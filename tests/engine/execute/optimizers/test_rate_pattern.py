@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import job_spec, random_backbone, random_data
+from tiny_models import job_spec, random_data, shallow_backbone
 
 from weft.engine.engine import Engine
 from weft.engine.execute.optimizers import optimizer_of
@@ -19,7 +19,7 @@ FACTORS = {"q_proj": 0.1, r"layers\.0\..*": 3.0}
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 def factor_of(path: str) -> float:

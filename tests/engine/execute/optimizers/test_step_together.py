@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import assert_same_bits, finish, job_spec, random_backbone, random_data, submit, train
+from tiny_models import assert_same_bits, finish, job_spec, random_data, shallow_backbone, submit, train
 
 from weft.engine.engine import Engine
 from weft.engine.execute.optimizers.adamw import AdamW
@@ -15,7 +15,7 @@ from weft.engine.execute.optimizers.optimizer import Optimizer, step_by_kind, st
 
 @pytest.fixture(scope="module")
 def backbone():
-    return random_backbone("llama_odd")
+    return shallow_backbone("llama_odd")
 
 
 def optimizers(backbone: Any, num: int = 3) -> list[Optimizer]:
@@ -83,7 +83,7 @@ def test_step_by_kind_when_taken_twenty_times_then_equals_torch(backbone):
 
 
 def test_take_when_a_checkpoint_is_taken_up_then_both_ways_go_on_from_it(backbone):
-    """A checkpoint does not say who wrote it."""
+    """A checkpoint does not record which of them wrote it."""
     first = optimizers(backbone, 1)
     set_gradients(first, 0)
     step_together(first, [True])()
@@ -101,17 +101,17 @@ def test_take_when_a_checkpoint_is_taken_up_then_both_ways_go_on_from_it(backbon
     assert float(saved["optimizer_a.step"]) == 1, "the checkpoint itself stays as it is"
 
 
-def test_steps_when_weights_change_then_the_adapter_is_told(backbone, monkeypatch):
+def test_steps_when_weights_change_then_their_adapters_are_notified(backbone, monkeypatch):
     given = optimizers(backbone, 2)
-    told: list[int] = []
+    notified: list[int] = []
     for i, optimizer in enumerate(given):
-        monkeypatch.setattr(optimizer.adapter, "changed", lambda i=i: told.append(i))
+        monkeypatch.setattr(optimizer.adapter, "changed", lambda i=i: notified.append(i))
     step_together(given, [True, True])
-    assert told == [0, 1]
+    assert notified == [0, 1]
 
 
 def test_jobs_when_stepped_by_the_fused_way_then_end_as_with_torch_and_alone_as_together(backbone, monkeypatch):
-    """The whole engine on the fused path: close to torch, and the same bits whoever trains beside."""
+    """The whole engine on the fused path: close to torch, and the same bits alone as together."""
     jobs = [
         (job_spec(f"job{i}", seed=i, max_steps=8, weight_decay=0.05 * i, max_grad_norm=0.3), random_data(i))
         for i in range(3)

@@ -17,7 +17,7 @@ class Worker:
     """A stand-in for a worker process, at its real boundary: HTTP."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.mode = "good"
         self.was_left = threading.Event()
         outer = self
@@ -25,7 +25,7 @@ class Worker:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                outer.asked.append({**body, "token": self.headers["x-weft-token"], "path": self.path})
+                outer.requests.append({**body, "token": self.headers["x-weft-token"], "path": self.path})
                 outer.reply(self, body)
 
             def log_message(self, *_: Any) -> None:

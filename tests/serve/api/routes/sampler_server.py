@@ -19,9 +19,9 @@ class SamplerServer:
         self.mode = "good"
         self.loaded: dict[str, list[str]] = {}
         """Files of the adapters by name."""
-        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.requests: list[tuple[str, dict[str, Any]]] = []
         self.keys: list[str | None] = []
-        self.is_asked, self.was_left = threading.Event(), threading.Event()
+        self.was_called, self.was_left = threading.Event(), threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -30,7 +30,7 @@ class SamplerServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                outer.asked.append((self.path, body))
+                outer.requests.append((self.path, body))
                 outer.keys.append(self.headers["authorization"])
                 outer.post(self, body)
 
@@ -84,7 +84,7 @@ class SamplerServer:
         if status != 200:
             return self.reply(handler, status, {"error": {"message": "temperature must be in [0, 2]."}})
         if self.mode == "silent":
-            self.is_asked.set()
+            self.was_called.set()
             return None if handler.connection.recv(1) else self.was_left.set()
         if self.mode == "garbage":
             return self.reply(handler, 200, b"<html>")

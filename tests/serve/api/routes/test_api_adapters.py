@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 from chat_worker import CHAT, Worker
 from service_home import Home, make_home
@@ -38,19 +39,19 @@ def test_adapters_of_the_directory_when_listed_then_every_tenant_sees_those_that
     assert (one["owned_by"], one["root"]) == ("weft", "tiny") and "lora" not in str(one)
 
 
-def test_chat_with_an_adapter_of_the_directory_when_asked_then_the_worker_gets_its_folder_and_version(
+def test_chat_with_an_adapter_of_the_directory_when_requested_then_the_worker_gets_its_folder_and_version(
     home: Home, worker: Worker
 ):
     client = home.sdk()
     first = client.chat.completions.create(model="french", messages=CHAT, seed=1)
     with home.database.read() as tx:
         row = adapters.find_adapter(tx, str(home.settings.adapters), "french")
-    assert row is not None and adapters.folder_of(worker.asked[-1]["model_blob"]) == (row["version"], row["path"])
+    assert row is not None and adapters.folder_of(worker.requests[-1]["model_blob"]) == (row["version"], row["path"])
     base = client.chat.completions.create(model="tiny", messages=CHAT, seed=1)
-    assert worker.asked[-1]["model_blob"] is None and first.system_fingerprint != base.system_fingerprint
+    assert worker.requests[-1]["model_blob"] is None and first.system_fingerprint != base.system_fingerprint
 
 
-def test_broken_adapter_when_asked_then_400_with_the_reason_and_no_path(home: Home, worker: Worker):
+def test_broken_adapter_when_requested_then_400_with_the_reason_and_no_path(home: Home, worker: Worker):
     answer = home.call("POST", "/v1/chat/completions", json={"model": "cut", "messages": CHAT})
     assert answer.status_code == 400 and "not a whole safetensors file" in answer.json()["error"]["message"]
     assert str(home.settings.adapters) not in answer.text
@@ -63,7 +64,7 @@ def test_adapter_when_an_admin_loads_and_unloads_it_by_name_then_it_comes_and_go
     path = str(write_tiny(tmp_path / "elsewhere" / "x"))
     loaded = home.call("POST", LOAD, json={"lora_name": "hot", "lora_path": path})
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'hot' added successfully.")
-    assert worker.asked[-1]["path"] == "/check"
+    assert worker.requests[-1]["path"] == "/check"
     assert models(home, "globex") == ["tiny", "french", "hot"]
     again = home.call("POST", LOAD, json={"lora_name": "hot", "lora_path": path})
     assert again.status_code == 400 and "load_inplace" in again.json()["error"]["message"]
@@ -106,12 +107,12 @@ def test_scan_when_a_worker_cannot_use_an_adapter_then_its_clients_get_the_reaso
     worker.mode = "broken adapter"
     scan = FolderScan(home.settings, home.database)
     scan.check()
-    assert [body["path"] for body in worker.asked] == ["/check"], "a broken one needs no worker"
+    assert [body["path"] for body in worker.requests] == ["/check"], "a broken one needs no worker"
     assert models(home) == ["tiny"]
     answer = home.call("POST", "/v1/chat/completions", json={"model": "french", "messages": CHAT})
     assert answer.status_code == 400 and "q_proj is missing." in answer.json()["error"]["message"]
     scan.check()
-    assert len(worker.asked) == 1, "it is checked once"
+    assert len(worker.requests) == 1, "it is checked once"
 
 
 def test_load_when_the_key_is_no_admins_then_403(home: Home):
@@ -128,6 +129,18 @@ def test_adapter_of_the_directory_when_downloaded_deleted_or_trained_on_then_400
     file = home.upload()
     answer = home.call("POST", "/v1/fine_tuning/jobs", json={"model": "french", "training_file": file})
     assert answer.status_code == 400 and "--no-training" in answer.json()["error"]["message"]
+
+
+def test_load_when_the_adapters_are_in_a_bucket_then_paths_are_below_it_or_urls_or_directories(tmp_path: Path):
+    files, root = fsspec.filesystem("memory"), f"memory://{tmp_path.name}"
+    files.put(f"{write_tiny(tmp_path / 'a')}/", f"/{tmp_path.name}/run/a/", recursive=True)
+    home = make_home(tmp_path / "data", adapters=root, training=False)
+    with home.http:
+        for name, path in (("one", "run/a"), ("two", f"{root}/run/a"), ("three", str(tmp_path / "a"))):
+            assert home.call("POST", LOAD, json={"lora_name": name, "lora_path": path}).status_code == 200
+        assert home.call("POST", LOAD, json={"lora_name": "x", "lora_path": "run/b"}).status_code == 404
+        assert models(home) == ["tiny", "one", "three", "two"]
+    home.database.close()
 
 
 def test_service_when_it_has_no_directory_then_nothing_can_be_loaded(tmp_path: Path):

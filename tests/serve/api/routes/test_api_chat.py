@@ -16,7 +16,7 @@ from weft.serve.db import files
 from weft.serve.db.jobs import move, update_job
 
 
-def test_chat_when_asked_then_the_adapter_of_the_model_answers(home: Home, worker: Worker):
+def test_chat_when_requested_then_the_adapter_of_the_model_answers(home: Home, worker: Worker):
     model = home.finish(home.job())
     answer = home.sdk().chat.completions.create(
         model=model, messages=CHAT, max_completion_tokens=9, temperature=0, top_p=0.5, seed=-1, stop="\n"
@@ -24,13 +24,13 @@ def test_chat_when_asked_then_the_adapter_of_the_model_answers(home: Home, worke
     assert answer.choices[0].message.content == "well, hello"
     assert (answer.choices[0].finish_reason, answer.object, answer.model) == ("length", "chat.completion", model)
     assert answer.usage.total_tokens == 8
-    (asked,) = worker.asked
-    assert (asked["path"], asked["token"], asked["base"]) == ("/generate", "secret", "tiny")
-    assert asked["messages"] == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
-    with home.blobs.open(asked["model_blob"]) as blob:
+    (sent,) = worker.requests
+    assert (sent["path"], sent["token"], sent["base"]) == ("/generate", "secret", "tiny")
+    assert sent["messages"] == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    with home.blobs.open(sent["model_blob"]) as blob:
         assert blob.read() == ADAPTER
-    assert (asked["max_tokens"], asked["temperature"], asked["top_p"], asked["stop"]) == (9, 0, 0.5, ["\n"])
-    assert asked["seed"] == 2**32 - 1
+    assert (sent["max_tokens"], sent["temperature"], sent["top_p"], sent["stop"]) == (9, 0, 0.5, ["\n"])
+    assert sent["seed"] == 2**32 - 1
     usage = home.call("GET", "/v1/usage").json()
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 3)
 
@@ -43,22 +43,22 @@ def test_chat_when_streamed_then_the_sdk_joins_the_pieces(home: Home, worker: Wo
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].usage.completion_tokens == 3
-    assert worker.asked[0]["model_blob"] is None
+    assert worker.requests[0]["model_blob"] is None
     assert home.call("GET", "/v1/usage").json()["completion_tokens"] == 3
 
 
 def test_chat_when_a_developer_speaks_then_it_is_the_system_prompt_as_in_training_files(home: Home, worker: Worker):
     chat = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": "hi"}]
     home.sdk().chat.completions.create(model="tiny", messages=chat)
-    assert [turn["role"] for turn in worker.asked[0]["messages"]] == ["system", "user"]
+    assert [turn["role"] for turn in worker.requests[0]["messages"]] == ["system", "user"]
 
 
-def test_completion_when_asked_then_goes_on_with_the_text(home: Home, worker: Worker):
+def test_completion_when_requested_then_goes_on_with_the_text(home: Home, worker: Worker):
     answer = home.sdk().completions.create(model="tiny", prompt="once")
     assert (answer.choices[0].text, answer.object) == ("well, hello", "text_completion")
     chunks = list(home.sdk().completions.create(model="tiny", prompt="once", stream=True))
     assert "".join(c.choices[0].text for c in chunks) == "well, hello"
-    assert [asked["prompt"] for asked in worker.asked] == ["once", "once"]
+    assert [sent["prompt"] for sent in worker.requests] == ["once", "once"]
 
 
 PROMPT_LISTS = {
@@ -72,17 +72,17 @@ PROMPT_LISTS = {
 def test_completion_when_it_has_a_list_of_prompts_then_each_has_its_choice_and_tokens_are_added_up(
     home: Home, worker: Worker, name: str
 ):
-    prompt, asked = PROMPT_LISTS[name]
+    prompt, sent = PROMPT_LISTS[name]
     answer = home.sdk().completions.create(model="tiny", prompt=prompt)
     # They are sent one after another and answered together, in any order.
-    assert sorted(map(str, (question["prompt"] for question in worker.asked))) == sorted(map(str, asked))
-    assert [choice.index for choice in answer.choices] == list(range(len(asked)))
+    assert sorted(map(str, (question["prompt"] for question in worker.requests))) == sorted(map(str, sent))
+    assert [choice.index for choice in answer.choices] == list(range(len(sent)))
     assert {(choice.text, choice.finish_reason) for choice in answer.choices} == {("well, hello", "length")}
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5 * len(asked), 3 * len(asked))
-    assert home.call("GET", "/v1/usage").json()["prompt_tokens"] == 5 * len(asked)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5 * len(sent), 3 * len(sent))
+    assert home.call("GET", "/v1/usage").json()["prompt_tokens"] == 5 * len(sent)
 
 
-def test_completion_when_a_list_of_prompts_is_streamed_then_every_chunk_says_whose_it_is(home: Home, worker: Worker):
+def test_completion_when_a_list_of_prompts_is_streamed_then_every_chunk_has_its_index(home: Home, worker: Worker):
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(home.sdk().completions.create(model="tiny", prompt=["a", "b"], **options))
     texts = {0: "", 1: ""}
@@ -105,7 +105,7 @@ def test_completion_when_one_of_its_prompts_is_refused_then_all_are_and_nothing_
 def test_completion_when_its_prompts_are_none_of_openais_then_400(home: Home, worker: Worker, prompt: Any):
     answer = home.call("POST", "/v1/completions", json={"model": "tiny", "prompt": prompt})
     assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, "prompt")
-    assert worker.asked == []
+    assert worker.requests == []
 
 
 SETTINGS: dict[str, Any] = {
@@ -119,16 +119,16 @@ SETTINGS: dict[str, Any] = {
 
 
 def test_completions_when_settings_of_sampling_are_given_then_the_worker_gets_them(home: Home, worker: Worker):
-    for ask in (
+    for fields in (
         {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "x"}]},
         {"path": "/v1/completions", "prompt": "x"},
     ):
-        path = ask.pop("path")
-        body = {"model": "tiny", **ask, **SETTINGS, "top_k": -1, "stop": ["a", "b"]}
+        path = fields.pop("path")
+        body = {"model": "tiny", **fields, **SETTINGS, "top_k": -1, "stop": ["a", "b"]}
         assert home.call("POST", path, json=body).status_code == 200
-        asked = worker.asked[-1]
-        assert {name: asked[name] for name in SETTINGS} == SETTINGS
-        assert (asked["top_k"], asked["stop"], asked["logprobs"]) == (0, ["a", "b"], None)
+        sent = worker.requests[-1]
+        assert {name: sent[name] for name in SETTINGS} == SETTINGS
+        assert (sent["top_k"], sent["stop"], sent["logprobs"]) == (0, ["a", "b"], None)
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -144,18 +144,18 @@ FORMATS = {
 def test_chat_when_a_response_format_is_given_then_the_worker_gets_its_schema(home: Home, worker: Worker, name: str):
     wanted, (schema, is_strict) = FORMATS[name]
     home.sdk().chat.completions.create(model="tiny", messages=CHAT, response_format=wanted)
-    assert (worker.asked[0].get("json_schema"), worker.asked[0].get("is_strict")) == (schema, is_strict)
+    assert (worker.requests[0].get("json_schema"), worker.requests[0].get("is_strict")) == (schema, is_strict)
 
 
 def test_chat_when_several_answers_are_wanted_then_each_has_a_seed_and_the_prompt_counts_once(
     home: Home, worker: Worker
 ):
     def seeds(**options: Any) -> set[int]:
-        del worker.asked[:]
+        del worker.requests[:]
         answer = home.sdk().chat.completions.create(model="tiny", messages=CHAT, n=3, **options)
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 9)
-        return {asked["seed"] for asked in worker.asked}
+        return {sent["seed"] for sent in worker.requests}
 
     assert seeds(seed=7) == seeds(seed=7) >= {7}
     assert len(seeds(seed=7)) == len(seeds()) == 3
@@ -172,7 +172,7 @@ def test_completion_when_prompts_have_several_answers_then_they_come_prompt_by_p
 ):
     answer = home.sdk().completions.create(model="tiny", prompt=["a", "b"], n=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert sorted(asked["prompt"] for asked in worker.asked) == ["a", "a", "b", "b"]
+    assert sorted(sent["prompt"] for sent in worker.requests) == ["a", "a", "b", "b"]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10, 12)
     with pytest.raises(openai.BadRequestError, match="3 prompts with 7 answers each are 21; use at most 20") as refused:
         home.sdk().completions.create(model="tiny", prompt=["a", "b", "c"], n=7)
@@ -188,9 +188,9 @@ def test_chat_when_logprobs_are_wanted_then_they_come_whole_and_in_pieces(home: 
     chunks = list(home.sdk().chat.completions.create(**options, stream=True))
     found = [c.choices[0].logprobs.content for c in chunks if c.choices[0].logprobs]
     assert found == [answer.choices[0].logprobs.content]
-    assert [asked["logprobs"] for asked in worker.asked] == [2, 2]
+    assert [sent["logprobs"] for sent in worker.requests] == [2, 2]
     plain = home.sdk().chat.completions.create(model="tiny", messages=CHAT)
-    assert plain.choices[0].logprobs is None and worker.asked[-1]["logprobs"] is None
+    assert plain.choices[0].logprobs is None and worker.requests[-1]["logprobs"] is None
 
 
 def test_completion_when_logprobs_and_echo_are_wanted_then_columns_come(home: Home, worker: Worker):
@@ -198,10 +198,10 @@ def test_completion_when_logprobs_and_echo_are_wanted_then_columns_come(home: Ho
     found = answer.choices[0].logprobs
     assert (found.tokens, found.token_logprobs, found.text_offset) == (["well"], [-0.5], [0])
     assert found.top_logprobs == [{"well": -0.5}]
-    assert (worker.asked[0]["echo"], worker.asked[0]["logprobs"]) == (True, 1)
+    assert (worker.requests[0]["echo"], worker.requests[0]["logprobs"]) == (True, 1)
 
 
-def test_chat_when_a_tool_was_asked_then_the_worker_hears_what_and_what_it_answered(home: Home, worker: Worker):
+def test_chat_when_a_tool_was_called_then_the_worker_gets_the_call_and_its_result(home: Home, worker: Worker):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ghent"}'}}
     chat = [
         {"role": "user", "content": "rain?"},
@@ -210,17 +210,17 @@ def test_chat_when_a_tool_was_asked_then_the_worker_hears_what_and_what_it_answe
     ]
     answer = home.sdk().chat.completions.create(model="tiny", messages=chat)
     assert answer.choices[0].message.content == "well, hello"
-    assert worker.asked[0]["messages"] == [
+    assert worker.requests[0]["messages"] == [
         {"role": "user", "content": "rain?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "no", "tool_call_id": "call_1"},
     ]
 
 
-def test_checkpoint_when_asked_then_answers_as_a_model(home: Home, worker: Worker):
+def test_checkpoint_when_requested_then_answers_as_a_model(home: Home, worker: Worker):
     model = home.finish(home.job())
     home.sdk().chat.completions.create(model=f"{model}:ckpt-step-1", messages=CHAT)
-    assert worker.asked[0]["model_blob"] is not None
+    assert worker.requests[0]["model_blob"] is not None
 
 
 def test_answers_when_read_by_the_types_of_the_sdk_then_fit_them_and_every_chunk_has_its_fields(
@@ -294,17 +294,17 @@ NOT_HERE = {
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
-def test_chat_when_a_field_is_not_served_then_one_sentence_says_so_and_nothing_is_passed_over(
+def test_chat_when_a_field_is_not_served_then_refused_in_one_sentence_and_never_ignored(
     home: Home, worker: Worker, name: str
 ):
     with pytest.raises(openai.BadRequestError) as refused:
         home.sdk().chat.completions.create(model="tiny", messages=CHAT, extra_body={name: NOT_HERE[name]})
     assert refused.value.body["message"] == f"'{name}' is not available here. Leave it out."
     assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
-    assert worker.asked == []
+    assert worker.requests == []
 
 
-def test_chat_when_fields_ask_for_nothing_or_change_nothing_then_they_are_taken(home: Home, worker: Worker):
+def test_chat_when_fields_request_nothing_or_change_nothing_then_they_are_taken(home: Home, worker: Worker):
     """What clients send by habit."""
     habits = {
         "tools": [],
@@ -318,7 +318,7 @@ def test_chat_when_fields_ask_for_nothing_or_change_nothing_then_they_are_taken(
     habits |= {"parallel_tool_calls": True, "service_tier": "auto", "reasoning_effort": "low", "max_tokens": 5}
     home.sdk().chat.completions.create(model="tiny", messages=CHAT, extra_body=habits)
     home.sdk().completions.create(model="tiny", prompt="x", best_of=1, echo=False, suffix="", user="me", n=1)
-    assert len(worker.asked) == 2
+    assert len(worker.requests) == 2
 
 
 SENTENCES = [
@@ -372,13 +372,13 @@ def test_chat_when_a_field_is_wrong_then_the_sentence_has_what_we_got_and_what_w
 
 
 @pytest.mark.parametrize("change", BAD)
-def test_chat_when_the_body_is_bad_then_4xx_and_the_worker_is_not_asked(
+def test_chat_when_the_body_is_bad_then_4xx_and_the_worker_gets_no_request(
     home: Home, worker: Worker, change: dict[str, Any]
 ):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **change}
     answer = home.call("POST", "/v1/chat/completions", json=body)
     assert answer.status_code == (404 if "model" in change else 400)
-    assert worker.asked == []
+    assert worker.requests == []
 
 
 def test_chat_with_a_job_when_it_runs_then_goes_to_its_worker_and_later_to_its_model(home: Home, worker: Worker):
@@ -391,7 +391,7 @@ def test_chat_with_a_job_when_it_runs_then_goes_to_its_worker_and_later_to_its_m
         move(tx, "acme", job, "running", fence=0, worker="w1")
     for model in (job, name):
         assert home.call("POST", "/v1/chat/completions", json={**body, "model": model}).status_code == 200
-        assert worker.asked[-1]["model_blob"] == f"job:{job}@0"
+        assert worker.requests[-1]["model_blob"] == f"job:{job}@0"
         for tenant, status in (("globex", 404), ("acme", 200)):
             answer = home.call("POST", "/v1/chat/completions", tenant, json={**body, "model": model})
             assert answer.status_code == status

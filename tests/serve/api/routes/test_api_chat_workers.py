@@ -43,7 +43,7 @@ def test_chat_when_the_worker_cannot_answer_then_an_error_in_openais_shape(
     assert home.call("GET", "/v1/usage").json()["prompt_tokens"] == 0
 
 
-def test_stream_when_the_worker_dies_in_the_middle_then_says_so_and_has_no_end_mark(home: Home, worker: Worker):
+def test_stream_when_the_worker_dies_in_the_middle_then_reports_it_and_has_no_end_mark(home: Home, worker: Worker):
     worker.mode = "dies"
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}
     text = home.call("POST", "/v1/chat/completions", json=body).text
@@ -55,14 +55,14 @@ def test_stream_when_the_worker_dies_in_the_middle_then_says_so_and_has_no_end_m
 
 @pytest.mark.parametrize("asgi", ["2.3", "2.4"])
 def test_stream_when_its_reader_goes_away_then_the_worker_is_hung_up_on(home: Home, worker: Worker, asgi: str):
-    """Servers tell it by a message before ASGI 2.4 and by a failing send since."""
+    """Servers report it by a message before ASGI 2.4 and by a failing send since."""
     worker.mode = "endless"
     left = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
-        if not asked:
-            asked.append(json.dumps({"model": "tiny", "messages": CHAT, "stream": True}).encode())
-            return {"type": "http.request", "body": asked[0]}
+        if not requested:
+            requested.append(json.dumps({"model": "tiny", "messages": CHAT, "stream": True}).encode())
+            return {"type": "http.request", "body": requested[0]}
         await left.wait()
         return {"type": "http.disconnect"}
 
@@ -72,7 +72,7 @@ def test_stream_when_its_reader_goes_away_then_the_worker_is_hung_up_on(home: Ho
             if asgi == "2.4":
                 raise OSError("gone")
 
-    asked: list[bytes] = []
+    requested: list[bytes] = []
     headers = [(name.encode(), value.encode()) for name, value in home.headers().items()]
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": asgi}, "http_version": "1.1", "method": "POST"}
     scope |= {"scheme": "http", "path": "/v1/chat/completions", "query_string": b"", "headers": headers}
@@ -102,7 +102,7 @@ def test_chat_when_its_worker_is_frozen_then_another_answers_and_the_next_chat_d
     for number in (1, 2):
         answer = home.call("POST", "/v1/chat/completions", json=body)
         assert answer.status_code == 200 and "well" in answer.text
-        assert len(worker.asked) == number
+        assert len(worker.requests) == number
         assert list(home.app.state.service.silent_workers) == ["w0"]
 
 
@@ -183,7 +183,7 @@ def test_chat_when_its_client_goes_away_then_the_worker_is_hung_up_on(home: Home
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
-            asked.set()
+            requested.set()
             if not self.connection.recv(1):
                 hung_up.set()
 
@@ -198,14 +198,14 @@ def test_chat_when_its_client_goes_away_then_the_worker_is_hung_up_on(home: Home
         if not bodies:
             bodies.append(json.dumps({"model": "tiny", "messages": CHAT}).encode())
             return {"type": "http.request", "body": bodies[0]}
-        while not asked.is_set():
+        while not requested.is_set():
             await asyncio.sleep(0.01)
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
         raise AssertionError("there is no one to answer")
 
-    asked, bodies = threading.Event(), []
+    requested, bodies = threading.Event(), []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     with home.database.begin() as tx:
@@ -229,7 +229,7 @@ def test_chat_when_no_worker_is_there_then_503_with_retry_after(home: Home):
     assert refused.value.response.headers["retry-after"] == "5"
 
 
-def test_prompts_when_the_adapter_is_loaded_somewhere_then_that_worker_is_asked():
+def test_prompts_when_the_adapter_is_loaded_somewhere_then_that_worker_gets_them():
     """Elsewhere it would have to be loaded first; where it is loaded nowhere, its name decides, always the same."""
     rows = [{"id": f"w{i}", "base_model": "tiny", "address": "http://x", "is_draining": False} for i in range(4)]
     able = [{**row, "info": {"adapters": [short_name("aa/1")] if row["id"] == "w2" else []}} for row in rows]

@@ -179,7 +179,7 @@ def test_file_when_bad_then_400_with_its_line_and_nothing_is_stored(home: Home, 
     assert (home.num_blobs(), home.count(FILES)) == (0, 0)
 
 
-def test_file_when_nobody_knows_whether_its_row_is_there_then_its_bytes_stay(
+def test_file_when_it_is_unknown_whether_its_row_is_there_then_its_bytes_stay(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ):
     """A row whose commit was not confirmed may name them; if none does, the daily clean-up deletes them."""
@@ -228,7 +228,7 @@ def test_problems_when_many_then_the_first_twenty_are_listed(home: Home):
     assert [p["line"] for p in refused.value.body["problems"]] == list(range(1, 21))
 
 
-def test_samples_when_fewer_than_the_operator_asks_then_refused(tmp_path: Path):
+def test_samples_when_fewer_than_the_operator_requires_then_refused(tmp_path: Path):
     home = make_home(tmp_path, limits={"min_samples": 10})
     with home.http:
         home.upload(data=chat_lines(10))
@@ -334,6 +334,6 @@ def test_files_when_deleted_while_a_job_needs_them_then_the_bytes_stay_until_it_
     assert json.loads(home.call("GET", f"/v1/files/{file}").text)["error"]["param"] == "file_id"
 
 
-def test_upload_when_it_is_a_table_then_says_what_a_training_file_is(home: Home):
+def test_upload_when_it_is_a_table_then_reports_what_a_training_file_is(home: Home):
     with pytest.raises(openai.BadRequestError, match=r"a\.csv line 1: is 'prompt,completion'; each line is a JSON obj"):
         home.upload(data=b"prompt,completion\na,b\n", name="a.csv")

@@ -298,7 +298,7 @@ def test_quota_when_used_up_then_429_with_the_arithmetic(home: Home):
     assert home.job(file=file, extra_body={"priority": 5})
 
 
-def test_integrations_when_the_server_has_none_then_400_says_so(home: Home, monkeypatch: pytest.MonkeyPatch):
+def test_integrations_when_the_server_has_none_then_400_reports_it(home: Home, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(openai.BadRequestError, match="has no Weights & Biases") as refused:
         home.job(integrations=[{"type": "wandb", "wandb": {"project": "p"}}])
@@ -329,7 +329,7 @@ def test_tokens_when_many_jobs_come_at_once_then_together_they_stay_below_the_li
     assert home.job(file=file, hyperparameters={"n_epochs": 2})
 
 
-def test_job_when_it_starts_from_a_fine_tuned_model_then_says_so_and_keeps_the_model(home: Home):
+def test_job_when_it_starts_from_a_fine_tuned_model_then_reports_it_and_keeps_the_model(home: Home):
     model = home.finish(home.job())
     client = home.sdk()
     job = client.fine_tuning.jobs.create(model=model, training_file=home.upload(), suffix="more")
@@ -375,7 +375,7 @@ def test_job_when_it_starts_from_a_model_and_names_a_shape_then_400(home: Home, 
         home.sdk().fine_tuning.jobs.create(model=model, training_file=home.upload(), extra_body=extra)
 
 
-def test_rate_when_passed_then_429_says_when_to_try_again(home: Home):
+def test_rate_when_passed_then_429_reports_when_to_try_again(home: Home):
     home.limit("acme", max_requests_per_minute=3)
     statuses = [home.call("GET", "/v1/models").status_code for _ in range(4)]
     assert statuses == [200, 200, 200, 429]
@@ -460,7 +460,7 @@ def preference_lines(number: int) -> bytes:
     """Pairs of answers as OpenAI's files have them."""
     rows = [
         {
-            "input": {"messages": [{"role": "user", "content": f"say {i}"}], "tools": [], "parallel_tool_calls": True},
+            "input": {"messages": [{"role": "user", "content": f"name {i}"}], "tools": [], "parallel_tool_calls": True},
             "preferred_output": [{"role": "assistant", "content": f"{i}!"}],
             "non_preferred_output": [{"role": "assistant", "content": "no"}],
         }

@@ -1,4 +1,4 @@
-"""A model that is deleted takes its checkpoints with it: nothing stays in the file store that nobody can name."""
+"""A model that is deleted takes its checkpoints with it: nothing stays in the file store that no request can name."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_storage_when_a_file_has_expired_then_its_bytes_are_given_back(home):
         assert files.stored_bytes(tx, "acme") == 12
 
 
-def test_backbone_when_deleted_or_asked_for_its_adapter_then_says_that_it_is_one(home: Home):
+def test_backbone_when_deleted_or_its_adapter_requested_then_reports_that_it_is_one(home: Home):
     for method, path in (("DELETE", "/v1/models/tiny"), ("GET", "/v1/models/tiny/adapter")):
         answer = home.call(method, path)
         assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""The short way and the long way say the same."""
+"""The short way and the long way give the same answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ways(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return taken
 
 
-def said(answer: Any) -> tuple[int, bytes, dict[str, str]]:
+def content_of(answer: Any) -> tuple[int, bytes, dict[str, str]]:
     """All of an answer but what differs from request to request."""
     return answer.status_code, answer.content, {k: v for k, v in answer.headers.items() if k != "x-request-id"}
 
@@ -39,7 +39,7 @@ def said(answer: Any) -> tuple[int, bytes, dict[str, str]]:
 def test_poll_when_plain_then_is_answered_as_with_a_query_that_means_nothing(home, ways, path, tenant):
     path = path.format(job=home.job("acme"))
     short, long = home.call("GET", path, tenant), home.call("GET", path + LONG, tenant)
-    assert said(short) == said(long)
+    assert content_of(short) == content_of(long)
     assert len(ways) == (0 if "%2F" in path else 1)
 
 
@@ -49,7 +49,7 @@ def test_poll_when_the_key_is_missing_wrong_or_too_weak_then_is_refused_as_the_l
         weak = tenants.create_key(tx, "acme", scopes=("files",))
     for headers in ({}, {"authorization": "Bearer x"}, {"authorization": f"Bearer {weak}"}):
         short, long = (home.http.get(path + query, headers=headers) for query in ("", LONG))
-        assert said(short) == said(long)
+        assert content_of(short) == content_of(long)
         assert short.status_code in (401, 403)
     assert len(ways) == 3
 

@@ -1,4 +1,4 @@
-"""Prompts go on to a sampling server, which gets adapters when they are first asked for."""
+"""Prompts go on to a sampling server, which gets an adapter with the first prompt for it."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def home(tmp_path: Path, server: SamplerServer) -> Iterator[Home]:
     made.database.close()
 
 
-def ask(home: Home, tenant: str = "acme", **changes: Any) -> Any:
+def post_chat(home: Home, tenant: str = "acme", **changes: Any) -> Any:
     return home.call("POST", "/v1/chat/completions", tenant, json={**BODY, **changes})
 
 
 def loads(server: SamplerServer) -> int:
-    return sum(path == f"{server.prefix}/load_lora_adapter" for path, _ in server.asked)
+    return sum(path == f"{server.prefix}/load_lora_adapter" for path, _ in server.requests)
 
 
-def test_chat_when_asked_then_the_adapter_is_loaded_once_and_the_answer_is_passed_on(home: Home, server: SamplerServer):
+def test_chat_when_repeated_then_the_adapter_is_loaded_once(home: Home, server: SamplerServer):
     model = home.finish(home.job())
     for name in ("tiny", "french", model, "french"):
         client = home.sdk().chat.completions
         answer = client.create(model=name, messages=CHAT, temperature=0.5, seed=3, user="me", stop=["."])
         assert (answer.choices[0].message.content, answer.model) == ("well", name)
-    _, sent = server.asked[-1]
+    _, sent = server.requests[-1]
     there = sent.pop("model")
     assert there.startswith(f"{BASE}:weft-" if server.is_sglang else "weft-")
     turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -80,18 +80,18 @@ def test_completion_when_streamed_then_the_pieces_come_with_the_models_name(home
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (14, 4)
 
 
-def test_chat_when_the_sampler_was_started_anew_then_the_adapter_is_loaded_again(home: Home, server: SamplerServer):
-    assert ask(home).status_code == 200
+def test_chat_when_the_sampler_was_started_again_then_the_adapter_is_loaded_again(home: Home, server: SamplerServer):
+    assert post_chat(home).status_code == 200
     server.loaded.clear()
-    assert ask(home).status_code == 200
+    assert post_chat(home).status_code == 200
     assert loads(server) == 2
 
 
 def test_chat_when_the_adapter_has_changed_then_it_is_loaded_under_another_name(home: Home, server: SamplerServer):
-    assert ask(home).status_code == 200
+    assert post_chat(home).status_code == 200
     write_tiny(Path(str(home.settings.adapters)) / "french", seed=2)
     FolderScan(home.settings, home.database).scan()
-    assert ask(home).status_code == 200
+    assert post_chat(home).status_code == 200
     assert len(server.loaded) == 2
 
 
@@ -101,9 +101,9 @@ def test_chat_when_many_adapters_are_loaded_then_the_least_recently_used_goes(
     monkeypatch.setattr(sampler_module, "MOST_LOADED", 1)
     model = home.finish(home.job())
     for name in (model, "french"):
-        assert ask(home, model=name).status_code == 200
+        assert post_chat(home, model=name).status_code == 200
     assert len(server.loaded) == 1 and not list((tmp_path / "data" / "sampler").iterdir())
-    assert ask(home, model=model).status_code == 200
+    assert post_chat(home, model=model).status_code == 200
     assert home.call("DELETE", f"/v1/models/{model}").status_code == 200
     assert not server.loaded and not list((tmp_path / "data" / "sampler").iterdir())
 
@@ -121,26 +121,26 @@ WRONG = {
 @pytest.mark.parametrize("mode", WRONG)
 def test_chat_when_the_sampler_refuses_then_one_sentence_without_a_path(home: Home, server: SamplerServer, mode: str):
     server.mode = mode
-    answer = ask(home)
+    answer = post_chat(home)
     status, message = WRONG[mode]
     assert answer.status_code == status and answer.json()["error"]["message"].startswith(message)
     assert str(home.settings.adapters) not in answer.text
     server.mode = "good"
-    assert ask(home).status_code == 200
+    assert post_chat(home).status_code == 200
 
 
 def test_chat_when_the_sampler_is_away_then_503_and_a_bad_request_is_still_a_400(home: Home, server: SamplerServer):
     server.close()
-    answer = ask(home)
+    answer = post_chat(home)
     assert answer.status_code == 503 and "does not answer" in answer.json()["error"]["message"]
-    assert ask(home, temperature=9).status_code == 400
-    assert ask(home, max_tokens=10**6).status_code == 400
-    assert ask(home, model="none").status_code == 404
+    assert post_chat(home, temperature=9).status_code == 400
+    assert post_chat(home, max_tokens=10**6).status_code == 400
+    assert post_chat(home, model="none").status_code == 404
 
 
 def test_stream_when_the_sampler_breaks_off_then_it_ends_with_an_error_and_no_done(home: Home, server: SamplerServer):
     server.mode = "dies"
-    lines = [line for line in ask(home, stream=True).text.splitlines() if line]
+    lines = [line for line in post_chat(home, stream=True).text.splitlines() if line]
     assert "broke off" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
     assert "[DONE]" not in "".join(lines)
 
@@ -151,16 +151,16 @@ def test_answer_when_its_reader_goes_away_then_the_sampler_is_hung_up_on(
 ):
     server.mode = "endless" if stream else "silent"
     left = asyncio.Event()
-    asked: list[bytes] = []
+    requested: list[bytes] = []
 
     async def receive() -> dict[str, Any]:
-        if not asked:
-            asked.append(json.dumps({**BODY, "stream": stream}).encode())
-            return {"type": "http.request", "body": asked[0]}
+        if not requested:
+            requested.append(json.dumps({**BODY, "stream": stream}).encode())
+            return {"type": "http.request", "body": requested[0]}
         if stream:
             await left.wait()
         else:
-            while not server.is_asked.is_set():
+            while not server.was_called.is_set():
                 await asyncio.sleep(0.01)
         return {"type": "http.disconnect"}
 
@@ -178,17 +178,17 @@ def test_answer_when_its_reader_goes_away_then_the_sampler_is_hung_up_on(
     assert server.was_left.wait(60)
 
 
-def test_chat_with_another_tenants_model_when_asked_then_404_and_nothing_is_loaded(home: Home, server: SamplerServer):
+def test_chat_with_another_tenants_model_then_404_and_nothing_is_loaded(home: Home, server: SamplerServer):
     model = home.finish(home.job())
-    assert ask(home, "globex", model=model).status_code == 404
-    assert not server.asked
+    assert post_chat(home, "globex", model=model).status_code == 404
+    assert not server.requests
 
 
 def test_key_of_the_sampler_when_set_then_it_is_sent(
     home: Home, server: SamplerServer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(sampler_module.KEY_VARIABLE, "secret")
-    assert ask(home).status_code == 200
+    assert post_chat(home).status_code == 200
     assert set(server.keys) == {"Bearer secret"}
 
 

@@ -1,4 +1,4 @@
-"""Uploads in parts: what is completed is the file, byte for byte; whatever goes wrong leaves nothing behind."""
+"""Uploads in parts: what is completed is the file, byte for byte; after any error nothing is left."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_parts_when_named_in_another_order_then_that_is_the_file(home: Home):
         home.sdk().uploads.cancel(upload)
 
 
-def test_complete_when_asked_by_many_at_once_then_one_file(home: Home):
+def test_complete_when_many_request_it_at_once_then_one_file(home: Home):
     upload = announce(home)
     part = send(home, upload, DATA)
     answers: list[Any] = []
@@ -112,8 +112,8 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_complete_when_it_does_not_add_up_then_refused_and_still_open(home: Home, kind: str):
     upload = announce(home, 100)
     ids = {"a": send(home, upload, b"\n" * 50), "b": send(home, upload, b"\n" * 50)}
-    asked, param = WRONG[kind]
-    parts = asked.format(**ids) if isinstance(asked, str) else [id.format(**ids) for id in asked]
+    requested, param = WRONG[kind]
+    parts = requested.format(**ids) if isinstance(requested, str) else [id.format(**ids) for id in requested]
     answer = home.call("POST", f"/v1/uploads/{upload}/complete", json={"part_ids": parts, "md5": "0" * 32})
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"].split(".")[0] == param

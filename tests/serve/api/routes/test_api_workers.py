@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from migrated import audited
 from service_home import Home
 
-from weft.serve.db.tenants import list_audit
 from weft.serve.db.workers import put_worker
 
 
@@ -30,7 +30,7 @@ def test_workers_when_listed_and_drained_then_their_state_follows_and_the_audit_
     assert steer("worker-aaaaaa", "undrain") == ["alive"]
     assert steer("bbbbbb", "remove") == ["leaving"]
     with home.database.read() as tx:
-        noted = [(row["action"], row["object"]) for row in list_audit(tx, "acme")]
+        noted = [(row["action"], row["object"]) for row in audited(tx, "acme")]
     assert ("worker.drain", "loom-1") in noted and ("worker.remove", "bbbbbb") in noted
 
 

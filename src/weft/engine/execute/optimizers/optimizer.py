@@ -31,6 +31,9 @@ from weft.spec import JobSpec
 Results = Callable[[], list[Updated]]
 """Waits for the device and returns what the steps did; call it before the next steps of the same jobs."""
 PREFIX = "optimizer_"
+VECTOR = 16
+"""Most numbers that torch takes at once on a CPU. It steps the rest of a buffer one by one, which may round otherwise.
+"""
 
 
 def counting_steps(optimizers: Sequence[Optimizer], wait: Results) -> Results:
@@ -51,8 +54,8 @@ class PartOfStep:
     """What the step of a part of a job's adapter needs to equal the step of the whole."""
 
     norm: torch.Tensor
-    fills: Mapping[str, int]
-    """Zeros to put in front of each group, so that torch's vectors hold the same numbers as in the whole buffer."""
+    num_by_vectors: Mapping[str, int]
+    """By group, how many of the part's first numbers torch's vectors hold in a step of the whole buffer."""
 
 
 def gradient_norm(grads: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -109,6 +112,11 @@ class Optimizer(ABC):
     @abstractmethod
     def start_all(cls, optimizers: Sequence[Self], finite: Sequence[bool], finite_J: torch.Tensor | None) -> Results:
         """Starts the steps of several jobs of this kind on a GPU; the host does not wait."""
+
+    @property
+    def divided(self) -> frozenset[str]:
+        """Names of tensors of which each device that shares the layers has a part."""
+        return frozenset()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {f"{PREFIX}{name}.{key}": v for name, state in self.states.items() for key, v in state.items()}
