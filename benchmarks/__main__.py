@@ -47,6 +47,9 @@ BENCHMARKS = {
         "Deployments of unlike replicas: how long planning and dispatch take, and what they save, predicted.",
     ),
     "planning": Verb("planning.parts:planning", "Packing, pipelines, cost models and a cluster's week, replayed."),
+    "planners": Verb(
+        "planning.planners:planners", "Every `planner` of a run beside the others: microbatches, planning, training."
+    ),
     "sweeps": Verb("sweeps.parts:sweeps", "Sweeps: plans beside PLoRA's, configurations together, early stopping."),
     "curve": Verb("curve:curve", "Loss curves on the embedded model: beside PEFT, FP8 beside unquantised, and bits."),
     "cpu-together": Verb(
@@ -61,6 +64,7 @@ BENCHMARKS = {
         "decode:decode", "Decoding on a GPU: many adapters beside transformers, and beside training to the bit."
     ),
     "method-rates": Verb("method_rates:method_rates", "Which learning rate suits which PEFT method."),
+    "reproduce": Verb("reproduce.command:reproduce", "The experiments of five papers, their figures beside ours."),
     "two-versions": Verb("two_versions:two_versions", "`step` with two versions of Weft in turn on one machine."),
 }
 

@@ -10,8 +10,6 @@ checkpoints are not in it.
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -19,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
-from benchmarks.report import JsonFile
+from benchmarks.figures import Kind, Targets
+from benchmarks.report import JsonFile, run_parts
 from benchmarks.steps.peers import need_peft
 from weft.cli.skills import SKILLS, write_skill
 from weft.data.dataset import JobData
@@ -28,8 +28,6 @@ from weft.data.load import load_job_data
 from weft.engine.engine import Engine
 from weft.model.load import load_backbone, load_plain_model
 from weft.spec import AdapterSpec, BackboneSpec, JobSpec
-from weft.store.atomic import write_file
-from weft.store.json_text import dump
 
 WARM_UP, STEPS, REPEATS = 4, 24, 5
 
@@ -98,29 +96,33 @@ def peft_rate(jobs: list[tuple[JobSpec, JobData]]) -> tuple[int, float]:
     return tokens, seconds
 
 
-def cpu_together(json: JsonFile = None) -> None:
-    """Eight jobs on a CPU: together, one by one, and one by one with PEFT."""
+def measure_together() -> dict[str, float]:
+    """Medians over the turns: tokens a second of each way, and together over each of the others."""
     need_peft()
     backbone = load_backbone(BackboneSpec("tiny", device="cpu"))
     with tempfile.TemporaryDirectory() as folder:
         jobs = [(j, load_job_data(j, backbone.tokenizer, Path())) for j in make_jobs(Path(folder))]
-    rates: dict[str, list[float]] = {"together": [], "one by one": [], "PEFT, one by one": []}
+    turns = []
     for _ in range(REPEATS):
-        tokens, seconds = weft_rate(backbone, jobs)
-        rates["together"].append(tokens / seconds)
         alone = [weft_rate(backbone, [job]) for job in jobs]
-        rates["one by one"].append(sum(t for t, _ in alone) / sum(s for _, s in alone))
-        tokens, seconds = peft_rate(jobs)
-        rates["PEFT, one by one"].append(tokens / seconds)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
-    print(f"8 jobs of batch size 1, tiny backbone, {machine}")
-    ratios = {
-        name: statistics.median(t / v for t, v in zip(rates["together"], values, strict=True))
-        for name, values in rates.items()
+        together, by_one, peft = weft_rate(backbone, jobs), tuple(map(sum, zip(*alone, strict=True))), peft_rate(jobs)
+        turns.append([tokens / seconds for tokens, seconds in (together, by_one, peft)])
+    medians = [statistics.median(rates) for rates in zip(*turns, strict=True)]
+    over_alone, over_peft = (statistics.median(turn[0] / turn[i] for turn in turns) for i in (1, 2))
+    return {
+        **dict(zip(("together_tokens_per_s", "alone_tokens_per_s", "peft_tokens_per_s"), medians, strict=True)),
+        "together_over_alone": over_alone,
+        "together_over_peft": over_peft,
     }
-    for name, rate in medians.items():
-        print(f"  {name:<18} {rate:8,.0f} tokens/s   together is {ratios[name]:.1f}x")
-    if json is not None:
-        figures = {"machine": machine, "tokens_per_s": medians, "together_is": ratios}
-        write_file(json, dump(figures))
+
+
+TARGETS: Targets = {
+    "together_tokens_per_s": (Kind.TOKENS_PER_S, None),
+    "together_over_alone": (Kind.SPEEDUP, None),
+    "together_over_peft": (Kind.SPEEDUP, None),
+}
+
+
+def cpu_together(json: JsonFile = None) -> None:
+    """Eight jobs on a CPU: together, one by one, and one by one with PEFT."""
+    raise typer.Exit(run_parts({"eight jobs of batch size 1": measure_together}, TARGETS, json))

@@ -20,6 +20,8 @@ class Kind(enum.StrEnum):
     """Peak memory in 10⁹ bytes; less is better."""
     DIFFERENCES = "differences"
     """Numbers that are not equal to the bit; less is better."""
+    COUNT = "count"
+    """Less is better."""
     TOKENS_PER_S = "tokens/s"
     """Tokens per second; more is better."""
     GB_PER_S = "GB/s"
@@ -50,6 +52,7 @@ class Kind(enum.StrEnum):
             Kind.TIME_RATIO: f"{value:.3f}",
             Kind.PEAK_GB: f"{value:.1f} GB",
             Kind.DIFFERENCES: f"{value:,.0f} differ",
+            Kind.COUNT: f"{value:,.0f}",
             Kind.TOKENS_PER_S: f"{value:,.0f} tokens/s",
             Kind.GB_PER_S: f"{value:.1f} GB/s",
             Kind.SECONDS: f"{value:.2f} s",

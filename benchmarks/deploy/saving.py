@@ -23,7 +23,8 @@ saving_7b_…                the ablation of the paper's six tasks with Llama2-7
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 
 from benchmarks.deploy.published import (
     GPUS_PER_MACHINE,
@@ -53,9 +54,9 @@ SEQUENTIAL_BUDGET_S = 3.0
 
 def measure_savings(num_steps: int = NUM_STEPS) -> dict[str, float]:
     """Keys as in `python -m benchmarks deploy --json`."""
-    padded = _Comparison(published_jobs(), replicas_70b(NUM_GPUS), NUM_GPUS, num_steps)
-    packed = _Comparison(published_jobs(), replicas_70b(NUM_GPUS, is_packed=True), NUM_GPUS, num_steps)
-    own = _Comparison(published_jobs(), _weft_replicas(), NUM_GPUS, num_steps)
+    padded = Comparison(published_jobs(), replicas_70b(NUM_GPUS), NUM_GPUS, num_steps)
+    packed = Comparison(published_jobs(), replicas_70b(NUM_GPUS, is_packed=True), NUM_GPUS, num_steps)
+    own = Comparison(published_jobs(), _weft_replicas(), NUM_GPUS, num_steps)
     ablation = padded.ablation()
     planned_s = mean_step_s(padded.planned, padded.batches)
     in_turn = {
@@ -77,14 +78,14 @@ def measure_savings(num_steps: int = NUM_STEPS) -> dict[str, float]:
 
 def measure_7b(num_steps: int = NUM_STEPS) -> dict[str, float]:
     """Keys as in `python -m benchmarks deploy --json`."""
-    return _named(_Comparison(published_jobs(SIX), replicas_7b(), 16, num_steps).ablation(), "saving_7b")
+    return _named(Comparison(published_jobs(SIX), replicas_7b(), 16, num_steps).ablation(), "saving_7b")
 
 
 def _named(ablation: Sequence[float], name: str) -> dict[str, float]:
     return {f"{name}_{part}": share for part, share in zip(("length", "balanced", "bucketing"), ablation, strict=True)}
 
 
-class _Comparison:
+class Comparison:
     """One workload on planned replicas and on the best alike ones."""
 
     def __init__(
@@ -99,6 +100,13 @@ class _Comparison:
         self.alike = [everything.models(plan.counts) for plan in alike_plans(everything)]
         self.batches = draw_batches(jobs, num_steps, seed=1)
 
+    def on(self, replicas: Mapping[tuple[int, int], int]) -> Comparison:
+        """The same workload on given replicas, by (tensor parallel, stages), in place of the planned ones."""
+        known = {(kind.layout.tensor, kind.layout.stages): kind.model for kind in self.kinds}
+        other = copy(self)
+        other.planned = [known[layout] for layout, count in replicas.items() for _ in range(count)]
+        return other
+
     def in_turn_s(self, num_steps: int, *, are_alike: bool) -> float:
         """Of one job after another, each on the best replicas for it."""
         plans = plan_each(self.kinds, self.pools, self.jobs, are_alike=are_alike, budget_s=SEQUENTIAL_BUDGET_S)
@@ -106,13 +114,8 @@ class _Comparison:
 
     def published_in_turn_s(self, num_steps: int) -> float:
         """The same on the replicas that the paper used for each."""
-        known = {(kind.layout.tensor, kind.layout.stages): kind.model for kind in self.kinds}
         return sum(
-            mean_step_s(
-                [known[layout] for layout, count in TABLE_8[job.name].items() for _ in range(count)],
-                draw_batches([job], num_steps, seed=1),
-            )
-            for job in self.jobs
+            mean_step_s(self.on(TABLE_8[job.name]).planned, draw_batches([job], num_steps, seed=1)) for job in self.jobs
         )
 
     def saving(self) -> float:

@@ -112,18 +112,18 @@ def execute(
 ) -> Executed:
     """Plans and simulates until all jobs have ended; with `every`, each job stops after so many of its steps.
 
-    A program is appended to the one before, unless it `drains`: then something was due that needs all stages. `cost`:
-    of every replica.
+    A program is appended to the one before, unless it `drains`: then something was due that needs all stages, or the
+    planner's programs cannot be appended. `cost`: of every replica.
     """
-    programs = _programs(planner, jobs, limits, every, drains=drains)
-    run = programs
-    pipes = planner.open_pipes(limits.capacity)
-    costs = [cost] * len(pipes)
+    pipes = planner.open_pipes(limits)
+    drains = drains or not pipes
+    programs = run = _programs(planner, jobs, limits, every, drains=drains)
+    costs = [cost] * len(programs[0].replicas)
     if not drains:
         run = [joined_all([DealtStream.of(program) for program in programs], pipes, [(cost, None) for cost in costs])]
         assert not violations(run[0], jobs, limits), "programs that are appended are one that is valid"
     timelines = [simulate(program, costs) for program in run]
-    stages = range(sum(pipe.num_stages for pipe in pipes))
+    stages = range(programs[0].num_stages)
     return Executed(
         sum(timeline.makespan_s for timeline in timelines),
         sum(timeline.busy_s(stage) for timeline in timelines for stage in stages),

@@ -143,6 +143,9 @@ class LocalStages:
         found = self._ended.pop(number)
         return [found[stage] for stage in range(len(self.stages))]
 
+    def check(self) -> None:
+        """Has no process that could end."""
+
     def close(self) -> None:
         """Has nothing to end."""
 

@@ -40,8 +40,6 @@ NUM_EACH = 3
 """Runs of every layout in which something is killed."""
 SETTINGS = {"eval_data": 8, "eval_steps": 4}
 JOBS = SmallJobs(num_jobs=3, num_steps=8, save_steps=2, num_free=1, settings=SETTINGS)
-ORDERED = SmallJobs(num_jobs=3, num_steps=8, save_steps=2, settings=SETTINGS)
-"""For devices that share layers, which take no free sums."""
 STAGE = ("weft-stage", "stage_process")
 """What every stage is called, or its command is: the one that was forked, and the one that was not."""
 SEEN = "was ended by signal 9"
@@ -81,11 +79,9 @@ def measure_layout_kills(layouts: Sequence[str] = LAYOUTS, num_each: int = NUM_E
     with tempfile.TemporaryDirectory(prefix="weft-killed-") as name:
         folder = Path(name)
         JOBS.write(folder)
-        JOBS.write_file(folder / "free.yaml")
-        ORDERED.write_file(folder / "ordered.yaml")
+        JOBS.write_file(folder / "jobs.yaml")
         for number, layout in enumerate(layouts):
-            jobs_file = "ordered.yaml" if "tensor" in layout else "free.yaml"
-            runs = _Runs(TrainCommand(folder, jobs_file), layout, drawn, found)
+            runs = _Runs(TrainCommand(folder, "jobs.yaml"), layout, drawn, found)
             runs.undisturbed()
             for part in range(num_each):
                 # Another part of the time for each run, so that no kind of moment is left out by chance.

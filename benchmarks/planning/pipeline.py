@@ -31,7 +31,7 @@ from benchmarks.pipeline.four_jobs import (
     split_cost,
 )
 from benchmarks.planning.best_pipeline import best_pipeline
-from benchmarks.planning.published import JobLengths, group_jobs, pack_published
+from weft.plan.pack.lorafusion import pack_groups, pair_head_tail
 from weft.plan.pack.types import RoundLimits
 from weft.plan.pipeline.build import Schedule, build
 from weft.plan.simulate.interpret import simulate
@@ -116,13 +116,7 @@ def _setting(mix: LengthMix, capacity: int, batch: int) -> Setting:
 
 def lorafusion(jobs: Sequence[JobQueue], capacity: int) -> tuple[Microbatch, ...]:
     """LoRAFusion's greedy stream: two groups by head-tail pairing that take turns, merged and with no-ops."""
-    lengths = [JobLengths(q.job, _mean_length(q), len(q.batches[0].lengths)) for q in jobs]
-    return pack_published(jobs, RoundLimits(capacity, NUM_STAGES), groups=group_jobs(lengths, 2).groups).stream
-
-
-def _mean_length(job: JobQueue) -> float:
-    lengths = [n for batch in job.batches for n in batch.lengths]
-    return sum(lengths) / len(lengths)
+    return pack_groups(pair_head_tail(jobs, 2), RoundLimits(capacity, NUM_STAGES), keep_order=False)
 
 
 def _run(schedule: Schedule, microbatches: Sequence[Microbatch], cost: LayerCost) -> Timeline:

@@ -35,10 +35,10 @@ from weft.parallel.ray.api import find_hosts
 from weft.parallel.ray.connect import AUTO, need_ray
 from weft.parallel.replicas.connections import Ranks
 from weft.parallel.replicas.hosts import RankPool, RankProcess, rank_order
-from weft.parallel.replicas.load import load_replicated
 from weft.parallel.replicas.messages import RankOrder
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.records import RankRecord
+from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.spec import BackboneSpec, JobSpec, RunSpec
 from weft.store.run_dir import RunDirectory
 from weft.store.wall_clock import WallClock
@@ -221,7 +221,7 @@ class _Runs:
             ranks = RankPool(order, [ONE_THREAD] * 2) if open_ranks is None else open_ranks(order)
             groups.append(WatchedGroup(ranks, 2))
             threading.Thread(target=disturb, args=groups, daemon=True).start()
-            return load_replicated(spec, groups[0], clock=datetime.datetime.now(), wall=wall)
+            return ReplicatedEngine.load(spec, groups[0], clock=datetime.datetime.now(), wall=wall)
 
         def observe(event: Event) -> None:
             if isinstance(event, JobWarning):

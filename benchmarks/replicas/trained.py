@@ -33,7 +33,6 @@ from weft.engine.train import PreparedRun, execute_run, prepare_run
 from weft.errors import WeftError
 from weft.kernels.device import default_device
 from weft.parallel.replicas.hosts import RankPool, rank_order
-from weft.parallel.replicas.load import load_replicated
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.plan.cost.shape import find_shape
@@ -184,7 +183,7 @@ def _train(jobs: SmallJobs, num_ranks: int, watch: Pace | Killing) -> None:
     ) -> tuple[RunSpec, RunEngine, tuple[str, ...]]:
         prepare_processes()
         ranks = RankGroup(RankPool(rank_order(spec, specs), [ONE_THREAD] * num_ranks), num_ranks)
-        return load_replicated(spec, ranks, clock=datetime.datetime.now(), wall=wall)
+        return ReplicatedEngine.load(spec, ranks, clock=datetime.datetime.now(), wall=wall)
 
     with tempfile.TemporaryDirectory(prefix="weft-replicas-") as name:
         folder = Path(name)

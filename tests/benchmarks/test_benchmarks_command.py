@@ -51,7 +51,7 @@ def test_bench_step_when_a_regime_is_named_then_measures_what_it_needs(bench):
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_bench_step_when_a_run_fails_then_others_go_on_and_the_exit_says_so(bench, tmp_path, monkeypatch):
+def test_bench_step_when_a_run_fails_then_others_go_on_and_the_exit_reports_it(bench, tmp_path, monkeypatch):
     def broken(*_: object) -> None:
         raise ModelError("is broken.")
 
@@ -100,12 +100,12 @@ def test_bench_replicas_when_run_then_shows_its_figures_and_keeps_them(bench, tm
         (("kernels", "--regime", "linear4"), "there is no figure 'linear4'; accepted are linear4_p0"),
     ],
 )
-def test_bench_when_it_cannot_run_then_one_sentence_says_why(words, sentence, refused, tmp_path, monkeypatch):
+def test_bench_when_it_cannot_run_then_refused_with_the_reason(words, sentence, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert sentence in refused(*words)
 
 
-def test_bench_when_peft_is_not_installed_then_says_so_before_any_work(refused, monkeypatch):
+def test_bench_when_peft_is_not_installed_then_reports_it_before_any_work(refused, monkeypatch):
     monkeypatch.setattr("benchmarks.steps.peers.importlib.util.find_spec", lambda name: None)
     assert "PEFT, which Weft is measured beside, is not installed. Install it: pip" in refused(
         "step", "--model", "tiny"

@@ -44,7 +44,7 @@ def test_best_pipeline_is_valid_and_no_slower_than_the_published_way(
 
 
 def test_best_pipeline_of_uneven_samples_runs_ahead() -> None:
-    """Places to spare pay where lengths are uneven, and the plan says which it took."""
+    """Places to spare pay where lengths are uneven, and the plan names what it took."""
     plan = best_pipeline(jobs(), LIMITS, LinearCost(), budget_s=0.0)
     assert plan.slack > 0 and plan.schedule is Schedule.EAGER
     assert plan.program == best_pipeline(jobs(), LIMITS, LinearCost(), budget_s=0.0).program

@@ -28,7 +28,7 @@ def test_works_when_timed_in_turn_then_each_has_its_turns_and_the_first_round_do
     assert "".join(done) == "ab" + "aabbbb" * 4
 
 
-def test_works_when_they_settle_first_then_that_is_not_timed(monkeypatch):
+def test_works_when_they_warm_up_first_then_that_is_not_timed(monkeypatch):
     """Each turn: one second untimed at the pace of the work before, then two at its own."""
     done: list[str] = []
     now = [0.0]

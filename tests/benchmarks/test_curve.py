@@ -1,4 +1,4 @@
-"""`python -m benchmarks curve`: the comparisons hold on the CPU, through the twins."""
+"""`python -m benchmarks curve`: the comparisons hold on the CPU, through the reference kernels."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ def test_errors_when_a_result_is_nan_then_are_infinite():
     assert relative_errors(linear, x_TD, dy_TO)["Y"] == math.inf
 
 
-def test_case_when_measured_then_says_each_size_and_takes_the_geometric_mean(monkeypatch):
+def test_case_when_measured_then_prints_each_size_and_takes_the_geometric_mean(monkeypatch):
     times = iter([[2.0, 1.0], [8.0, 1.0]])
     monkeypatch.setattr(kernels, "in_turn_s", lambda *_, **__: next(times))
-    said: list[str] = []
-    figure = measure_case(CASE, CPU, torch.float32, QUICK, said.append, [(16, 24)], [21, 42])
+    printed: list[str] = []
+    figure = measure_case(CASE, CPU, torch.float32, QUICK, printed.append, [(16, 24)], [21, 42])
     assert figure.value == pytest.approx(4.0)
-    assert [line.partition(":")[0] for line in said] == ["two  16→24, 21 tokens", "two  16→24, 42 tokens"]
-    assert "= 8.000; relative errors Y" in said[1]
+    assert [line.partition(":")[0] for line in printed] == ["two  16→24, 21 tokens", "two  16→24, 42 tokens"]
+    assert "= 8.000; relative errors Y" in printed[1]
 
 
 def test_case_when_timed_for_real_then_gives_a_positive_ratio():

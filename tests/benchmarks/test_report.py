@@ -22,7 +22,7 @@ FIGURES = [
 ]
 
 
-def test_table_when_printed_then_shows_values_targets_and_verdicts():
+def test_table_when_printed_then_shows_values_targets_and_whether_they_are_met():
     console = Console(width=100)
     with console.capture() as captured:
         console.print(table(FIGURES))
@@ -54,7 +54,7 @@ def test_json_when_the_file_is_something_else_then_is_left_alone(text, why, tmp_
     assert path.read_text() == text
 
 
-def test_json_when_its_directory_is_missing_then_says_so(tmp_path):
+def test_json_when_its_directory_is_missing_then_reports_it(tmp_path):
     with pytest.raises(StorageError, match="there is no directory"):
         read_json(tmp_path / "gone" / "h200.json")
 

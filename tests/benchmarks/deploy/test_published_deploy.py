@@ -25,8 +25,8 @@ from weft.plan.deploy.types import expected_batch
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
-def test_fitted_7b_when_asked_for_both_tables_then_meets_them(degree):
-    """LobRA says of its own predictions that they are within a tenth."""
+def test_fitted_7b_then_meets_both_tables(degree):
+    """LobRA reports its own predictions to be within a tenth."""
     time = fitted_7b(degree)
     rows = [row for row in TABLE_11 if row[0] == degree]
     predicted = [time.step_s([(count, 1, length)], LAYERS_7B, stages) for _, stages, length, count, _ in rows]

@@ -32,13 +32,13 @@ def test_pace_when_jobs_are_trained_then_counts_what_ran_and_what_was_trained():
     found = measure_pace(backbone, [jobs.lora(0, 4), jobs.dpo(1, 4), jobs.ia3(2)], 256)
     assert found.seconds > 0 and 0 < found.trained <= found.tokens
     assert found.trained % 16 == 0 and found.alone.keys() == {"lora0", "dpo1", "ia3-2"}
-    assert found.heard > 0
+    assert found.num_reference > 0
     again = measure_pace(backbone, [replace(jobs, num_read=WARM_UP).dpo(1, 4)], 256)
-    assert again.heard == 0 and again.seconds_per_token() == pytest.approx(again.seconds / again.tokens)
+    assert again.num_reference == 0 and again.seconds_per_token() == pytest.approx(again.seconds / again.tokens)
 
 
 def test_pace_when_a_job_had_microbatches_to_itself_then_a_token_of_the_others_takes_what_is_left():
-    pace = Pace(tokens=100, heard=20, trained=90, seconds=11.0, alone={"x": (20, 3.0)}, peak_gb=1.0)
+    pace = Pace(tokens=100, num_reference=20, trained=90, seconds=11.0, alone={"x": (20, 3.0)}, peak_gb=1.0)
     assert pace.seconds_per_token() == 0.11 and pace.seconds_per_token("x") == 0.1
     assert pace.tokens_per_s == 10.0
 

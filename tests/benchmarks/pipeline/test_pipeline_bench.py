@@ -33,8 +33,8 @@ def recorded(late_s: float = 0.0) -> RecordedRun:
     for start in (0, 8):
         program = build(Schedule.ONE_F_ONE_B, by_samples(jobs, 2)[start : start + 8], 2)
         run.programs.append(program)
-        for place, span in enumerate(simulate(program, LinearCost(optimizer_s=5.0)).spans):
-            run.spans.append(replace(span, start_s=span.start_s + 1e6 * start + late_s * place))
+        for index, span in enumerate(simulate(program, LinearCost(optimizer_s=5.0)).spans):
+            run.spans.append(replace(span, start_s=span.start_s + 1e6 * start + late_s * index))
     run.spans.sort(key=lambda span: (span.stage, span.start_s))
     return run
 
@@ -60,7 +60,7 @@ def test_recorded_run_when_stages_are_late_then_the_replay_misses_that():
     assert makespan > 0.01 and bubble > 0.01
 
 
-def test_executed_when_a_planner_is_asked_program_by_program_then_all_work_is_done_once():
+def test_executed_when_planned_program_by_program_then_all_work_is_done_once():
     jobs = queues(MIXES[-1], 64, 4)
     cost = LinearCost()
     planner = FastestPipeline(2, cost)
@@ -83,7 +83,7 @@ def test_four_jobs_when_few_samples_are_simulated_then_every_figure_is_there():
     assert all(0 < value < 0.7 for value in found.values())
 
 
-def test_profile_when_scaled_to_its_own_shape_then_says_what_it_said_and_the_forward_again():
+def test_profile_when_scaled_to_its_own_shape_then_keeps_its_times_and_adds_the_forward_again():
     """Only the forward on the way back is new."""
     shape = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "llama-3.1-8b")
     before, after = ProfiledCost(PROFILE), ProfiledCost(scaled(PROFILE, shape, PROFILE.setup.row_tile))
@@ -120,7 +120,7 @@ def test_seventy_when_kernels_are_compared_then_their_prices_are_those_measured(
     assert measured["overhead4"] == WEFT_LORA
 
 
-def test_parts_when_one_figure_is_asked_for_then_only_its_part_is_chosen():
+def test_parts_when_one_figure_is_requested_then_only_its_part_is_chosen():
     # Some are measured on a GPU.
     assert len(choose_parts([], None)) == len(REGIMES) - (0 if has_gpu() else len(GPU_REGIMES))
     assert list(choose_parts(["sim70b_vs_1f1b"], PROFILE)) == [

@@ -31,13 +31,13 @@ def test_kills_when_a_rank_dies_then_it_counts_and_nothing_differs(monkeypatch):
 
 def test_kills_when_a_neighbour_repeats_a_step_then_it_is_counted(tmp_path, monkeypatch):
     """Only jobs of a rank that died may take a step twice."""
-    told = [("a", 1), ("b", 1), ("a", 2), ("a", 2), ("b", 1)]
+    steps = [("a", 1), ("b", 1), ("a", 2), ("a", 2), ("b", 1)]
 
     def execute(run, directory, on_event):
-        for job, number in told[:3]:
+        for job, number in steps[:3]:
             on_event(_step(job, number))
         on_event(killed.JobWarning(("a",), "replica 0 was ended by signal 9; its jobs go on"))
-        for job, number in told[3:]:
+        for job, number in steps[3:]:
             on_event(_step(job, number))
 
     _stub_runs(monkeypatch, execute)
@@ -53,7 +53,7 @@ def _step(job: str, number: int) -> killed.StepDone:
 def _stub_runs(monkeypatch: pytest.MonkeyPatch, execute) -> None:
     monkeypatch.setattr(killed, "WatchedGroup", lambda ranks, number: types.SimpleNamespace())
     monkeypatch.setattr(killed, "rank_order", lambda spec, specs: None)
-    monkeypatch.setattr(killed, "load_replicated", lambda *given, **named: None)
+    monkeypatch.setattr(killed.ReplicatedEngine, "load", lambda *given, **named: None)
 
     def prepare(spec, *, base_dir, open_engine):
         open_engine(None, (), None)

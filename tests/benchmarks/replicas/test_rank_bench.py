@@ -23,7 +23,7 @@ def step(job: str, number: int) -> StepDone:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass only when a test says so."""
+    """Seconds that pass only when a test advances them."""
     now = types.SimpleNamespace(s=10.0)
     monkeypatch.setattr(trained.time, "perf_counter", lambda: now.s)
     return now
@@ -44,7 +44,9 @@ def test_pace_when_no_job_stepped_then_there_is_no_figure():
         Pace().tokens_per_s  # noqa: B018
 
 
-def test_killing_when_steps_of_the_dead_rank_are_still_told_then_only_those_after_a_new_start_count(clock, monkeypatch):
+def test_killing_when_steps_of_the_dead_rank_are_still_reported_then_only_those_after_a_new_start_count(
+    clock, monkeypatch
+):
     killed = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     jobs = {name: types.SimpleNamespace(name=name, rank=rank) for name, rank in [("a", 0), ("b", 1), ("c", 1)]}
@@ -86,7 +88,7 @@ def test_parts_when_there_is_no_gpu_then_those_that_need_one_are_left_out():
     assert choose_parts([], has_gpu=False).keys() == PARTS.keys() - ON_GPU
 
 
-def test_controller_when_its_ranks_are_scripted_then_every_job_is_told_to_its_end():
+def test_controller_when_its_ranks_are_scripted_then_every_job_is_followed_to_its_end():
     found = measure_controller(num_ranks=3, num_steps=4)
     assert found.keys() == {"controller_us", "controller_end_ms"}
     assert 0 < found["controller_us"] < 1e6

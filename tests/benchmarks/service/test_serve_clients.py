@@ -1,4 +1,4 @@
-"""Clients ask for what the plan says, when it says so, and time every answer."""
+"""Clients send the requests of a plan at its times, and time every answer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wait_s = 0.0
     status = 200
-    heard: list[tuple[float, str, str, bytes]]
+    received: list[tuple[float, str, str, bytes]]
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        self.heard.append((time.perf_counter(), self.path, self.headers["authorization"], body))
+        self.received.append((time.perf_counter(), self.path, self.headers["authorization"], body))
         time.sleep(self.wait_s)
         answer = json.dumps({"path": self.path, "long": "x" * 300_000}).encode()
         self.send_response(self.status)
@@ -46,7 +46,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, type[Handler]]]:
-    kind = type("Fresh", (Handler,), {"heard": []})
+    kind = type("Fresh", (Handler,), {"received": []})
     with Server(("127.0.0.1", 0), kind) as made:
         thread = threading.Thread(target=made.serve_forever, args=(0.01,))
         thread.start()
@@ -55,25 +55,25 @@ def server() -> Iterator[tuple[int, type[Handler]]]:
         thread.join()
 
 
-def test_clients_when_polling_then_ask_in_turn_once_in_every_while(server):
+def test_clients_when_polling_then_each_query_is_sent_in_turn_once_per_interval(server):
     port, handler = server
     handler.wait_s = 0.03
-    asks = (Query("one", "/one", "key"), Query("all", "/all", "key"))
-    plan = read_plan(write_plan(Plan(port, (asks, asks[::-1]), every_s=0.2, for_s=0.75)))
+    queries = (Query("one", "/one", "key"), Query("all", "/all", "key"))
+    plan = read_plan(write_plan(Plan(port, (queries, queries[::-1]), every_s=0.2, for_s=0.75)))
     answers = follow(plan)
     assert {kind: len(times) for kind, times in answers.milliseconds.items()} == {"one": 4, "all": 4}
     assert all(ms >= 30 for times in answers.milliseconds.values() for ms in times)
-    times = sorted(at for at, path, key, _ in handler.heard if path == "/one" and key == "Bearer key")
+    times = sorted(at for at, path, key, _ in handler.received if path == "/one" and key == "Bearer key")
     assert len(times) == 4 and times[-1] - times[0] >= 0.45
     assert answers.bodies == []
 
 
 def test_clients_when_submitting_then_send_every_body_once_and_keep_the_answers(server):
     port, handler = server
-    asks = tuple(Query("submit", f"/{number}", "key", json.dumps({"number": number})) for number in range(5))
-    answers = follow(Plan(port, (asks[:3], asks[3:])))
+    queries = tuple(Query("submit", f"/{number}", "key", json.dumps({"number": number})) for number in range(5))
+    answers = follow(Plan(port, (queries[:3], queries[3:])))
     assert sorted(answer["path"] for answer in answers.bodies) == [f"/{number}" for number in range(5)]
-    assert sorted(json.loads(body)["number"] for *_, body in handler.heard) == list(range(5))
+    assert sorted(json.loads(body)["number"] for *_, body in handler.received) == list(range(5))
     assert len(answers.milliseconds["submit"]) == 5
 
 

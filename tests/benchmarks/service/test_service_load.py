@@ -40,7 +40,7 @@ def stretches(steps_of_busy: int) -> tuple[Stretches, list[TrainedStep]]:
     return made, [*quiet, *(TrainedStep("a", 10 + n, 10.0 + 2 * n, 10) for n in range(steps_of_busy))]
 
 
-def test_figures_when_training_was_slower_beside_clients_then_say_by_how_much():
+def test_figures_when_training_was_slower_beside_clients_then_report_by_how_much():
     made, steps = stretches(steps_of_busy=5)
     listener = Listener(made.service, "a", "key", seen={11: 12.25})
     figures = made.figures("serve", steps, listener)
@@ -51,7 +51,7 @@ def test_figures_when_training_was_slower_beside_clients_then_say_by_how_much():
     assert (figures["serve_retrieve_p50_ms"], figures["serve_retrieve_p99_ms"]) == (3.0, 3.0)
 
 
-def test_figures_when_nothing_was_trained_in_the_quiet_time_then_what_cannot_be_said_is_left_out():
+def test_figures_when_nothing_was_trained_in_the_quiet_time_then_what_is_unknown_is_left_out():
     """A machine that is busy with other things divides by no time."""
     made, _ = stretches(steps_of_busy=0)
     made.worker_cores["quiet"] = [0.0]

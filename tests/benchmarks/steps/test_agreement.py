@@ -21,7 +21,7 @@ def test_agreement_when_both_paths_are_right_then_is_rounding():
 
 
 @pytest.mark.parametrize("broken", ["expand_grad", pytest.param("weight_grad", marks=pytest.mark.slow)])
-def test_agreement_when_a_kernel_is_wrong_then_says_so(monkeypatch, broken):
+def test_agreement_when_a_kernel_is_wrong_then_reports_it(monkeypatch, broken):
     def nothing(out: torch.Tensor, *_: object, adds: bool = True) -> None:
         if not adds:
             out.zero_()

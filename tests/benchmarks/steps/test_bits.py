@@ -66,9 +66,9 @@ def test_bits_when_neighbours_are_shorter_then_the_job_keeps_its_length(backbone
     """So that it begins inside a block which others share."""
     seen: list[list[int]] = []
 
-    def noting(placed: list[SlotSample], *rest: Any) -> PackedBatch:
-        seen.append([p.sample.length for p in placed])
-        return pack_samples(placed, *rest)
+    def noting(slot_samples: list[SlotSample], *rest: Any) -> PackedBatch:
+        seen.append([p.sample.length for p in slot_samples])
+        return pack_samples(slot_samples, *rest)
 
     monkeypatch.setattr(gradients, "pack_samples", noting)
     measure_bits(backbone, RUN)

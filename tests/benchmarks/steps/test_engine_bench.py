@@ -1,4 +1,4 @@
-"""The engine is measured on the microbatch that bare steps are measured on, and leaves nothing behind."""
+"""The engine is measured on the microbatch that bare steps are measured on, and leaves no state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_engine_when_measured_then_the_warm_up_does_not_count(backbone, monkeypa
     assert measure_engine(backbone, RUN, Effort()).seconds == pytest.approx(1.0)
 
 
-def test_engine_when_a_time_is_asked_for_then_goes_on_that_long(backbone):
+def test_engine_when_given_a_time_then_goes_on_that_long(backbone):
     begun = time.perf_counter()
     measure_engine(backbone, RUN, Effort(repeats=2, in_a_row_s=0.3))
     assert time.perf_counter() - begun >= 0.6

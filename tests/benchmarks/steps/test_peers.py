@@ -1,4 +1,4 @@
-"""The peers do what they are said to do, and get their best batch."""
+"""The peers do what their descriptions state, and get their best batch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_best_batch_when_searched_upward_then_stops_at_no_gain_or_no_memory(spee
     assert best_batch(lambda _: None, RUN, 256, CPU, Effort()).detail == f"batch {best}"
 
 
-def test_best_batch_when_not_even_the_smallest_fits_then_says_so(monkeypatch):
+def test_best_batch_when_not_even_the_smallest_fits_then_reports_it(monkeypatch):
     def at_size(*_: object) -> Measured:
         raise torch.OutOfMemoryError
 
@@ -84,7 +84,7 @@ def test_batches_when_lengths_differ_then_totals_are_taken_over_several():
     assert measured.tokens < measured.rows
 
 
-def test_measure_peers_when_asked_for_all_then_each_is_measured_or_its_absence_explained():
+def test_measure_peers_when_all_are_requested_then_each_is_measured_or_its_absence_explained():
     runs = [
         BenchRun(p, HANDFUL)
         for p in (BenchProgram.PEFT_SOLO, BenchProgram.PEFT_BEST, BenchProgram.LIGER_BEST, BenchProgram.HF_FROZEN)

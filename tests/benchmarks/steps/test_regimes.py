@@ -98,16 +98,16 @@ def test_figure_when_both_runs_are_there_then_counts_real_tokens(kind, target, v
 
 
 @pytest.mark.parametrize(
-    ("overhead", "told"), [(0.05, "+5.0% (target ≤ +6.0%, met)"), (4.0, "+400.0% (target ≤ +6.0%, NOT met)")]
+    ("overhead", "text"), [(0.05, "+5.0% (target ≤ +6.0%, met)"), (4.0, "+400.0% (target ≤ +6.0%, NOT met)")]
 )
-def test_overhead_when_both_were_timed_in_turn_then_that_counts(overhead, told):
+def test_overhead_when_both_were_timed_in_turn_then_that_counts(overhead, text):
     """Not the ratio of two runs at different times."""
     frozen = replace(FAST, extra={"overhead": overhead})
     found = figure(Regime("key", OURS, Kind.OVERHEAD, PEER, 0.06), {OURS: SLOW, PEER: frozen})
     assert found is not None
     assert found.value == overhead
     assert found.is_met is (overhead < 0.06)
-    assert found.line == f"key = {told}"
+    assert found.line == f"key = {text}"
 
 
 def test_figure_when_a_run_is_missing_then_waits():

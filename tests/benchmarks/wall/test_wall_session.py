@@ -51,7 +51,7 @@ def test_time_train_when_a_run_ends_then_its_phases_lie_within_the_wall_clock(tm
     assert (tmp_path / "run" / "job1" / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_timed_when_the_command_fails_then_its_last_words_are_told(tmp_path: Path):
+def test_timed_when_the_command_fails_then_the_end_of_its_output_is_reported(tmp_path: Path):
     with pytest.raises(WeftError, match="No such command"):
         timed(["weft", "no-such-command"], {}, tmp_path / "log")
 
@@ -65,7 +65,7 @@ def test_choose_cases_when_a_gpu_is_missing_then_only_what_runs_here_is_chosen()
         wall.choose_cases(["small"], has_gpu=True)
 
 
-def test_figures_when_training_waits_for_files_then_the_shares_say_so():
+def test_figures_when_training_waits_for_files_then_the_shares_report_it():
     warm = WallTime(30.0, {"forward_backward": 15.0, "step": 1.0, "checkpoint": 4.0}, training_s=20.0)
     share, stall = wall.figures("share", WallTime(60.0, {}), warm)
     assert (share.key, share.value, share.is_met) == ("wall_share", 0.8, False)
@@ -106,7 +106,7 @@ def test_prepare_when_rows_are_prepared_then_samples_are_counted_and_kept(tmp_pa
     assert len(list((tmp_path / "caches" / "data").glob("*/tokens.npy"))) == 1
 
 
-def test_prepare_figures_when_a_peer_was_timed_then_say_how_much_longer_it_took():
+def test_prepare_figures_when_a_peer_was_timed_then_report_how_much_longer_it_took():
     ours = PrepareTime(10.0, 18.0, 5 * 10**8, 7, 100)
     peers = [PrepareTime(seconds, 36.0, 0, 7, 100) for seconds in (25.0, 90.0, 20.0)]
     found = {figure.key: figure for figure in wall.prepare_figures(ours, ours, [(ours, peer) for peer in peers])}

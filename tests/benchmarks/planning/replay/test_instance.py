@@ -15,7 +15,7 @@ from weft.plan.cost.types import LinearCost
 
 
 @given(st.lists(st.integers(1, 50), max_size=10), st.integers(1, 100))
-def test_fill_level_when_shared_then_full_and_nobody_could_have_more_but_from_one_with_less(wants, capacity):
+def test_fill_level_when_shared_then_full_and_none_could_have_more_but_from_one_with_less(wants, capacity):
     shares = fill_level(wants, capacity)
     assert sum(shares) == pytest.approx(min(capacity, sum(wants)))
     assert all(0 <= share <= want for share, want in zip(shares, wants, strict=True))

@@ -185,12 +185,12 @@ def test_replay_when_one_job_waits_for_another_then_fairness_is_jains_index_of_t
     ],
     ids=["policy", "gpus"],
 )
-def test_replay_when_asked_for_the_impossible_then_says_what(arguments, message):
+def test_replay_when_the_request_is_impossible_then_reports_what(arguments, message):
     with pytest.raises(PlanError, match=message):
         replay([job("a", 0, 1)], SMALL, **arguments)
 
 
-def test_replay_when_a_job_fits_no_instance_or_there_is_none_then_says_so():
+def test_replay_when_a_job_fits_no_instance_or_there_is_none_then_reports_it():
     with pytest.raises(PlanError, match="a: needs 500 bytes; an instance has 100 for jobs"):
         replay([TraceJob("a", 0, 1, 8, num_bytes=500)], SMALL)
     with pytest.raises(PlanError, match="trace: has no jobs"):

@@ -32,7 +32,7 @@ def test_trace_when_a_week_is_drawn_then_has_the_published_statistics(week):
     durations = np.array([job.duration_s for job in week])
     assert durations.mean() == pytest.approx(372.6 * 60, rel=0.04)
     assert durations.std() == pytest.approx(612.9 * 60, rel=0.15)
-    # The logarithms tell more, because they have no heavy tail.
+    # The logarithms are more informative, because they have no heavy tail.
     variance = math.log1p((612.9 / 372.6) ** 2)
     assert np.log(durations).var() == pytest.approx(variance, rel=0.04)
     gaps = np.diff([job.arrival_s for job in week])
@@ -40,7 +40,7 @@ def test_trace_when_a_week_is_drawn_then_has_the_published_statistics(week):
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05), "arrivals are Poisson"
 
 
-def test_trace_when_drawn_then_jobs_are_what_the_workloads_say(week):
+def test_trace_when_drawn_then_jobs_follow_the_workloads(week):
     allowed = {round(length * size) for length in SAMPLE_TOKENS for size in BATCH_SIZES}
     assert {job.step_tokens for job in week} == allowed
     assert all(job.step_tokens <= job.num_samples * job.padded_to for job in week), "padding adds tokens"
@@ -86,13 +86,13 @@ def test_csv_when_columns_are_left_out_or_rows_unsorted_then_defaults_and_order(
     ],
     ids=["missing", "unknown", "empty", "number", "whole", "short", "zero", "nan", "twice"],
 )
-def test_csv_when_wrong_then_says_where_and_what(tmp_path: Path, text, message):
+def test_csv_when_wrong_then_reports_where_and_what(tmp_path: Path, text, message):
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(DataError, match=message):
         read_trace(path)
 
 
-def test_csv_when_there_is_no_file_then_says_so(tmp_path: Path):
+def test_csv_when_there_is_no_file_then_reports_it(tmp_path: Path):
     with pytest.raises(DataError, match=r"nowhere\.csv: cannot be read"):
         read_trace(tmp_path / "nowhere.csv")

@@ -1,0 +1,1 @@
+"""The experiments of five papers: their figures beside ours."""
