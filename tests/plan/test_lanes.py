@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from weft.errors import PlanError
 from weft.plan.check import violations
-from weft.plan.pack import pack, pack_rounds, planner_named
+from weft.plan.pack import pack, planner_named
 from weft.plan.pack.greedy import pack_lane
-from weft.plan.pack.types import RoundLimits
 from weft.plan.planner import PlanFunction
 from weft.plan.program import Program, Step
 from weft.plan.types import Batch, JobQueue, Limits
@@ -165,13 +164,3 @@ def test_planner_when_a_group_is_longer_than_a_microbatch_then_refused_by_name(p
 def test_batch_when_its_groups_do_not_divide_its_samples_then_refused(groups: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="do not divide 3 samples"):
         Batch(0, 0, (5, 5, 5), groups)
-
-
-@pytest.mark.parametrize(
-    "queue",
-    [JobQueue("a", (Batch(0, 0, (1, 2)),), True, lane="x"), JobQueue("a", (Batch(0, 0, (1, 2), (2,)),), True)],
-    ids=["lane", "groups"],
-)
-def test_pipeline_when_a_job_has_a_lane_or_groups_then_refused(queue: JobQueue) -> None:
-    with pytest.raises(PlanError, match="job a: has a lane or groups"):
-        pack_rounds([queue], RoundLimits(CAPACITY, 2))

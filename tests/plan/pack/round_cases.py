@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from weft.plan.pack.types import RoundLimits, RoundPlan
+from weft.plan.pack.bins import taken
+from weft.plan.pack.types import RoundPlan
 from weft.plan.types import Batch, JobQueue, Microbatch, Segment
 
 CAPACITY = 24
@@ -28,18 +29,17 @@ def partitions(segments: list[Segment], max_bins: int) -> Iterator[list[list[Seg
             yield [*rest, [segments[0]]]
 
 
-def valid_packings(segments: list[Segment], limits: RoundLimits) -> Iterator[list[list[Segment]]]:
+def valid_packings(segments: list[Segment]) -> Iterator[list[list[Segment]]]:
     for bins in partitions(segments, len(segments)):
-        if all(limits.taken(own) <= limits.room for own in bins):
+        if all(taken(own) <= CAPACITY for own in bins):
             yield bins
 
 
-def fewest_by_force(segments: list[Segment], limits: RoundLimits) -> int:
-    return min(len(bins) for bins in valid_packings(segments, limits))
+def fewest_by_force(segments: list[Segment]) -> int:
+    return min(len(bins) for bins in valid_packings(segments))
 
 
 SMALL = st.lists(st.lists(st.integers(1, CAPACITY), min_size=1, max_size=3), min_size=1, max_size=2)
-SMALL_LIMITS = st.builds(RoundLimits, st.just(CAPACITY), st.integers(1, 4), st.sampled_from([1, 3, 4]))
 
 
 @st.composite
@@ -71,7 +71,7 @@ def problems(plan: RoundPlan, jobs: list[JobQueue]) -> list[str]:
     found = []
     if sorted(stream_segments(plan.stream), key=by_index) != sorted(all_segments(jobs), key=by_index):
         found.append("a sample is lost, doubled or changed")
-    if any(plan.limits.taken(m.segments) > plan.limits.capacity for m in plan.stream):
+    if any(m.num_tokens > plan.limits.capacity for m in plan.stream):
         found.append("a microbatch is above the capacity")
     last: dict[tuple[str, int], int] = {}
     for index, m in enumerate(plan.stream):

@@ -12,7 +12,7 @@ from round_cases import CAPACITY, fewest_by_force, jobs_to_pack, problems, segme
 
 from weft.plan.check import violations
 from weft.plan.pack import RoundLimits, RoundPlan, lorafusion, pack
-from weft.plan.pack.bins import Solved, min_bins, min_smallest
+from weft.plan.pack.bins import Solved, min_bins, min_smallest, taken
 from weft.plan.pack.lorafusion import LoraFusionPlanner, pack_groups, pair_head_tail
 from weft.plan.program import Step
 from weft.plan.simulate.choose import pipeline_planner
@@ -27,9 +27,9 @@ def packed(jobs, limits, *, groups=None, budget_s=0.0, keep_order=False):
 
 
 @settings(max_examples=60, deadline=None)
-@given(jobs_to_pack(), st.integers(1, 4), st.sampled_from([1, 4]), st.booleans(), st.booleans())
-def test_pack_groups_when_any_jobs_then_every_promise_holds(jobs, num_stages, multiple, is_split, keep_order):
-    limits = RoundLimits(CAPACITY, num_stages, 1 if keep_order else multiple)
+@given(jobs_to_pack(), st.integers(1, 4), st.booleans(), st.booleans())
+def test_pack_groups_when_any_jobs_then_every_promise_holds(jobs, num_stages, is_split, keep_order):
+    limits = RoundLimits(CAPACITY, num_stages)
     groups = [jobs[::2], jobs[1::2]] if is_split and len(jobs) > 1 else None
     assert problems(packed(jobs, limits, groups=groups, keep_order=keep_order), jobs) == []
 
@@ -42,43 +42,42 @@ def in_order(bins: list[list[Segment]]) -> bool:
     return all(own == sorted(own) for own in order.values())
 
 
-def ordered_packings(segments, limits):
+def ordered_packings(segments):
     """Every packing in every order of its bins that keeps each job's order."""
-    for bins in valid_packings(segments, limits):
+    for bins in valid_packings(segments):
         yield from (list(own) for own in itertools.permutations(bins) if in_order(list(own)))
 
 
 @settings(max_examples=15, deadline=None)
-@given(LENGTHS, st.sampled_from([1, 4]))
-def test_milp_when_small_then_both_stages_equal_brute_force(lengths, multiple):
-    limits = RoundLimits(CAPACITY, 1, multiple)
+@given(LENGTHS)
+def test_milp_when_small_then_both_stages_equal_brute_force(lengths):
     segments = segments_of(*lengths)
-    best = fewest_by_force(segments, limits)
-    assert len(min_bins(segments, limits, len(segments), 20).bins) == best
-    emptiest = min_smallest(segments, limits, best, 20).bins
-    found = min(min(map(limits.taken, bins)) for bins in valid_packings(segments, limits) if len(bins) == best)
-    assert min(map(limits.taken, emptiest)) == found
+    best = fewest_by_force(segments)
+    assert len(min_bins(segments, CAPACITY, len(segments), 20).bins) == best
+    emptiest = min_smallest(segments, CAPACITY, best, 20).bins
+    found = min(min(map(taken, bins)) for bins in valid_packings(segments) if len(bins) == best)
+    assert min(map(taken, emptiest)) == found
     if best > 1:
-        assert min_bins(segments, limits, best - 1, 20).bound > best - 1
+        assert min_bins(segments, CAPACITY, best - 1, 20).bound > best - 1
 
 
 @settings(max_examples=15, deadline=None)
 @given(LENGTHS)
 def test_milp_when_order_is_kept_then_both_stages_equal_brute_force(lengths):
-    limits, segments = RoundLimits(CAPACITY), segments_of(*lengths)
-    valid = list(ordered_packings(segments, limits))
+    segments = segments_of(*lengths)
+    valid = list(ordered_packings(segments))
     best = min(map(len, valid))
-    found = min_bins(segments, limits, len(segments), 20, keep_order=True).bins
+    found = min_bins(segments, CAPACITY, len(segments), 20, keep_order=True).bins
     assert len(found) == best and in_order(found)
-    emptiest = min_smallest(segments, limits, best, 20, keep_order=True).bins
+    emptiest = min_smallest(segments, CAPACITY, best, 20, keep_order=True).bins
     assert in_order(emptiest)
-    assert limits.taken(emptiest[-1]) == min(limits.taken(bins[-1]) for bins in valid if len(bins) == best)
+    assert taken(emptiest[-1]) == min(taken(bins[-1]) for bins in valid if len(bins) == best)
 
 
 def test_milp_when_two_jobs_are_one_token_too_many_then_needs_two_bins():
-    assert len(min_bins(segments_of([13], [12]), RoundLimits(24), 2, 20).bins) == 2
-    assert len(min_bins(segments_of([12], [12]), RoundLimits(24), 2, 20).bins) == 1
-    assert min_bins(segments_of([13], [12]), RoundLimits(24), 1, 20).bins is None
+    assert len(min_bins(segments_of([13], [12]), 24, 2, 20).bins) == 2
+    assert len(min_bins(segments_of([12], [12]), 24, 2, 20).bins) == 1
+    assert min_bins(segments_of([13], [12]), 24, 1, 20).bins is None
 
 
 def test_pack_groups_when_solver_has_time_then_betters_greedy(monkeypatch):

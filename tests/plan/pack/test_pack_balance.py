@@ -15,9 +15,9 @@ from weft.plan.pack.types import RoundLimits
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_items: int = 7) -> tuple[Items, int, int, int]:
-    """Items with windows, number of slots, room, padding multiple."""
-    num_slots, multiple = draw(st.integers(1, 3)), draw(st.sampled_from([1, 4]))
+def cases(draw: st.DrawFn, max_items: int = 7) -> tuple[Items, int, int]:
+    """Items with windows, number of slots, room."""
+    num_slots = draw(st.integers(1, 3))
     num_jobs = draw(st.integers(1, 2))
     first = [draw(st.integers(0, num_slots - 1)) for _ in range(num_jobs)]
     last = [draw(st.integers(f, num_slots - 1)) for f in first]
@@ -25,22 +25,19 @@ def cases(draw: st.DrawFn, max_items: int = 7) -> tuple[Items, int, int, int]:
     job = np.array([*range(num_jobs), *rest])
     lengths = np.array([draw(st.integers(1, 24)) for _ in job])
     work = lengths + 0.01 * lengths**2
-    return Items(lengths, work, job, np.array(first)[job], np.array(last)[job]), num_slots, 24, multiple
+    return Items(lengths, work, job, np.array(first)[job], np.array(last)[job]), num_slots, 24
 
 
-def taken(items: Items, slot: tuple[int, ...], q: int, multiple: int) -> int:
-    own = [int(items.lengths[(np.array(slot) == q) & (items.job == j)].sum()) for j in set(items.job.tolist())]
-    return sum(-(-n // multiple) * multiple for n in own)
+def taken(items: Items, slot: tuple[int, ...], q: int) -> int:
+    return int(items.lengths[np.array(slot) == q].sum())
 
 
-def by_force(items: Items, num_slots: int, room: int, multiple: int, keep_order: bool) -> float | None:
+def by_force(items: Items, num_slots: int, room: int) -> float | None:
     """Least work of the largest slot, over all assignments."""
     best = None
     windows = [range(a, b + 1) for a, b in zip(items.first.tolist(), items.last.tolist(), strict=True)]
     for slot in itertools.product(*windows):
-        if any(taken(items, slot, q, multiple) > room for q in range(num_slots)):
-            continue
-        if keep_order and not is_ordered(items, slot):
+        if any(taken(items, slot, q) > room for q in range(num_slots)):
             continue
         largest = max(float(items.work[np.array(slot) == q].sum()) for q in range(num_slots))
         best = largest if best is None else min(best, largest)
@@ -55,24 +52,20 @@ def is_ordered(items: Items, slot: tuple[int, ...]) -> bool:
 @settings(max_examples=40)
 @given(case=cases())
 def test_fill_when_it_finds_slots_then_windows_room_and_order_hold(keep_order, case):
-    items, num_slots, room, multiple = case
-    slot = (
-        fill_in_order(items, num_slots, RoundLimits(room, padding_multiple=multiple))
-        if keep_order
-        else balance(*case, 0.0)
-    )
+    items, num_slots, room = case
+    slot = fill_in_order(items, num_slots, RoundLimits(room)) if keep_order else balance(*case, 0.0)
     if slot is None:
         return
     assert ((items.first <= slot) & (slot <= items.last)).all()
-    assert all(taken(items, tuple(slot), q, multiple) <= room for q in range(num_slots))
+    assert all(taken(items, tuple(slot), q) <= room for q in range(num_slots))
     assert not keep_order or is_ordered(items, tuple(slot))
 
 
 @settings(max_examples=40)
 @given(cases(max_items=6))
 def test_balance_when_small_then_close_to_the_optimum(case):
-    items, num_slots, *_ = case
-    best = by_force(*case, keep_order=False)
+    items, num_slots, _ = case
+    best = by_force(*case)
     slot = balance(*case, 0.0)
     assert (slot is None) >= (best is None)
     if slot is not None:
@@ -87,14 +80,14 @@ def test_balance_when_many_samples_then_within_a_per_mille_of_even():
     zeros = np.zeros(64, dtype=np.int64)
     level = lengths.sum() / 8
     items = Items(lengths, lengths.astype(float), zeros, zeros, zeros + 7)
-    slot = balance(items, 8, 10**6, 1, level * 0.99)
+    slot = balance(items, 8, 10**6, level * 0.99)
     assert np.bincount(slot, weights=lengths).max() <= level * 1.001
 
 
 def test_balance_when_the_room_is_filled_to_the_last_token_then_it_still_fits():
     lengths = np.array([10, 10, 8, 8, 6, 6, 11, 7, 6])
     zeros = np.zeros(9, dtype=np.int64)
-    slot = balance(Items(lengths, lengths.astype(float), zeros, zeros, zeros + 2), 3, 24, 1, 24.0)
+    slot = balance(Items(lengths, lengths.astype(float), zeros, zeros, zeros + 2), 3, 24, 24.0)
     assert np.bincount(slot, weights=lengths).tolist() == [24, 24, 24]
 
 

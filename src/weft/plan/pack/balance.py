@@ -1,7 +1,7 @@
 """Even microbatches: assigns samples to a fixed number of slots so that the largest slot costs least.
 
 Problem: min max_q Σ_{i in q} work_i, subject to each sample in one slot of its job's window [first, last] and the
-padded tokens of every slot ≤ room. Longest work first into the least loaded slot, then moves and swaps between the
+tokens of every slot ≤ room. Longest work first into the least loaded slot, then moves and swaps between the
 largest slot and the others, best first, until within the tolerance of the bound or no pair helps. O(n · slots) and
 O(n²/slots) per exchange. Tests compare with brute force on small instances; the caller holds the lower bound.
 """
@@ -45,51 +45,23 @@ class Items:
 class _Slots:
     items: Items
     room: int
-    multiple: int
     slot: Whole
-    tokens: list[list[int]]
     taken: list[int]
-    jobs: list[int]
     sizes: list[int]
-    """Jobs and lengths of the items as lists, which are faster item by item."""
-
-    @classmethod
-    def empty(cls, items: Items, num_slots: int, room: int, multiple: int) -> _Slots:
-        num_jobs = int(items.job.max()) + 1
-        slot = np.full(len(items.lengths), -1, dtype=np.int64)
-        tokens = [[0] * num_jobs for _ in range(num_slots)]
-        return cls(
-            items=items,
-            room=room,
-            multiple=multiple,
-            slot=slot,
-            tokens=tokens,
-            taken=[0] * num_slots,
-            jobs=items.job.tolist(),
-            sizes=items.lengths.tolist(),
-        )
-
-    def taken_with(self, q: int, change: dict[int, int]) -> int:
-        own, multiple, taken = self.tokens[q], self.multiple, self.taken[q]
-        for j, n in change.items():
-            taken += (-(-(own[j] + n) // multiple) + (-own[j] // multiple)) * multiple
-        return taken
+    """Lengths of the items as a list, which is faster item by item."""
 
     def put(self, i: int, q: int) -> None:
-        j, n, old, multiple = self.jobs[i], self.sizes[i], int(self.slot[i]), self.multiple
-        if old == q:
-            return
-        for where, change in ((old, -n), (q, n)):
-            if where >= 0:
-                before = self.tokens[where][j]
-                self.taken[where] += (-(-(before + change) // multiple) + (-before // multiple)) * multiple
-                self.tokens[where][j] = before + change
+        old = int(self.slot[i])
+        if old >= 0:
+            self.taken[old] -= self.sizes[i]
+        self.taken[q] += self.sizes[i]
         self.slot[i] = q
 
 
-def balance(items: Items, num_slots: int, room: int, multiple: int, level: float) -> Whole | None:
+def balance(items: Items, num_slots: int, room: int, level: float) -> Whole | None:
     """The slot of every sample, or None if they do not fit. The search ends close to the level."""
-    slots = _Slots.empty(items, num_slots, room, multiple)
+    slot = np.full(len(items.lengths), -1, dtype=np.int64)
+    slots = _Slots(items, room, slot, [0] * num_slots, items.lengths.tolist())
     _longest_first(slots)
     rng = np.random.default_rng(_SEED)
     best: tuple[float, Whole] | None = None
@@ -126,19 +98,13 @@ def _kick(slots: _Slots, rng: np.random.Generator, start: Whole | None) -> None:
 
 
 def _longest_first(slots: _Slots) -> None:
-    items, multiple = slots.items, slots.multiple
+    items = slots.items
     load = [0.0] * len(slots.taken)
     first, last, work = items.first.tolist(), items.last.tolist(), items.work.tolist()
     for i in np.argsort(-items.work, kind="stable").tolist():
-        j, n = slots.jobs[i], slots.sizes[i]
-        choice, q = (True, float("inf")), -1
-        for slot in range(first[i], last[i] + 1):
-            own = slots.tokens[slot][j]
-            more = -(-(own + n) // multiple) + (-own // multiple)
-            # A slot that overflows is the last resort; exchanges repair it.
-            trial = (slots.taken[slot] + more * multiple > slots.room, load[slot])
-            if trial < choice:
-                choice, q = trial, slot
+        n = slots.sizes[i]
+        # A slot that overflows is the last resort; exchanges repair it.
+        q = min(range(first[i], last[i] + 1), key=lambda q: (slots.taken[q] + n > slots.room, load[q]))
         slots.put(i, q)
         load[q] += work[i]
 
@@ -169,7 +135,7 @@ def _sweep(slots: _Slots, work: Real, may_IQ: Mask, *, may_overflow: bool) -> bo
     gain = change * (load_Q[slot][:, None] - load_Q[target] - change)
     may_swap = may_IQ[:, slot]
     fits = np.concatenate([may_swap & may_swap.T, may_IQ], axis=1) & (slot[:, None] != target) & (change > 0)
-    if slots.multiple == 1 and not may_overflow:
+    if not may_overflow:
         shift = lengths[:, None] - np.concatenate([lengths, np.zeros(len(load_Q), dtype=np.int64)])
         free = slots.room - np.array(slots.taken)
         fits &= (shift <= free[target]) & (-shift <= free[slot][:, None])
@@ -223,12 +189,10 @@ def _split_again(slots: _Slots, work: Real, may_IQ: Mask, *, may_overflow: bool)
 
 
 def _apply(slots: _Slots, i: int, k: int | None, q: int, *, may_overflow: bool) -> bool:
-    """Moves i to slot q, and k (if any) the other way; False, without a change, if padding forbids it."""
+    """Moves i to slot q, and k (if any) the other way; False, without a change, if there is no room."""
     p = int(slots.slot[i])
-    change = {slots.jobs[i]: slots.sizes[i]}
-    if k is not None:
-        change[slots.jobs[k]] = change.get(slots.jobs[k], 0) - slots.sizes[k]
-    into, left = slots.taken_with(q, change), slots.taken_with(p, {j: -n for j, n in change.items()})
+    more = slots.sizes[i] - (0 if k is None else slots.sizes[k])
+    into, left = slots.taken[q] + more, slots.taken[p] - more
     if max(into, left) > max(slots.room, (max(slots.taken[p], slots.taken[q]) - 1) * may_overflow):
         return False
     slots.put(i, q)

@@ -2,12 +2,12 @@
 
 Problem: min number of bins of `room` tokens for samples of given lengths. Any packing needs at least
 
-  L1  ⌈Σ_j padded(tokens of job j) / room⌉,
+  L1  ⌈Σ lengths / room⌉,
   L2  for every threshold k ≤ room/2 (Martello and Toth): samples above room − k sit alone, those in (room/2, room − k]
       sit apart, and those in [k, room/2] need ⌈tokens that do not fit beside these / room⌉ more,
   U_k Σ u_k(length), where u_k is dual feasible (Fekete and Schepers): a set that fits in a bin sums to at most 1.
 
-L2 and U_k use unpadded lengths, a relaxation. O(n log n + n · NUM_DUALS); tests prove each at most the true optimum.
+O(n log n + n · NUM_DUALS); tests prove each at most the true optimum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.plan.pack.types import RoundLimits
 from weft.plan.types import Segment
 
 Lengths = npt.NDArray[np.int64]
@@ -28,20 +27,17 @@ NUM_DUALS = 12
 """Number of dual functions; more hardly differ from the length itself, which L1 counts."""
 
 
-def fewest_bins(segments: Sequence[Segment], limits: RoundLimits) -> int:
+def fewest_bins(segments: Sequence[Segment], room: int) -> int:
     """The best of all bounds; at least 1 with at least one sample."""
     if not segments:
         return 0
     lengths = np.sort(np.array([s.length for s in segments], dtype=np.int64))
-    return max(by_tokens(segments, limits), by_halves(lengths, limits.room), by_duals(lengths, limits.room))
+    by_tokens = -(-taken(segments) // room)
+    return max(by_tokens, by_halves(lengths, room), by_duals(lengths, room))
 
 
-def by_tokens(segments: Iterable[Segment], limits: RoundLimits) -> int:
-    """L1: every job padded only once."""
-    tokens: dict[str, int] = {}
-    for s in segments:
-        tokens[s.job] = tokens.get(s.job, 0) + s.length
-    return -(-sum(map(limits.padded, tokens.values())) // limits.room)
+def taken(segments: Iterable[Segment]) -> int:
+    return sum(s.length for s in segments)
 
 
 def by_halves(lengths: Lengths, room: int) -> int:
@@ -78,61 +74,47 @@ def _decreasing(segments: Sequence[Segment]) -> list[Segment]:
     return sorted(segments, key=lambda s: (-s.length, s.job, s.step, s.index))
 
 
-def first_fit(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
-    return _fit(segments, limits, lambda free: free[0])
+def first_fit(segments: Sequence[Segment], room: int) -> Bins:
+    return _fit(segments, room, lambda free: free[0])
 
 
-def best_fit(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
+def best_fit(segments: Sequence[Segment], room: int) -> Bins:
     """Best fit decreasing: every sample into the fullest bin that holds it."""
-    return _fit(segments, limits, min)
+    return _fit(segments, room, min)
 
 
-def _fit(
-    segments: Sequence[Segment], limits: RoundLimits, choose: Callable[[list[tuple[int, int]]], tuple[int, int]]
-) -> Bins:
+def _fit(segments: Sequence[Segment], room: int, choose: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> Bins:
     bins: Bins = []
-    tokens: list[dict[str, int]] = []
-    taken: list[int] = []
+    left: list[int] = []
     for s in _decreasing(segments):
-        fitting = []
-        for b, own in enumerate(tokens):
-            before = own.get(s.job, 0)
-            after = taken[b] + limits.padded(before + s.length) - limits.padded(before)
-            if after <= limits.room:
-                fitting.append((limits.room - after, b))
-        if fitting:
-            left, b = choose(fitting)
-        else:
-            left, b = limits.room - limits.padded(s.length), len(bins)
+        fitting = [(free - s.length, b) for b, free in enumerate(left) if s.length <= free]
+        if not fitting:
+            fitting = [(room - s.length, len(bins))]
             bins.append([])
-            tokens.append({})
-            taken.append(0)
+            left.append(room)
+        after, b = choose(fitting)
         bins[b].append(s)
-        tokens[b][s.job] = tokens[b].get(s.job, 0) + s.length
-        taken[b] = limits.room - left
+        left[b] = after
     return bins
 
 
-def next_fit(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
+def next_fit(segments: Sequence[Segment], room: int) -> Bins:
     """Bins in the given order, a new one whenever a sample does not fit."""
     bins: Bins = [[]]
     for s in segments:
-        if limits.taken([*bins[-1], s]) > limits.room:
+        if taken([*bins[-1], s]) > room:
             bins.append([])
         bins[-1].append(s)
     return bins
 
 
-def filled(segments: Sequence[Segment], limits: RoundLimits) -> Bins:
+def filled(segments: Sequence[Segment], room: int) -> Bins:
     """Bin after bin: the longest sample left, and the subset of the others that fills it best."""
     left = _decreasing(segments)
-    num_jobs = len({s.job for s in segments})
-    # A bin pads each of its jobs by less than the multiple; with that much reserved any subset fits.
-    room = limits.room - num_jobs * (limits.padding_multiple - 1)
     bins: Bins = []
     while left:
         longest = left[0]
-        chosen = subset([s.length for s in left[1:]], room - longest.length) if longest.length < room else []
+        chosen = subset([s.length for s in left[1:]], room - longest.length)
         inside = {0, *(i + 1 for i in chosen)}
         bins.append([s for i, s in enumerate(left) if i in inside])
         left = [s for i, s in enumerate(left) if i not in inside]
@@ -154,13 +136,13 @@ def subset(lengths: list[int], target: int) -> list[int]:
     return chosen
 
 
-def fewest(segments: Sequence[Segment], limits: RoundLimits, bound: int) -> Bins:
+def fewest(segments: Sequence[Segment], room: int, bound: int) -> Bins:
     """The best of all heuristics, cheapest first; stops at the first that meets the bound."""
-    best = best_fit(segments, limits)
+    best = best_fit(segments, room)
     for attempt in (first_fit, filled):
         if len(best) <= bound:
             break
-        bins = attempt(segments, limits)
+        bins = attempt(segments, room)
         best = bins if len(bins) < len(best) else best
     return best
 
@@ -177,52 +159,38 @@ class Solved:
 
 
 def min_bins(
-    segments: Sequence[Segment], limits: RoundLimits, max_bins: int, time_limit_s: float, *, keep_order: bool = False
+    segments: Sequence[Segment], room: int, max_bins: int, time_limit_s: float, *, keep_order: bool = False
 ) -> Solved:
     """Stage 1: fewest bins. A bound above `max_bins` proves that so few cannot hold the samples. `keep_order`: no
     sample of a job is in a bin before that of the one it follows."""
-    return _solve(segments, limits, max_bins, time_limit_s, is_count=True, keep_order=keep_order)
+    return _solve(segments, room, max_bins, time_limit_s, is_count=True, keep_order=keep_order)
 
 
 def min_smallest(
-    segments: Sequence[Segment], limits: RoundLimits, num_bins: int, time_limit_s: float, *, keep_order: bool = False
+    segments: Sequence[Segment], room: int, num_bins: int, time_limit_s: float, *, keep_order: bool = False
 ) -> Solved:
     """Stage 2: at most `num_bins` bins, the last as empty as possible; the bound is in tokens."""
-    return _solve(segments, limits, num_bins, time_limit_s, is_count=False, keep_order=keep_order)
+    return _solve(segments, room, num_bins, time_limit_s, is_count=False, keep_order=keep_order)
 
 
 def _solve(
-    segments: Sequence[Segment],
-    limits: RoundLimits,
-    num_bins: int,
-    limit_s: float,
-    *,
-    is_count: bool,
-    keep_order: bool,
+    segments: Sequence[Segment], room: int, num_bins: int, limit_s: float, *, is_count: bool, keep_order: bool
 ) -> Solved:
     from scipy.optimize import Bounds, milp
 
-    jobs = sorted({s.job for s in segments})
-    n, num_jobs, room = len(segments), len(jobs), limits.room // limits.padding_multiple
-    num_x, num_k = n * num_bins, num_jobs * num_bins
-    objective = np.zeros(num_x + num_k + num_bins)
+    n = len(segments)
+    num_x = n * num_bins
+    objective, lower = np.zeros(num_x + num_bins), np.zeros(num_x + num_bins)
     if is_count:
-        objective[num_x + num_k :] = 1
+        objective[num_x:] = 1
     else:
-        objective[num_x + (num_bins - 1) * num_jobs : num_x + num_k] = limits.padding_multiple
-    upper = np.concatenate([np.ones(num_x), np.full(num_k, room), np.ones(num_bins)])
-    lower = np.zeros(len(upper))
-    if not is_count:
-        lower[num_x + num_k :] = 1
-    whole = np.ones(len(upper))
-    if limits.padding_multiple == 1:
-        # Sums of lengths are whole anyway; declared so, HiGHS's presolve loses solutions (scipy 1.17).
-        whole[num_x : num_x + num_k] = 0
+        objective[num_bins - 1 : num_x : num_bins] = [s.length for s in segments]
+        lower[num_x:] = 1
     result = milp(
         objective,
-        integrality=whole,
-        bounds=Bounds(lower, upper),
-        constraints=_constraints(segments, jobs, limits, num_bins, keep_order=keep_order),
+        integrality=np.ones(len(lower)),
+        bounds=Bounds(lower, np.ones(len(lower))),
+        constraints=_constraints(segments, room, num_bins, keep_order=keep_order),
         options={"time_limit": max(limit_s, 0.01)},
     )
     if result.status == _INFEASIBLE:
@@ -235,29 +203,24 @@ def _solve(
     return Solved([own for own in bins if own], bound)
 
 
-def _constraints(
-    segments: Sequence[Segment], jobs: list[str], limits: RoundLimits, num_bins: int, *, keep_order: bool
-) -> Any:
-    """Constraints over the columns x (sample-major), k (bin-major) and z; segments of a job are in its order."""
+def _constraints(segments: Sequence[Segment], room: int, num_bins: int, *, keep_order: bool) -> Any:
+    """Constraints over the columns x (sample-major) and z; segments of a job are in its order."""
     from scipy.optimize import LinearConstraint
     from scipy.sparse import coo_array
 
-    n, num_jobs = len(segments), len(jobs)
-    num_x, num_k = n * num_bins, len(jobs) * num_bins
-    job = np.array([jobs.index(s.job) for s in segments])
+    n = len(segments)
+    num_x = n * num_bins
+    job = np.array([s.job for s in segments])
     lengths = np.array([s.length for s in segments])
     sample, bin_of_x = np.divmod(np.arange(num_x), num_bins)
-    bin_of_k = np.arange(num_k) // num_jobs
     bins, pairs = np.arange(num_bins), np.arange(num_bins - 1)
-    load_row, room_row, order_row = n, n + num_k, n + num_k + num_bins
+    room_row, order_row = n, n + num_bins
     parts = [  # row, column, value
         (sample, np.arange(num_x), np.ones(num_x)),
-        (load_row + bin_of_x * num_jobs + job[sample], np.arange(num_x), lengths[sample]),
-        (load_row + np.arange(num_k), num_x + np.arange(num_k), np.full(num_k, -limits.padding_multiple)),
-        (room_row + bin_of_k, num_x + np.arange(num_k), np.full(num_k, limits.padding_multiple)),
-        (room_row + bins, num_x + num_k + bins, np.full(num_bins, -limits.room)),
-        (order_row + pairs, num_x + num_k + pairs + 1, np.ones(num_bins - 1)),
-        (order_row + pairs, num_x + num_k + pairs, -np.ones(num_bins - 1)),
+        (room_row + bin_of_x, np.arange(num_x), lengths[sample]),
+        (room_row + bins, num_x + bins, np.full(num_bins, -room)),
+        (order_row + pairs, num_x + pairs + 1, np.ones(num_bins - 1)),
+        (order_row + pairs, num_x + pairs, -np.ones(num_bins - 1)),
     ]
     num_rows = order_row + num_bins - 1
     if keep_order:
@@ -269,6 +232,6 @@ def _constraints(
             parts.append((row.ravel(), (s * num_bins + b).ravel(), np.full(row.size, sign)))
         num_rows += len(before) * (num_bins - 1)
     rows, columns, values = (np.concatenate(column) for column in zip(*parts, strict=True))
-    matrix = coo_array((values, (rows, columns)), shape=(num_rows, num_x + num_k + num_bins)).tocsr()
+    matrix = coo_array((values, (rows, columns)), shape=(num_rows, num_x + num_bins)).tocsr()
     lower = np.where(np.arange(num_rows) < n, 1.0, -np.inf)
     return LinearConstraint(matrix, lower, np.where(np.arange(num_rows) < n, 1.0, 0.0))

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.plan.pack.bins import Bins, fewest_bins, first_fit, min_bins, min_smallest
+from weft.plan.pack.bins import Bins, fewest_bins, first_fit, min_bins, min_smallest, taken
 from weft.plan.pack.greedy import pack_lane, plan_lanes
 from weft.plan.pack.types import RoundLimits, rounds_of
 from weft.plan.planner import Planner
@@ -117,24 +117,25 @@ def pack_groups(
 
 def _pack(queues: Sequence[JobQueue], limits: RoundLimits, until: float, *, keep_order: bool) -> Bins:
     """The bins of one global batch of every job, the emptiest last where the order allows it."""
-    (segments,) = rounds_of(queues, limits)
+    (segments,) = rounds_of(queues)
+    room = limits.capacity
     if keep_order:
-        packed = pack_lane([replace(q, is_all=True) for q in queues], Limits(limits.capacity, sys.maxsize))
+        packed = pack_lane([replace(q, is_all=True) for q in queues], Limits(room, sys.maxsize))
         greedy = [list(m.segments) for m in packed.microbatches]
     else:
-        greedy = first_fit(segments, limits)
+        greedy = first_fit(segments, room)
     found, num_bins = [greedy], len(greedy)
     if len(greedy) * len(segments) <= _MOST_CELLS:
-        if num_bins > fewest_bins(segments, limits) and (left_s := until - time.perf_counter()) > 0:
-            solved = min_bins(segments, limits, num_bins, min(left_s, _SOLVE_S), keep_order=keep_order).bins
+        if num_bins > fewest_bins(segments, room) and (left_s := until - time.perf_counter()) > 0:
+            solved = min_bins(segments, room, num_bins, min(left_s, _SOLVE_S), keep_order=keep_order).bins
             found += [solved] if solved else []
             num_bins = min(map(len, found))
         if num_bins > 1 and (left_s := until - time.perf_counter()) > 0:
-            solved = min_smallest(segments, limits, num_bins, min(left_s, _SOLVE_S), keep_order=keep_order).bins
+            solved = min_smallest(segments, room, num_bins, min(left_s, _SOLVE_S), keep_order=keep_order).bins
             found += [solved] if solved else []
     if not keep_order:
-        found = [sorted(bins, key=lambda own: -limits.taken(own)) for bins in found]
-    return min(found, key=lambda bins: (len(bins), limits.taken(bins[-1])))
+        found = [sorted(bins, key=lambda own: -taken(own)) for bins in found]
+    return min(found, key=lambda bins: (len(bins), taken(bins[-1])))
 
 
 def _merged(rounds: Sequence[Bins], limits: RoundLimits, *, keep_order: bool) -> Bins:
@@ -150,7 +151,7 @@ def _merged(rounds: Sequence[Bins], limits: RoundLimits, *, keep_order: bool) ->
         here, moved, stuck = len(stream) - 1, set(), set[str]()
         for s in samples if stream else ():
             is_free = s.job not in ended or here - ended[s.job] >= limits.lemma_distance
-            if is_free and s.job not in stuck and limits.taken([*stream[-1], s]) <= limits.room:
+            if is_free and s.job not in stuck and taken([*stream[-1], s]) <= limits.capacity:
                 stream[-1].append(s)
                 moved.add(s)
             elif keep_order:

@@ -1,7 +1,7 @@
 """Packs one round: the number of slots, and the slot of every sample.
 
-Problem: min largest + (m − 1) · second largest, over the number of slots m, subject to the capacity after padding and
-the jobs' windows. Numbers of slots come in the order of their lower bounds; the first filling that the rest cannot beat
+Problem: min largest + (m − 1) · second largest, over the number of slots m, subject to the capacity and the
+jobs' windows. Numbers of slots come in the order of their lower bounds; the first filling that the rest cannot beat
 by more than the tolerance is taken. If no filling has the fewest slots, other packers and, within the budget, an exact
 solver try to reach them; a proof that they cannot makes one more the fewest.
 """
@@ -109,7 +109,7 @@ class Packer:
 
     def solve(self, task: RoundTask, budget_s: float) -> tuple[list[int], int, int]:
         """Slot of every sample, number of slots, and lower bound of the number of microbatches."""
-        segments, limits = task.segments, self.limits
+        segments, limits, room = task.segments, self.limits, self.limits.capacity
         # A pipeline with fewer microbatches in flight than stages idles, so that many are no waste.
         fewest = max(task.fewest_bins, min(limits.num_stages, len(segments)))
         slot, num_slots = self.even(task) or self.without_windows(segments)
@@ -117,9 +117,9 @@ class Packer:
         fewest = min(fewest, len(set(slot)))
         if len(set(slot)) <= fewest or fewest > task.fewest_bins:
             return slot, num_slots, fewest
-        found = bins.fewest(segments, limits, fewest)
+        found = bins.fewest(segments, room, fewest)
         if len(found) > fewest and budget_s > 0:
-            solved = bins.min_bins(segments, limits, fewest, min(budget_s, _SOLVE_S))
+            solved = bins.min_bins(segments, room, fewest, min(budget_s, _SOLVE_S))
             if solved.bound > fewest + 0.5:
                 return slot, num_slots, fewest + 1
             found = solved.bins or found
@@ -167,14 +167,14 @@ class Packer:
 
     def fill(self, items: Items, num_slots: int, level: float) -> Whole | None:
         """An even filling of `num_slots` slots; none can be brought below the level."""
-        limits = self.limits
         if self.keep_order:
-            return fill_in_order(items, num_slots, limits)
-        return balance(items, num_slots, limits.room, limits.padding_multiple, level)
+            return fill_in_order(items, num_slots, self.limits)
+        return balance(items, num_slots, self.limits.capacity, level)
 
     def without_windows(self, segments: Sequence[Segment]) -> tuple[list[int], int]:
         """A packing without windows, where they leave too little room; empty microbatches keep the distance."""
-        found = bins.next_fit(segments, self.limits) if self.keep_order else bins.fewest(segments, self.limits, 1)
+        room = self.limits.capacity
+        found = bins.next_fit(segments, room) if self.keep_order else bins.fewest(segments, room, 1)
         bin_of = {s: b for b, own in enumerate(found) for s in own}
         return [bin_of[s] for s in segments], len(found)
 
@@ -189,7 +189,7 @@ OVERFULL = 4.0
 
 def fill_in_order(items: Items, num_slots: int, limits: RoundLimits) -> Whole | None:
     """The slot of every sample, with each job in order; None if it does not fit."""
-    room = limits.room
+    room = limits.capacity
     jobs = [np.flatnonzero(items.job == j) for j in range(int(items.job.max()) + 1)]
     first = [int(items.first[own[0]]) for own in jobs]
     last = [int(items.last[own[0]]) for own in jobs]
@@ -207,8 +207,7 @@ def fill_in_order(items: Items, num_slots: int, limits: RoundLimits) -> Whole | 
         cuts = _cut_points(here, done, work, last, q, level)
         grid = np.stack([c.ravel() for c in np.meshgrid(*cuts, indexing="ij")], axis=1)
         given = np.stack([work[j][grid[:, i]] - work[j][done[j]] for i, j in enumerate(here)], axis=1)
-        own = [_padded(tokens[j][grid[:, i]] - tokens[j][done[j]], limits.padding_multiple) for i, j in enumerate(here)]
-        taken: Whole = np.sum(own, axis=0)
+        taken: Whole = np.sum([tokens[j][grid[:, i]] - tokens[j][done[j]] for i, j in enumerate(here)], axis=0)
         after = np.repeat(left[None, :], len(grid), axis=0)
         after[:, here] -= given
         load = given.sum(axis=1)
@@ -231,14 +230,10 @@ def fill_in_order(items: Items, num_slots: int, limits: RoundLimits) -> Whole | 
 
 def _empty_rows(tokens: Whole, level: float, beyond: Real, limits: RoundLimits) -> Real:
     """The cost of choices in rows: empty ones, those away from the level's tiles, and tokens beyond the room."""
-    rows = _padded(tokens, limits.row_tile)
+    rows = -(-tokens // limits.row_tile) * limits.row_tile
     usual = np.ceil(level / limits.row_tile) * limits.row_tile
     cost: Real = (rows - tokens) + limits.unlike * np.abs(rows - usual) + OVERFULL * np.maximum(beyond, 0.0)
     return cost
-
-
-def _padded(tokens: Whole, multiple: int) -> Whole:
-    return -(-tokens // multiple) * multiple
 
 
 def _levels(left: Real, last: list[int], q: int, num_slots: int) -> Real:

@@ -24,7 +24,6 @@ from weft.errors import PlanError
 from weft.plan.pack.bins import fewest_bins
 from weft.plan.pack.greedy import pack, pack_lane, plan_lanes
 from weft.plan.pack.lorafusion import LoraFusionPlanner
-from weft.plan.pack.types import RoundLimits
 from weft.plan.planner import PlanFunction, Planner
 from weft.plan.program import Program, Step, Turn
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
@@ -120,7 +119,7 @@ def lower_bound(chains: Sequence[Sequence[Segment]], capacity: int) -> int:
                 num, used, step = num + 1, 0, s.step
             used += s.length
         alone = max(alone, num)
-    return max(alone, fewest_bins(everything, RoundLimits(capacity)))
+    return max(alone, fewest_bins(everything, capacity))
 
 
 def _chains(program: Program) -> list[list[Segment]]:

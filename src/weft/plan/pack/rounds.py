@@ -1,7 +1,7 @@
 """Packs jobs' global batches, round by round, into even microbatches that leave no bubble.
 
 Problem, for every round: min m · (largest microbatch), over the number of slots m and the slot of every sample, subject
-to the capacity after padding and to the bubble lemma between rounds (each job's window of slots). Lower bound of a
+to the capacity and to the bubble lemma between rounds (each job's window of slots). Lower bound of a
 round's time on a stage: all samples' work plus the fixed cost of the fewest microbatches (`bins.py`, and one per
 stage).
 
@@ -44,9 +44,9 @@ def pack_rounds(
     """Even microbatches for every round, with their lower bounds; deterministic unless the budget runs out. `behind`:
     microbatches that run right before the first round; their jobs may have to wait. Once `budget_s` has passed no
     solver is started."""
-    samples = rounds_of(jobs, limits)
+    samples = rounds_of(jobs)
     num_rounds = len(samples)
-    work = PackingWork(cost or LinearCost(), limits.num_stages, limits.room, limits.row_tile)
+    work = PackingWork(cost or LinearCost(), limits.num_stages, limits.capacity, limits.row_tile)
     to_pack = _RoundsToPack.of(samples, limits, work)
     edges = choose_edges(to_pack.demand, to_pack.slots_after(behind), is_end=all(q.is_all for q in jobs))
     tasks = [to_pack.task(r, edges[r], edges[r + 1]) for r in range(num_rounds)]
@@ -73,7 +73,7 @@ class _RoundsToPack:
             for s in segments:
                 work_RJ[r, number[s.job]] += work.sample(s.length)
                 tokens_RJ[r, number[s.job]] += s.length
-        fewest = [fewest_bins(segments, limits) for segments in samples]
+        fewest = [fewest_bins(segments, limits.capacity) for segments in samples]
         distance = limits.free_distance
         counts = [slot_counts(n, len(segments), distance) for n, segments in zip(fewest, samples, strict=True)]
         spare_R = _SPARE_SAMPLES * work_RJ.sum(axis=1) / np.array([len(segments) for segments in samples])
@@ -88,7 +88,7 @@ class _RoundsToPack:
                 counts=counts,
                 distance=distance,
                 fixed=work.fixed,
-                room=limits.room,
+                room=limits.capacity,
             ),
         )
 

@@ -19,30 +19,12 @@ TOLERANCE = 0.01
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
     capacity: int
-    """Most tokens of one microbatch, padding included."""
+    """Most tokens of one microbatch."""
     num_stages: int = 1
-    padding_multiple: int = 1
-    """Multiple to which the tokens of one job are padded in each microbatch."""
     row_tile: int = 1
     """Rows of a microbatch are computed in whole tiles of this size."""
     unlike: float = 1.0
     """Cost of a row more or less than other microbatches, relative to an empty row; with tiles only."""
-
-    def __post_init__(self) -> None:
-        if min(self.padding_multiple, self.num_stages, self.row_tile) < 1:
-            raise PlanError(
-                f"padding multiple {self.padding_multiple} with {self.num_stages} stages and tiles of {self.row_tile} "
-                "rows; all must be at least 1."
-            )
-        if self.capacity < self.padding_multiple:
-            raise PlanError(
-                f"the capacity is {self.capacity} tokens; it must be at least the padding multiple, "
-                f"{self.padding_multiple}."
-            )
-
-    @property
-    def room(self) -> int:
-        return self.capacity // self.padding_multiple * self.padding_multiple
 
     @property
     def lemma_distance(self) -> int:
@@ -53,16 +35,6 @@ class RoundLimits:
     def free_distance(self) -> int:
         """The distance at which no stage waits: with 1F1B as many microbatches are in flight as there are stages."""
         return self.num_stages
-
-    def padded(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.padding_multiple) * self.padding_multiple
-
-    def taken(self, segments: Sequence[Segment]) -> int:
-        """Tokens of these segments in one microbatch, padding included."""
-        tokens: dict[str, int] = {}
-        for s in segments:
-            tokens[s.job] = tokens.get(s.job, 0) + s.length
-        return sum(map(self.padded, tokens.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,27 +81,14 @@ class RoundPlan:
         return sum(1 for m in self.stream if m.segments)
 
 
-def rounds_of(jobs: Sequence[JobQueue], limits: RoundLimits) -> list[tuple[Segment, ...]]:
-    """The samples of each round; a PlanError for queues that cannot be planned."""
+def rounds_of(jobs: Sequence[JobQueue]) -> list[tuple[Segment, ...]]:
+    """The samples of each round; a PlanError if there is none, or a global batch whose samples have all run."""
     if not any(q.batches for q in jobs):
         raise PlanError("no job has a sample to pack; at least one global batch is needed.")
-    names = [q.job for q in jobs]
-    if len(set(names)) < len(names):
-        twice = next(n for n in names if names.count(n) > 1)
-        raise PlanError(f"job {twice} is listed twice; every job needs a name of its own.")
     for queue in jobs:
-        if queue.lane or any(batch.groups for batch in queue.batches):
-            raise PlanError("has a lane or groups of samples; pipelines are planned without.", where=f"job {queue.job}")
         for batch in queue.batches:
             if not batch.lengths:
                 raise PlanError("holds no sample; it needs at least one.", where=f"job {queue.job} step {batch.step}")
-            worst = max(batch.lengths)
-            if limits.padded(worst) > limits.room or min(batch.lengths) < 1:
-                bad = worst if limits.padded(worst) > limits.room else min(batch.lengths)
-                raise PlanError(
-                    f"a sample has {bad} tokens; a microbatch holds 1 to {limits.room}.",
-                    where=f"job {queue.job} step {batch.step} sample {batch.first + batch.lengths.index(bad)}",
-                )
     num_rounds = max(len(q.batches) for q in jobs)
     return [
         tuple(
