@@ -195,13 +195,13 @@ def launch_bare() -> None:
     stretched = rotary.Turns(half, half, zeros(NUM_ROWS, dtype=torch.float32))
     forms = [(whole, None), *((whole, norms) for norms in (*head_norms, at_once)), (partly, None), (stretched, None)]
     for turns, norms in forms:
-        rotary.rotate_kernel(qkv_TE, turns, heads, norms, None)
+        rotary.rotate_kernel(qkv_TE, turns, heads, norms)
         rotary.rotate_grad_kernel(*parts, turns, heads, norms, qkv_TE)
     gemma, angles, norms = rotary.Heads(8, 4, 256), zeros(NUM_ROWS, 128, dtype=torch.float32), zeros(256).float()
     turns = rotary.Turns(angles, angles)
     exact_heads = rotary.HeadNorms(norms, norms, 1e-6, False)
     wide_TE, wide = zeros(NUM_ROWS, 16 * 256), [zeros(NUM_ROWS, number, 256) for number in (8, 4, 4)]
-    rotary.rotate_kernel(wide_TE, turns, gemma, exact_heads, None)
+    rotary.rotate_kernel(wide_TE, turns, gemma, exact_heads)
     rotary.rotate_grad_kernel(*wide, turns, gemma, exact_heads, wide_TE)
     for activation in ("silu", "gelu_tanh"):
         gated.gated_kernel(gu, activation)

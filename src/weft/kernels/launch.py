@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -29,9 +29,10 @@ except ImportError:  # a machine that only runs reference implementations
     triton = None
     tl = None
 
-__all__ = ["cdiv", "has_triton", "jit", "lanes", "next_power_of_2", "runs_triton", "tl"]
+__all__ = ["cdiv", "has_triton", "jit", "lanes", "next_power_of_2", "on_device", "runs_triton", "tl"]
 
-Item = TypeVar("Item")
+Item, Result = TypeVar("Item"), TypeVar("Result")
+P = ParamSpec("P")
 
 
 UNSPECIALISED = ("module", "num_modules", "num_lanes")
@@ -53,6 +54,16 @@ def has_triton() -> bool:
 def runs_triton(tensor: torch.Tensor) -> bool:
     """True if an operation on this tensor launches its kernel; otherwise it runs its reference implementation."""
     return triton is not None and is_gpu(tensor.device)
+
+
+def on_device(kernel: Callable[P, Result], reference: Callable[P, Result]) -> Callable[P, Result]:
+    """The operation that launches its kernel if its first argument is on a GPU, and runs its reference otherwise."""
+
+    def run(*args: P.args, **named: P.kwargs) -> Result:
+        first: Any = args[0]
+        return (kernel if runs_triton(first) else reference)(*args, **named)
+
+    return run
 
 
 def cdiv(numerator: int, denominator: int) -> int:

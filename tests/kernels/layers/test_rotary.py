@@ -63,22 +63,10 @@ def test_rotate_when_run_then_equals_hugging_face(run, form):
     """q and k are turned, v is not; where heads are normed qkv keeps every bit."""
     qkv_TE, norms, turns = torch.randn(37, sum(HEADS.sizes)), head_norms(form), angles(37, form)
     before_TE = qkv_TE.clone()
-    out_TE = run(qkv_TE, turns, HEADS, norms, None)
+    out_TE = run(qkv_TE, turns, HEADS, norms)
     torch.testing.assert_close(out_TE.double(), plain(before_TE.double(), turns, norms), rtol=1e-5, atol=1e-5)
     assert (out_TE is qkv_TE) == (norms is None)
     assert qkv_TE.equal(before_TE) == (norms is not None)
-
-
-@pytest.mark.parametrize("form", ["plain", "partly"])
-@pytest.mark.parametrize("run", FORWARD)
-def test_rotate_when_given_an_output_then_writes_there_and_nowhere_else(run, form):
-    """With `out_TE` and no norms qkv keeps every bit."""
-    qkv_TE, turns = torch.randn(37, sum(HEADS.sizes)), angles(37, form)
-    before_TE, out_TE = qkv_TE.clone(), torch.empty_like(qkv_TE)
-    assert run(qkv_TE, turns, HEADS, None, out_TE) is out_TE
-    assert qkv_TE.equal(before_TE)
-    expected_TE = plain(before_TE.double(), turns, None)
-    torch.testing.assert_close(out_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -101,7 +89,7 @@ def test_rotate_kernels_when_fp16_then_round_as_their_references(form):
     """In half precision kernel and reference agree to the last digit or so, forward and backward."""
     norms, turns = head_norms(form), angles(37, form)
     qkv_TE = torch.randn(37, sum(HEADS.sizes)).half()
-    outs = [run(qkv_TE.clone(), turns, HEADS, norms, None) for run in FORWARD]
+    outs = [run(qkv_TE.clone(), turns, HEADS, norms) for run in FORWARD]
     torch.testing.assert_close(outs[1], outs[0], rtol=3e-3, atol=3e-3)
     parts = [part.unflatten(1, (-1, HEADS.size)) for part in outs[0].split(HEADS.sizes, dim=1)]
     grads = [run(*parts, turns, HEADS, norms, qkv_TE) for run in BACKWARD]
@@ -113,9 +101,9 @@ def test_rotate_kernels_when_fp16_then_round_as_their_references(form):
 def test_rotate_when_a_neighbour_is_nan_then_changes_no_bit_of_others(run, form):
     """NaN rows stay by themselves."""
     qkv_TE, norms, turns = torch.randn(37, sum(HEADS.sizes)), head_norms(form), angles(37, form)
-    clean_TE = run(qkv_TE, turns, HEADS, norms, None)
+    clean_TE = run(qkv_TE, turns, HEADS, norms)
     qkv_TE[5] = torch.nan
-    out_TE = run(qkv_TE, turns, HEADS, norms, None)
+    out_TE = run(qkv_TE, turns, HEADS, norms)
     mine_T = torch.arange(37) != 5
     assert clean_TE[mine_T].equal(out_TE[mine_T])
     assert clean_TE.isfinite().all() and out_TE[5].isnan().all()

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, next_power_of_2, on_device, tl
 from weft.kernels.lora.tables import SampleRows
 
 BLOCK = 128
@@ -288,14 +288,5 @@ def attend_kernel(
     return out_THC, lse_HT
 
 
-def attend(
-    q_THC: torch.Tensor,
-    k_TKC: torch.Tensor,
-    v_TKC: torch.Tensor,
-    blocks: AttentionBlocks,
-    scale: float,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out_THC, lse_HT): every query over the keys before it in its own sample; lse in base 2, for the backward."""
-    run = attend_kernel if runs_triton(q_THC) else attend_reference
-    return run(q_THC, k_TKC, v_TKC, blocks, scale, window)
+attend = on_device(attend_kernel, attend_reference)
+"""(out_THC, lse_HT): every query over the keys before it in its own sample; lse in base 2, for the backward."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import jit, runs_triton, tl
+from weft.kernels.launch import jit, on_device, tl
 from weft.kernels.layers.attention import (
     BLOCK,
     LOG2_E,
@@ -263,17 +263,5 @@ def attend_grad_kernel(
     return dqkv_TE
 
 
-def attend_grad(
-    dout_THC: torch.Tensor,
-    q_THC: torch.Tensor,
-    k_TKC: torch.Tensor,
-    v_TKC: torch.Tensor,
-    out_THC: torch.Tensor,
-    lse_HT: torch.Tensor,
-    blocks: AttentionBlocks,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """dqkv_TE: the gradients of q, k and v side by side, from the gradient of out and what `attend` returned."""
-    run = attend_grad_kernel if runs_triton(q_THC) else attend_grad_reference
-    return run(dout_THC, q_THC, k_TKC, v_TKC, out_THC, lse_HT, blocks, scale, window)
+attend_grad = on_device(attend_grad_kernel, attend_grad_reference)
+"""dqkv_TE: the gradients of q, k and v side by side, from the gradient of out and what `attend` returned."""

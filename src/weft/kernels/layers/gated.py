@@ -22,7 +22,7 @@ import math
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, next_power_of_2, on_device, runs_triton, tl
 from weft.kernels.storage import FP8, LARGEST, TINIEST_BITS, Rows8, has_fp8, quantise_rows, size_bits
 from weft.plan.decoder import Activation
 
@@ -192,17 +192,12 @@ def gated_grad_kernel(
     return gu_TJ, act_TI
 
 
-def gated(gu_TJ: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """f(g) · u of both halves."""
-    return (gated_kernel if runs_triton(gu_TJ) else gated_reference)(gu_TJ, activation)
+gated = on_device(gated_kernel, gated_reference)
+"""f(g) · u of both halves."""
 
 
-def gated_grad(
-    gu_TJ: torch.Tensor, dact_TI: torch.Tensor, want_act: bool, activation: Activation
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(dgu, act): the gradient of gu, written over gu; act again, where requested."""
-    run = gated_grad_kernel if runs_triton(gu_TJ) else gated_grad_reference
-    return run(gu_TJ, dact_TI, want_act, activation)
+gated_grad = on_device(gated_grad_kernel, gated_grad_reference)
+"""(dgu, act): the gradient of gu, written over gu; act again, where requested."""
 
 
 LONGEST = 16_384

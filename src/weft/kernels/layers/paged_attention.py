@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.kernels.launch import jit, next_power_of_2, runs_triton, tl
+from weft.kernels.launch import jit, next_power_of_2, on_device, tl
 from weft.kernels.layers.attention import ATTEND, LOG2_E, blocks_of, described, padded_size, resident_tile, take_keys
 
 PAGE = 64
@@ -143,14 +143,5 @@ def attend_pages_kernel(
     return out_THC
 
 
-def attend_pages(
-    q_THC: torch.Tensor,
-    k_PKC: torch.Tensor,
-    v_PKC: torch.Tensor,
-    table: KeyTable,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """Every row's output (T, H, C), over the keys of its own sequence."""
-    run = attend_pages_kernel if runs_triton(q_THC) else attend_pages_reference
-    return run(q_THC, k_PKC, v_PKC, table, scale, window)
+attend_pages = on_device(attend_pages_kernel, attend_pages_reference)
+"""Every row's output (T, H, C), over the keys of its own sequence."""

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, next_power_of_2, on_device, runs_triton, tl
 
 
 class HeadNorms(NamedTuple):
@@ -64,14 +64,8 @@ class Heads:
         return (self.num_q * self.size, self.num_kv * self.size, self.num_kv * self.size)
 
 
-def rotate_reference(
-    qkv_TE: torch.Tensor,
-    turns: Turns,
-    heads: Heads,
-    norms: HeadNorms | None,
-    out_TE: torch.Tensor | None,
-) -> torch.Tensor:
-    target_TE = _target(qkv_TE, norms, out_TE)
+def rotate_reference(qkv_TE: torch.Tensor, turns: Turns, heads: Heads, norms: HeadNorms | None) -> torch.Tensor:
+    target_TE = _target(qkv_TE, norms)
     parts = list(qkv_TE.float().split(heads.sizes, dim=1))
     for i in range(2):
         x_THC = parts[i].unflatten(1, (-1, heads.size))
@@ -121,10 +115,7 @@ def _turn(x_THC: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> to
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, x_THC[..., turned:]], dim=2)
 
 
-def _target(qkv_TE: torch.Tensor, norms: HeadNorms | None, out_TE: torch.Tensor | None) -> torch.Tensor:
-    if out_TE is not None:
-        assert norms is None or out_TE.data_ptr() != qkv_TE.data_ptr(), "backward needs qkv as it was before the norms"
-        return out_TE
+def _target(qkv_TE: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
     return qkv_TE if norms is None else torch.empty_like(qkv_TE)
 
 
@@ -143,16 +134,6 @@ def _normed(x1, x2, w1, w2, squares, size, eps, dtype: tl.constexpr, ROUNDS_FIRS
     if ROUNDS_FIRST:
         x1, x2 = x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
     return (x1 * w1[None, :]).to(dtype).to(tl.float32), (x2 * w2[None, :]).to(dtype).to(tl.float32)
-
-
-@jit
-def _copy_rest(  # type: ignore[no-untyped-def]
-    source, target, wide, stride_s, stride_t, rows, num_rows, FIRST: tl.constexpr, SIZE: tl.constexpr, BR: tl.constexpr
-):
-    """Copies the numbers of a head that are not rotated."""
-    lanes = FIRST + tl.arange(0, BR)[None, :]
-    mask = (rows < num_rows)[:, None] & (lanes < SIZE)
-    tl.store(target + wide * stride_t + lanes, tl.load(source + wide * stride_s + lanes, mask=mask), mask=mask)
 
 
 @jit
@@ -199,13 +180,11 @@ def _rotate(  # type: ignore[no-untyped-def]
     IS_WIDE: tl.constexpr,
     STRETCHES: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BR: tl.constexpr,
 ):
     dtype = qkv.dtype.element_ty
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -247,8 +226,6 @@ def _rotate(  # type: ignore[no-untyped-def]
         there = out + wide * stride_o + (column + lanes)[None, :]
         tl.store(there, x1.to(dtype), mask=mask)
         tl.store(there + HALF, x2.to(dtype), mask=mask)
-        if 2 * HALF < SIZE and not IN_PLACE:
-            _copy_rest(qkv + column, out + column, wide, stride_x, stride_o, rows, num_rows, 2 * HALF, SIZE, BR)
 
 
 @jit
@@ -350,28 +327,24 @@ def _rotate_grad(  # type: ignore[no-untyped-def]
         tl.store(there, d1.to(dtype), mask=mask)
         tl.store(there + HALF, d2.to(dtype), mask=mask)
         if 2 * HALF < SIZE:
-            _copy_rest(source, out + column, wide, 0, stride_o, rows, num_rows, 2 * HALF, SIZE, BR)
+            rest = 2 * HALF + tl.arange(0, BR)[None, :]
+            mine = (rows < num_rows)[:, None] & (rest < SIZE)
+            tl.store(out + column + wide * stride_o + rest, tl.load(source + rest, mask=mine), mask=mine)
 
 
 def _blocks(heads: Heads, half: int) -> dict[str, int]:
-    width, rest = (max(16, next_power_of_2(number)) for number in (half, heads.size - 2 * half))
+    width = max(16, next_power_of_2(half))
     rows = TURN_ROWS // max(1, width // 64)
-    return {"SIZE": heads.size, "HALF": half, "HEADS": TURN_HEADS, "BM": rows, "BN": width, "BR": rest, "num_warps": 4}
+    return {"SIZE": heads.size, "HALF": half, "HEADS": TURN_HEADS, "BM": rows, "BN": width, "num_warps": 4}
 
 
 def _num_programs(num_rows: int, num_heads: int, norms: HeadNorms, rows: int) -> tuple[int, int]:
     return cdiv(num_rows, rows), 3 if norms.is_wide else cdiv(num_heads, TURN_HEADS)
 
 
-def rotate_kernel(
-    qkv_TE: torch.Tensor,
-    turns: Turns,
-    heads: Heads,
-    norms: HeadNorms | None,
-    out_TE: torch.Tensor | None,
-) -> torch.Tensor:
+def rotate_kernel(qkv_TE: torch.Tensor, turns: Turns, heads: Heads, norms: HeadNorms | None) -> torch.Tensor:
     num_rows = qkv_TE.shape[0]
-    target_TE = _target(qkv_TE, norms, out_TE)
+    target_TE = _target(qkv_TE, norms)
     cos_TF, sin_TF, stretch_T = turns
     used = norms or HeadNorms(cos_TF, cos_TF, 0.0)
     # In place there is nothing to do to v.
@@ -397,7 +370,6 @@ def rotate_kernel(
         IS_WIDE=used.is_wide,
         STRETCHES=stretch_T is not None,
         ROUNDS_FIRST=used.rounds_first,
-        IN_PLACE=target_TE is qkv_TE,
         **blocks,
     )
     return target_TE
@@ -443,37 +415,22 @@ def rotate_grad_kernel(
         HAS_NORMS=norms is not None,
         IS_WIDE=used.is_wide,
         STRETCHES=stretch_T is not None,
+        BR=max(16, next_power_of_2(heads.size - 2 * blocks["HALF"])),
         **blocks,
     )
     return out_TE
 
 
-def rotate(
-    qkv_TE: torch.Tensor,
-    turns: Turns,
-    heads: Heads,
-    norms: HeadNorms | None,
-    out_TE: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """q, k and v, with q and k normed and rotated by their positions. In place, unless `out_TE` is given or heads are
-    normed: then the result is another tensor, and qkv_TE stays as it is for the norms' backward. `turns`: for the first
-    half of the rotated numbers of a head; normed heads are rotated whole."""
+def rotate(qkv_TE: torch.Tensor, turns: Turns, heads: Heads, norms: HeadNorms | None) -> torch.Tensor:
+    """q, k and v, with q and k normed and rotated by their positions. In place, unless heads are normed: then the
+    result is another tensor, and qkv_TE stays as it is for the norms' backward. `turns`: for the first half of the
+    rotated numbers of a head; normed heads are rotated whole."""
     turned = 2 * turns.cos_TF.shape[1]
     assert turns.cos_TF.shape == turns.sin_TF.shape and len(turns.cos_TF) == len(qkv_TE)
     assert turned == heads.size or (turned < heads.size and norms is None)
     run = rotate_kernel if runs_triton(qkv_TE) else rotate_reference
-    return run(qkv_TE, turns, heads, norms, out_TE)
+    return run(qkv_TE, turns, heads, norms)
 
 
-def rotate_grad(
-    dq_THC: torch.Tensor,
-    dk_TKC: torch.Tensor,
-    dv_TKC: torch.Tensor,
-    turns: Turns,
-    heads: Heads,
-    norms: HeadNorms | None,
-    qkv_TE: torch.Tensor | None,
-) -> torch.Tensor:
-    """The gradient of q, k and v side by side before `rotate`; normed heads need the `qkv_TE` it left."""
-    run = rotate_grad_kernel if runs_triton(dq_THC) else rotate_grad_reference
-    return run(dq_THC, dk_TKC, dv_TKC, turns, heads, norms, qkv_TE)
+rotate_grad = on_device(rotate_grad_kernel, rotate_grad_reference)
+"""The gradient of q, k and v side by side before `rotate`; normed heads need the `qkv_TE` it left."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, lanes, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, lanes, on_device, tl
 from weft.kernels.lora.tables import ROW_TILE, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import (
     drop_threshold,
@@ -223,15 +223,9 @@ def expand_grad_kernel(
         )
 
 
-def expand(
-    y_TO: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
-) -> None:
-    """Adds every owner's S Bᵀ to its rows of y, or overwrites them with it."""
-    (expand_kernel if runs_triton(y_TO) else expand_reference)(y_TO, s_TR, site, rows, table, adds)
+expand = on_device(expand_kernel, expand_reference)
+"""Adds every owner's S Bᵀ to its rows of y, or overwrites them with it."""
 
 
-def expand_grad(
-    dx_TD: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, adds: bool = True
-) -> None:
-    """Adds every owner's drop(dS A) to its rows of dx, or overwrites them with it."""
-    (expand_grad_kernel if runs_triton(dx_TD) else expand_grad_reference)(dx_TD, ds_TR, site, rows, table, adds)
+expand_grad = on_device(expand_grad_kernel, expand_grad_reference)
+"""Adds every owner's drop(dS A) to its rows of dx, or overwrites them with it."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import torch
 
-from weft.kernels.launch import jit, lanes, runs_triton, tl
+from weft.kernels.launch import jit, lanes, on_device, tl
 from weft.kernels.lora.tables import RowTables, Site, SlotTable, padded
 from weft.kernels.lora.tile import (
     drop_seed,
@@ -243,11 +243,9 @@ def shrink_grad_kernel(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, row
         )
 
 
-def shrink(x_TD: torch.Tensor, s_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Writes S = drop(x) Aᵀ of every owned row into `s_TR`."""
-    (shrink_kernel if runs_triton(x_TD) else shrink_reference)(x_TD, s_TR, site, rows, table)
+shrink = on_device(shrink_kernel, shrink_reference)
+"""Writes S = drop(x) Aᵀ of every owned row into `s_TR`."""
 
 
-def shrink_grad(dy_TO: torch.Tensor, ds_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Writes dS = scale · dy B of every owned row into `ds_TR`."""
-    (shrink_grad_kernel if runs_triton(dy_TO) else shrink_grad_reference)(dy_TO, ds_TR, site, rows, table)
+shrink_grad = on_device(shrink_grad_kernel, shrink_grad_reference)
+"""Writes dS = scale · dy B of every owned row into `ds_TR`."""

@@ -22,7 +22,7 @@ from itertools import product
 import torch
 
 from weft.kernels.fixed_point import Words, add_number, add_small, add_to_words, is_spilling, small_limit
-from weft.kernels.launch import jit, lanes, runs_triton, tl
+from weft.kernels.launch import jit, lanes, on_device, tl
 from weft.kernels.lora.tables import RankLaunch, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import (
     drop_seed,
@@ -384,15 +384,5 @@ def weight_grad_kernel(
         add(launch)
 
 
-def weight_grad(
-    x_TD: torch.Tensor,
-    s_TR: torch.Tensor,
-    dy_TO: torch.Tensor,
-    ds_TR: torch.Tensor,
-    site: Site,
-    rows: RowTables,
-    table: SlotTable,
-) -> None:
-    """Adds dSᵀ drop(x) to each owner's gradient of A and scale · dyᵀ S to that of B."""
-    run = weight_grad_kernel if runs_triton(x_TD) else weight_grad_reference
-    run(x_TD, s_TR, dy_TO, ds_TR, site, rows, table)
+weight_grad = on_device(weight_grad_kernel, weight_grad_reference)
+"""Adds dSᵀ drop(x) to each owner's gradient of A and scale · dyᵀ S to that of B."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, on_device, runs_triton, tl
 from weft.kernels.lora.tables import OUTPUTS, ROW_TILE, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import line_of, part_bounds, part_of_block
 
@@ -170,21 +170,10 @@ def owned_copy_kernel(x_TN: torch.Tensor, site: Site, rows: RowTables, table: Sl
     return out_TN
 
 
-def change_columns(
-    x_TN: torch.Tensor,
-    out_TN: torch.Tensor,
-    site: Site,
-    rows: RowTables,
-    table: SlotTable,
-    field: int,
-    shifts: bool = True,
-    kept_TN: torch.Tensor | None = None,
-) -> None:
-    """Writes factor ⊙ x + shift of every owner's rows, and x of all others, into `out_TN`, which may be x itself.
-    `field`: `OUTPUTS` or `INPUTS` of the site; without `shifts` only factors, as in the backward. `kept_TN` gets the
-    original rows of owners with a change."""
-    run = change_columns_kernel if runs_triton(x_TN) else change_columns_reference
-    run(x_TN, out_TN, site, rows, table, field, shifts, kept_TN)
+change_columns = on_device(change_columns_kernel, change_columns_reference)
+"""Writes factor ⊙ x + shift of every owner's rows, and x of all others, into `out_TN`, which may be x itself.
+`field`: `OUTPUTS` or `INPUTS` of the site; without `shifts` only factors, as in the backward. `kept_TN` gets the
+original rows of owners with a change."""
 
 
 def owned_copy(x_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable, field: int) -> torch.Tensor:
@@ -331,15 +320,5 @@ def column_sums_kernel(
     )
 
 
-def column_sums(
-    dy_TN: torch.Tensor,
-    x_TN: torch.Tensor,
-    site: Site,
-    rows: RowTables,
-    table: SlotTable,
-    field: int,
-    divides: bool = False,
-) -> None:
-    """Adds to each owner's gradients of factors and shifts; with `divides` one of the two is after the change."""
-    run = column_sums_kernel if runs_triton(dy_TN) else column_sums_reference
-    run(dy_TN, x_TN, site, rows, table, field, divides)
+column_sums = on_device(column_sums_kernel, column_sums_reference)
+"""Adds to each owner's gradients of factors and shifts; with `divides` one of the two is after the change."""

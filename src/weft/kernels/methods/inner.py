@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import jit, runs_triton, tl
+from weft.kernels.launch import jit, on_device, runs_triton, tl
 from weft.kernels.lora.tables import INPUTS, MORE, ROW_TILE, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import line_of, part_width
 from weft.kernels.methods.parts import NO_OTHERS
@@ -216,9 +216,8 @@ def bias_sums_kernel(da_TR: torch.Tensor, site: Site, rows: RowTables, table: Sl
     )
 
 
-def activate(s_TR: torch.Tensor, out_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Replaces S of every owner with a non-linearity by a = S + bias, and writes f(a) into `out_TR`."""
-    (activate_kernel if runs_triton(s_TR) else activate_reference)(s_TR, out_TR, site, rows, table)
+activate = on_device(activate_kernel, activate_reference)
+"""Replaces S of every owner with a non-linearity by a = S + bias, and writes f(a) into `out_TR`."""
 
 
 def activate_grad(ds_TR: torch.Tensor, a_TR: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:

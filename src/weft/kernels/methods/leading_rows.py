@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, on_device, runs_triton, tl
 from weft.kernels.lora.tables import RowTables, SlotTable
 from weft.kernels.lora.tile import line_of
 from weft.kernels.methods.parts import NO_OTHERS
@@ -119,9 +119,8 @@ def rows_grad_kernel(
     _grad[(programs,)](dx_TN, *tables, dx_TN.stride(0), *where, CLEARS=clears, BV=_ROWS, BN=_COLUMNS)
 
 
-def put_rows(x_TN: torch.Tensor, module: int, rows: RowTables, table: SlotTable) -> None:
-    """Writes each owner's rows in front of its samples."""
-    (put_rows_kernel if runs_triton(x_TN) else put_rows_reference)(x_TN, module, rows, table)
+put_rows = on_device(put_rows_kernel, put_rows_reference)
+"""Writes each owner's rows in front of its samples."""
 
 
 def rows_grad(

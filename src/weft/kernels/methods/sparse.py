@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, on_device, runs_triton, tl
 from weft.kernels.lora.tables import MORE, ROW_TILE, RowTables, Site, SlotTable
 from weft.kernels.lora.tile import line_of, part_bounds, part_of_block
 from weft.kernels.methods.parts import NO_OTHERS, SparsePart
@@ -302,9 +302,8 @@ def sparse_input_kernel(
     return turned_KNM
 
 
-def sparse(x_TN: torch.Tensor, y_TN: torch.Tensor, site: Site, rows: RowTables, table: SlotTable) -> None:
-    """Adds every owner's x Δᵀ to its rows of y."""
-    (sparse_kernel if runs_triton(x_TN) else sparse_reference)(x_TN, y_TN, site, rows, table)
+sparse = on_device(sparse_kernel, sparse_reference)
+"""Adds every owner's x Δᵀ to its rows of y."""
 
 
 def sparse_input(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.launch import cdiv, jit, next_power_of_2, runs_triton, tl
+from weft.kernels.launch import cdiv, jit, next_power_of_2, on_device, tl
 
 _NUMBERS = 4096
 _STRETCH = 1024
@@ -126,14 +126,9 @@ def scales_grad_kernel(
     return to_rows_MO, to_columns_MCR.sum(dim=1)
 
 
-def scale(shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tensor, out_MOP: torch.Tensor) -> None:
-    """Writes the shared matrix with each module's scales; padding of the rank is left alone."""
-    (scale_kernel if runs_triton(out_MOP) else scale_reference)(shared_OR, rows_MO, columns_MR, out_MOP)
+scale = on_device(scale_kernel, scale_reference)
+"""Writes the shared matrix with each module's scales; padding of the rank is left alone."""
 
 
-def scales_grad(
-    grad_MOR: torch.Tensor, shared_OR: torch.Tensor, rows_MO: torch.Tensor, columns_MR: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the scales of rows (M, O) and columns (M, R) from those of the scaled matrices, then cleared."""
-    run = scales_grad_kernel if runs_triton(grad_MOR) else scales_grad_reference
-    return run(grad_MOR, shared_OR, rows_MO, columns_MR)
+scales_grad = on_device(scales_grad_kernel, scales_grad_reference)
+"""The gradients of the scales of rows (M, O) and columns (M, R) from those of the scaled matrices, then cleared."""
