@@ -91,9 +91,7 @@ def fuse_tasks(num_tasks: int, *, seed: int) -> list[FuseTask]:
     """Tasks with the padded lengths of three data sets and microbatches of 2 to 32 samples."""
     rng = random.Random(seed)
     return [
-        FuseTask(
-            f"task{i:03d}", (rng.choice(PADDED_LENGTHS),) * rng.choice(BATCH_SIZES), adapter_s=1e-4, adapter_share=0.1
-        )
+        FuseTask(f"task{i:03d}", (rng.choice(PADDED_LENGTHS),) * rng.choice(BATCH_SIZES), adapter_s=1e-5)
         for i in range(num_tasks)
     ]
 

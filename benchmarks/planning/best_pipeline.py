@@ -44,14 +44,13 @@ def best_pipeline(
     *,
     memory_bytes: Sequence[int] | None = None,
     keep_order: bool = False,
-    budget_s: float = 2.0,
 ) -> PipelinePlan:
-    """The candidate with the least simulated makespan; `budget_s` is for the exact solves of all packings together."""
+    """The candidate with the least simulated makespan."""
     best: PipelinePlan | None = None
     for slack in SLACKS:
         apart = dataclasses.replace(limits, num_stages=limits.num_stages + slack)
         even = _AverageStage(cost, limits.num_stages)
-        rounds = pack_rounds(jobs, apart, cost=even, budget_s=budget_s / len(SLACKS), keep_order=keep_order)
+        rounds = pack_rounds(jobs, apart, cost=even, keep_order=keep_order)
         for schedule in SCHEDULES:
             program = build(schedule, rounds.stream, limits.num_stages, cost=cost, memory_bytes=memory_bytes)
             timeline = simulate(program, cost)

@@ -34,17 +34,17 @@ def test_best_pipeline_is_valid_and_no_slower_than_the_published_way(
 ) -> None:
     """All samples, memory kept, and a makespan not above that of the packing at its plain distance."""
     cost = LinearCost(fixed_s=5.0, pair_s=0.01)
-    plan = best_pipeline(jobs(), LIMITS, cost, memory_bytes=memory_bytes, keep_order=keep_order, budget_s=0.0)
+    plan = best_pipeline(jobs(), LIMITS, cost, memory_bytes=memory_bytes, keep_order=keep_order)
     assert violations(plan.program, cost=cost, memory_bytes=memory_bytes) == []
     samples = [s for m in plan.program.microbatches for s in m.segments]
     assert len(samples) == 3 * 4 * 6 and plan.rounds.keeps_order == keep_order
-    packed = pack_rounds(jobs(), LIMITS, cost=cost, keep_order=keep_order, budget_s=0.0).stream
+    packed = pack_rounds(jobs(), LIMITS, cost=cost, keep_order=keep_order).stream
     published = build(Schedule.MULTI_ADAPTER, packed, 3, cost=cost, memory_bytes=memory_bytes)
     assert plan.timeline.makespan_s <= simulate(published, cost).makespan_s + 1e-9
 
 
 def test_best_pipeline_of_uneven_samples_runs_ahead() -> None:
     """Places to spare pay where lengths are uneven, and the plan names what it took."""
-    plan = best_pipeline(jobs(), LIMITS, LinearCost(), budget_s=0.0)
+    plan = best_pipeline(jobs(), LIMITS, LinearCost())
     assert plan.slack > 0 and plan.schedule is Schedule.EAGER
-    assert plan.program == best_pipeline(jobs(), LIMITS, LinearCost(), budget_s=0.0).program
+    assert plan.program == best_pipeline(jobs(), LIMITS, LinearCost()).program

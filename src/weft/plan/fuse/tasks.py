@@ -3,10 +3,9 @@
 A fused task runs one microbatch of each of its tasks as one batch; all tasks have the same number C of microbatches. On
 stage s of S one pass of a fused task H takes
 
-    t_s(H) = base_s(lengths of all samples) + max(Σ share_k · adapter_k, max_k adapter_k)
+    t_s(H) = base_s(lengths of all samples) + Σ adapter_k
 
-the backbone's own time and that of the adapters, fused side by side: together they need the sum of their shares of the
-device, and never less than the slowest. Alone in the pipeline, H takes
+the backbone's own time and that of the adapters. Alone in the pipeline, H takes
 
     L(H) = Σ_s p_s − max_s p_s + C · max_s p_s,   p_s = forward + backward on stage s
 
@@ -34,8 +33,7 @@ class FuseTask:
     job: str
     lengths: tuple[int, ...]
     adapter_s: float = 0.0
-    """Seconds of one pass of its adapters alone on one stage, beyond the cost model."""
-    adapter_share: float = 1.0
+    """Seconds of one pass of its adapters on one stage, beyond the cost model."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +58,10 @@ class FusedTask:
     def num_tokens(self) -> int:
         return sum(t.num_tokens for t in self.tasks)
 
+    @property
+    def adapter_s(self) -> float:
+        return sum(t.adapter_s for t in self.tasks)
+
 
 @dataclass(frozen=True)
 class Pipe:
@@ -69,28 +71,15 @@ class Pipe:
     free_bytes: tuple[int, ...] | None = None
     """Bytes of each stage for activations, beside backbone and adapters; None: unlimited."""
 
-    def __post_init__(self) -> None:
-        if self.num_stages < 1 or self.num_microbatches < 1:
-            raise PlanError(
-                f"num_stages is {self.num_stages} and num_microbatches {self.num_microbatches}; use at least 1."
-            )
-        if self.free_bytes is not None and len(self.free_bytes) != self.num_stages:
-            raise PlanError(
-                f"free_bytes has {len(self.free_bytes)} entries; use one for each of {self.num_stages} stages."
-            )
-        for stage, free in enumerate(self.free_bytes or ()):
-            if free <= 0:
-                raise PlanError(f"stage {stage} has {free} bytes free for activations; it needs more than 0.")
-
     def forward_s(self, fused: FusedTask, stage: int) -> float:
-        return self.cost.forward_s(fused.lengths, stage) + adapters_s(fused.tasks)
+        return self.cost.forward_s(fused.lengths, stage) + fused.adapter_s
 
     def backward_s(self, fused: FusedTask, stage: int) -> float:
         """One microbatch backward; adapters take as long as forward."""
-        return self.cost.backward_s(fused.lengths, stage) + adapters_s(fused.tasks)
+        return self.cost.backward_s(fused.lengths, stage) + fused.adapter_s
 
     def passes_s(self, fused: FusedTask) -> list[float]:
-        lengths, adapters = fused.lengths, adapters_s(fused.tasks)
+        lengths, adapters = fused.lengths, fused.adapter_s
         stages = range(self.num_stages)
         return [self.cost.forward_s(lengths, s) + self.cost.backward_s(lengths, s) + 2 * adapters for s in stages]
 
@@ -111,29 +100,6 @@ class Pipe:
         )
 
 
-def adapters_s(tasks: Sequence[FuseTask]) -> float:
-    return max(sum(t.adapter_share * t.adapter_s for t in tasks), max(t.adapter_s for t in tasks))
-
-
-def check_tasks(tasks: Sequence[FuseTask]) -> None:
-    if not tasks:
-        raise PlanError("there are no tasks to fuse; give at least one.")
-    seen: set[str] = set()
-    for task in tasks:
-        if task.job in seen:
-            raise PlanError("two tasks have this name; use each name once.", where=task.job)
-        seen.add(task.job)
-        if not task.lengths or min(task.lengths) < 1:
-            raise PlanError(
-                f"sample lengths are {list(task.lengths)}; use one or more, each at least 1.", where=task.job
-            )
-        if task.adapter_s < 0 or not 0 <= task.adapter_share <= 1:
-            raise PlanError(
-                f"adapter_s is {task.adapter_s} and adapter_share {task.adapter_share}; use 0 or more, and 0 to 1.",
-                where=task.job,
-            )
-
-
 CostTable = npt.NDArray[np.float64]
 
 
@@ -152,7 +118,6 @@ def fuse(tasks: Sequence[FuseTask], pipe: Pipe) -> Fusion:
 
 def fuse_by_count(tasks: Sequence[FuseTask], pipe: Pipe) -> tuple[Fusion, ...]:
     """The best partition into 1, 2, …, n fused tasks, without counts that exceed memory."""
-    check_tasks(tasks)
     ordered = sorted(tasks, key=lambda t: (t.num_tokens, t.job))
     first_N, added_NN = _price(ordered, pipe)
     rows, choices = [first_N], []

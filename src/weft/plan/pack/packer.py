@@ -2,13 +2,11 @@
 
 Problem: min largest + (m − 1) · second largest, over the number of slots m, subject to the capacity and the
 jobs' windows. Numbers of slots come in the order of their lower bounds; the first filling that the rest cannot beat
-by more than the tolerance is taken. If no filling has the fewest slots, other packers and, within the budget, an exact
-solver try to reach them; a proof that they cannot makes one more the fewest.
+by more than the tolerance is taken. If no filling of a single stage has the fewest slots, other packers try to.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,8 +18,6 @@ from weft.plan.pack.balance import Items, Real, Whole, balance
 from weft.plan.pack.types import TOLERANCE, PackedRound, RoundLimits
 from weft.plan.types import Microbatch, Segment
 
-_SOLVE_S = 1.0
-"""Solver budget of a single round: HiGHS proves within this, or hardly ever."""
 _ROOMS_MEASURED = 16
 """Full microbatches over which a sample's share is taken with whole tiles, so that empty rows hardly count."""
 _UNEVEN_SHARE = 0.3
@@ -83,14 +79,13 @@ class Packer:
     solved: dict[tuple[object, ...], tuple[list[int], int, int]] = field(default_factory=dict)
     """Slot of every sample, number of slots, and lower bound of the number of microbatches."""
 
-    def run(self, tasks: Sequence[RoundTask], budget_s: float) -> list[PackedRound]:
-        """Packs rounds in order; after the budget no solver is started."""
-        until = time.perf_counter() + budget_s
+    def run(self, tasks: Sequence[RoundTask]) -> list[PackedRound]:
+        """Packs rounds in order."""
         rounds = []
         for index, task in enumerate(tasks):
             key = (*((s.job, s.length) for s in task.segments), *sorted(task.windows.items()))
             if key not in self.solved:
-                self.solved[key] = self.solve(task, until - time.perf_counter())
+                self.solved[key] = self.solve(task)
             rounds.append(self.packed(index, task.segments, *self.solved[key]))
         return rounds
 
@@ -107,26 +102,19 @@ class Packer:
         bound = max(sum(work) + fewest * fixed, fewest * (max(work) + fixed))
         return PackedRound(index, slots, fewest, num_slots * largest, bound)
 
-    def solve(self, task: RoundTask, budget_s: float) -> tuple[list[int], int, int]:
+    def solve(self, task: RoundTask) -> tuple[list[int], int, int]:
         """Slot of every sample, number of slots, and lower bound of the number of microbatches."""
-        segments, limits, room = task.segments, self.limits, self.limits.capacity
+        segments, limits = task.segments, self.limits
         # A pipeline with fewer microbatches in flight than stages idles, so that many are no waste.
         fewest = max(task.fewest_bins, min(limits.num_stages, len(segments)))
         slot, num_slots = self.even(task) or self.without_windows(segments)
         # Without windows there may be fewer still; empty microbatches fill the pipeline then.
         fewest = min(fewest, len(set(slot)))
-        if len(set(slot)) <= fewest or fewest > task.fewest_bins:
-            return slot, num_slots, fewest
-        found = bins.fewest(segments, room, fewest)
-        if len(found) > fewest and budget_s > 0:
-            solved = bins.min_bins(segments, room, fewest, min(budget_s, _SOLVE_S))
-            if solved.bound > fewest + 0.5:
-                return slot, num_slots, fewest + 1
-            found = solved.bins or found
         # Bins without windows need empty microbatches between rounds, which cost more; one stage needs none.
-        if limits.free_distance == 1 and not self.keep_order and len(found) < len(set(slot)):
-            bin_of = {s: b for b, own in enumerate(found) for s in own}
-            return [bin_of[s] for s in segments], len(found), fewest
+        if limits.free_distance == 1 and not self.keep_order and len(set(slot)) > fewest:
+            found = bins.fewest(segments, limits.capacity, fewest)
+            if len(found) < len(set(slot)):
+                slot, num_slots = _slots_of(found, segments)
         return slot, num_slots, fewest
 
     def even(self, task: RoundTask) -> tuple[list[int], int] | None:
@@ -175,8 +163,12 @@ class Packer:
         """A packing without windows, where they leave too little room; empty microbatches keep the distance."""
         room = self.limits.capacity
         found = bins.next_fit(segments, room) if self.keep_order else bins.fewest(segments, room, 1)
-        bin_of = {s: b for b, own in enumerate(found) for s in own}
-        return [bin_of[s] for s in segments], len(found)
+        return _slots_of(found, segments)
+
+
+def _slots_of(found: bins.Bins, segments: Sequence[Segment]) -> tuple[list[int], int]:
+    bin_of = {s: b for b, own in enumerate(found) for s in own}
+    return [bin_of[s] for s in segments], len(found)
 
 
 MAX_COMBINATIONS = 4096

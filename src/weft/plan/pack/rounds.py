@@ -6,9 +6,8 @@ round's time on a stage: all samples' work plus the fixed cost of the fewest mic
 stage).
 
 Method: numbers of slots in order of their bound; for each, even filling (`balance.py`, or `packer.fill_in_order` where
-every job's order is kept); the first that fits and that the rest cannot beat is taken. Where tokens are so tight that
-nothing fits the fewest slots, an exact solver, within the budget, either packs them or proves that one more is needed.
-O(samples · log) in all but those rounds. Rounds of the same lengths are packed once.
+every job's order is kept); the first that fits and that the rest cannot beat is taken. O(samples · log). Rounds of the
+same lengths are packed once.
 
 Measured (Nov 2026, 2 cores): 25,600 samples of 4 jobs, 4 stages, about 3 s (`python -m benchmarks plan`).
 """
@@ -37,13 +36,11 @@ def pack_rounds(
     limits: RoundLimits,
     *,
     cost: CostModel | None = None,
-    budget_s: float = 2.0,
     keep_order: bool = False,
     behind: Sequence[Microbatch] = (),
 ) -> RoundPlan:
-    """Even microbatches for every round, with their lower bounds; deterministic unless the budget runs out. `behind`:
-    microbatches that run right before the first round; their jobs may have to wait. Once `budget_s` has passed no
-    solver is started."""
+    """Even microbatches for every round, with their lower bounds; deterministic. `behind`: microbatches that run right
+    before the first round; their jobs may have to wait."""
     samples = rounds_of(jobs)
     num_rounds = len(samples)
     work = PackingWork(cost or LinearCost(), limits.num_stages, limits.capacity, limits.row_tile)
@@ -51,7 +48,7 @@ def pack_rounds(
     edges = choose_edges(to_pack.demand, to_pack.slots_after(behind), is_end=all(q.is_all for q in jobs))
     tasks = [to_pack.task(r, edges[r], edges[r + 1]) for r in range(num_rounds)]
     packer = Packer(limits, work, keep_order)
-    packed = packer.run(tasks, budget_s)
+    packed = packer.run(tasks)
     _widen(to_pack, packer, packed, behind, edges[-1])
     stream = with_empty_slots((m for r in packed for m in r.slots), limits.lemma_distance)
     return RoundPlan(limits, tuple(packed), stream, keep_order)

@@ -184,9 +184,7 @@ class FastestPipeline(Planner):
         for slack, keep_order in itertools.product(slacks, keeps_order):
             for unlike in EVENNESS_WEIGHTS if keep_order and has_few_tiles else EVENNESS_WEIGHTS[:1]:
                 apart = RoundLimits(capacity, self.num_stages + slack, row_tile=self.row_tile, unlike=unlike)
-                yield pack_rounds(
-                    whole, apart, cost=even, budget_s=0.0, keep_order=keep_order, behind=self.behind
-                ).stream
+                yield pack_rounds(whole, apart, cost=even, keep_order=keep_order, behind=self.behind).stream
 
     def _build(self, stream: Sequence[Microbatch], limits: Limits) -> Program:
         """In the order of a stream, within memory."""
