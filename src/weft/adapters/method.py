@@ -33,6 +33,7 @@ from weft.errors import AdapterFileError
 from weft.kernels.fixed_point import Words
 from weft.kernels.lora.tables import Entry
 from weft.kernels.methods.parts import OtherParts
+from weft.settings import describe
 from weft.spec import AdapterSpec, JobSpec
 
 if TYPE_CHECKING:
@@ -200,6 +201,20 @@ def weft_keys(peft_type: str, **own: Any) -> dict[str, Any]:
     """The keys and defaults of a config that only Weft reads, in PEFT's order."""
     shared = dict.fromkeys(("base_model_name_or_path", "exclude_modules", "target_modules"))
     return dict(sorted({**shared, "peft_type": peft_type, "task_type": "CAUSAL_LM", **own}.items()))
+
+
+def peft_keys(peft_type: str, *unset: str, **own: Any) -> dict[str, Any]:
+    """The keys and defaults of a config of PEFT's, in its order; `unset` ones are null, as four of every config are."""
+    nulls = dict.fromkeys(("auto_mapping", "base_model_name_or_path", "modules_to_save", "revision", *unset))
+    keys = {**nulls, "inference_mode": True, "peft_type": peft_type, "task_type": "CAUSAL_LM", **own}
+    return dict(sorted(keys.items()))
+
+
+def refuse_bias(config: Mapping[str, Any], where: str) -> None:
+    bias = config.get("bias", "none")
+    if bias != "none":
+        message = f"bias is {describe(bias)}, which trains biases of the shared backbone; only 'none' can be read."
+        raise AdapterFileError(message, where=where)
 
 
 class PeftFormat(ABC):

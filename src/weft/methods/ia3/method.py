@@ -34,6 +34,7 @@ from weft.adapters.method import (
     PeftFormat,
     Site,
     SlotWeights,
+    peft_keys,
 )
 from weft.adapters.routing import Routing, SlotRows
 from weft.errors import AdapterFileError
@@ -103,20 +104,14 @@ class Ia3Files(PeftFormat):
     in_peft = True
     title = "IA³"
     suffixes: Mapping[str, str] = {"ia3_l": "ia3_l"}
-    defaults: Mapping[str, Any] = {
-        "auto_mapping": None,
-        "base_model_name_or_path": None,
-        "exclude_modules": None,
-        "fan_in_fan_out": False,
-        "feedforward_modules": None,
-        "inference_mode": True,
-        "init_ia3_weights": True,
-        "modules_to_save": None,
-        "peft_type": "IA3",
-        "revision": None,
-        "target_modules": None,
-        "task_type": "CAUSAL_LM",
-    }
+    defaults: Mapping[str, Any] = peft_keys(
+        peft_type,
+        "exclude_modules",
+        "feedforward_modules",
+        "target_modules",
+        fan_in_fan_out=False,
+        init_ia3_weights=True,
+    )
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
         """The modules whose inputs are scaled: names of `target_names`, since PEFT requires a subset of those."""

@@ -26,6 +26,8 @@ from weft.adapters.method import (
     Site,
     SlotWeights,
     frozen_weight,
+    peft_keys,
+    refuse_bias,
 )
 from weft.errors import AdapterFileError, ConfigError
 from weft.kernels.dropout import module_key
@@ -35,49 +37,6 @@ from weft.methods.lora.principal import starting_part
 from weft.methods.lora.weights import ComputeCopy, LoraWeights
 from weft.settings import DOWN, describe, is_expert_path
 from weft.spec import AdapterSpec, JobSpec
-
-DEFAULTS: dict[str, Any] = {
-    "alora_invocation_tokens": None,
-    "alpha_pattern": {},
-    "arrow_config": None,
-    "auto_mapping": None,
-    "base_model_name_or_path": None,
-    "bias": "none",
-    "corda_config": None,
-    "ensure_weight_tying": False,
-    "eva_config": None,
-    "exclude_modules": None,
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-    "init_lora_weights": True,
-    "kasa_config": None,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "loftq_config": {},
-    "lora_alpha": 8,
-    "lora_bias": False,
-    "lora_dropout": 0.0,
-    "lora_ga_config": None,
-    "megatron_config": None,
-    "megatron_core": "megatron.core",
-    "modules_to_save": None,
-    "monteclora_config": None,
-    "peft_type": "LORA",
-    "qalora_group_size": 16,
-    "r": 8,
-    "rank_pattern": {},
-    "revision": None,
-    "target_modules": None,
-    "target_parameters": None,
-    "task_type": "CAUSAL_LM",
-    "trainable_token_indices": None,
-    "use_bdlora": None,
-    "use_dora": False,
-    "use_qalora": False,
-    "use_rslora": False,
-    "velora_config": None,
-}
 
 _REFUSED = {
     "lora_bias": "LoRA with a bias is not supported yet",
@@ -91,6 +50,31 @@ _REFUSED = {
     "use_qalora": "QALoRA is not supported yet",
     "velora_config": "VeLoRA is not supported yet",
 }
+_UNSET = (
+    *(key for key in _REFUSED if key not in ("lora_bias", "use_qalora")),
+    *("corda_config", "eva_config", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_ga_config"),
+    *("target_modules", "target_parameters", "trainable_token_indices"),
+)
+DEFAULTS = peft_keys(
+    "LORA",
+    *_UNSET,
+    alpha_pattern={},
+    bias="none",
+    ensure_weight_tying=False,
+    fan_in_fan_out=False,
+    init_lora_weights=True,
+    loftq_config={},
+    lora_alpha=8,
+    lora_bias=False,
+    lora_dropout=0.0,
+    megatron_core="megatron.core",
+    qalora_group_size=16,
+    r=8,
+    rank_pattern={},
+    use_dora=False,
+    use_qalora=False,
+    use_rslora=False,
+)
 
 _CHANGES_BACKBONE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -126,12 +110,7 @@ class LoraFiles(PeftFormat):
             if not is_expert_path(f"experts.{str(name).rpartition('.')[2]}"):
                 found = f"target_parameters has {describe(name)}"
                 raise AdapterFileError(f"{found}; of bare parameters only those of experts can be read.", where=where)
-        bias = config.get("bias", "none")
-        if bias != "none":
-            raise AdapterFileError(
-                f"bias is {describe(bias)}, which trains biases of the shared backbone; only 'none' can be read.",
-                where=where,
-            )
+        refuse_bias(config, where)
         if config.get("ensure_weight_tying") and config.get("modules_to_save"):
             raise AdapterFileError("ensure_weight_tying is set, which ties whole modules of an adapter.", where=where)
         init = config.get("init_lora_weights", True)

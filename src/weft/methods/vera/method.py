@@ -24,11 +24,12 @@ from weft.adapters.method import (
     PeftFormat,
     Site,
     SlotWeights,
+    peft_keys,
+    refuse_bias,
 )
 from weft.errors import AdapterFileError
 from weft.kernels.dropout import module_key
 from weft.methods.vera.weights import VeraCopy, VeraWeights, compile_scales, draw, projection_for
-from weft.settings import describe
 from weft.spec import AdapterSpec
 
 
@@ -37,26 +38,20 @@ class VeraFiles(PeftFormat):
     in_peft = True
     title = "VeRA"
     suffixes: Mapping[str, str] = {"vera_lambda_d": "vera_lambda_d", "vera_lambda_b": "vera_lambda_b"}
-    defaults: Mapping[str, Any] = {
-        "auto_mapping": None,
-        "base_model_name_or_path": None,
-        "bias": "none",
-        "d_initial": 0.1,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_weights": True,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "modules_to_save": None,
-        "peft_type": "VERA",
-        "projection_prng_key": 0,
-        "r": 256,
-        "revision": None,
-        "save_projection": True,
-        "target_modules": None,
-        "task_type": "CAUSAL_LM",
-        "vera_dropout": 0.0,
-    }
+    defaults: Mapping[str, Any] = peft_keys(
+        peft_type,
+        "layers_pattern",
+        "layers_to_transform",
+        "target_modules",
+        bias="none",
+        d_initial=0.1,
+        fan_in_fan_out=False,
+        init_weights=True,
+        projection_prng_key=0,
+        r=256,
+        save_projection=True,
+        vera_dropout=0.0,
+    )
 
     def config(self, spec: AdapterSpec, target_names: Collection[str], paths: Collection[str]) -> dict[str, Any]:
         return {
@@ -69,12 +64,7 @@ class VeraFiles(PeftFormat):
         }
 
     def check_config(self, config: Mapping[str, Any], where: str) -> None:
-        bias = config.get("bias", "none")
-        if bias != "none":
-            raise AdapterFileError(
-                f"bias is {describe(bias)}, which trains biases of the shared backbone; only 'none' can be read.",
-                where=where,
-            )
+        refuse_bias(config, where)
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {
