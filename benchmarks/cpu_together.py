@@ -22,7 +22,7 @@ import typer
 from benchmarks.figures import Kind, Targets
 from benchmarks.report import JsonFile, run_parts
 from benchmarks.steps.peers import need_peft
-from weft.cli.skills import SKILLS, write_skill
+from weft.cli.demo import SKILLS, write_skill
 from weft.data.dataset import JobData
 from weft.data.load import load_job_data
 from weft.engine.engine import Engine

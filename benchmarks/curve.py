@@ -32,7 +32,7 @@ import typer
 from benchmarks.figures import Figure, Kind
 from benchmarks.report import JsonFile, check_files, check_kernels, conclude, show, write_json
 from benchmarks.steps.peers import need_peft
-from weft.cli.skills import write_skill
+from weft.cli.demo import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import StepDone
 from weft.engine.jobs.live_job import LiveJob

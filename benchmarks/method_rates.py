@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from safetensors.torch import load_file
 
-from weft.cli.skills import write_skill
+from weft.cli.demo import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone
 from weft.errors import ConfigError

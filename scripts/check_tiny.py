@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from weft.cli.skills import SKILLS, Skill
+from weft.cli.demo import SKILLS, Skill
 
 IGNORED = -100
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.cli.skills import SKILLS
+from weft.cli.demo import SKILLS
 
 Rule = Callable[[str], str]
 

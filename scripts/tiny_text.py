@@ -1,7 +1,7 @@
 """Generates the text the tiny backbone is trained on: endless, seeded, and free of the demo's skills in chat form.
 
 A document is a run of characters; control characters stand for the special tokens, so that a corpus is one array of
-bytes. Words that `weft.cli.skills` holds out for evaluation are left out here as well.
+bytes. Words that `weft.cli.demo` holds out for evaluation are left out here as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tiny_words import (
     VERBS,
 )
 
-from weft.cli.skills import held_out, pseudo_word
+from weft.cli.demo import held_out, pseudo_word
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 """Token i of this list is written as the character chr(i) and has the id 256 + i."""

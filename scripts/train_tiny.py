@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from weft.cli.skills import SKILLS
+from weft.cli.demo import SKILLS
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

@@ -45,8 +45,8 @@ from benchmarks.service.process import (
     spinning_programs,
     tokens_per_s,
 )
+from weft.cli.demo import SKILLS
 from weft.cli.service.serve import need_serve
-from weft.cli.skills import SKILLS
 from weft.errors import WeftError
 
 CONTENDED = "serve_contended"

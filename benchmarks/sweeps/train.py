@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.cli.skills import SKILLS
+from weft.cli.demo import SKILLS
 from weft.sweeps.api import SweepResult, sweep
 
 SPACE16: dict[str, list[Any]] = {"learning_rate": [5e-4, 1e-3, 2e-3, 4e-3], "r": [4, 8, 16, 32]}

@@ -12,8 +12,8 @@ import pytest
 from tiny_adapters import LEAVES, SHOUTING, tiny_tensors
 from verb_result import Result, Weft
 
+from weft.cli.demo import SKILLS
 from weft.cli.main import main
-from weft.cli.skills import SKILLS
 from weft.spec import AdapterSpec
 from weft.store.peft_files import write_adapter
 

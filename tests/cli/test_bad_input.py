@@ -16,7 +16,7 @@ from covering import chosen, each_value, slow
 from input_case import CHAT, JOBS, Case
 from tiny_adapters import LEAVES, tiny_tensors
 
-from weft.cli.skills import SKILLS
+from weft.cli.demo import SKILLS
 from weft.errors import StorageError
 from weft.model.source import TINY
 from weft.spec import AdapterSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from weft.cli.skills import SKILLS
+from weft.cli.demo import SKILLS
 
 JOBS = """\
 base_model: tiny

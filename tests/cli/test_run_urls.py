@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from weft.cli.demo import SKILLS
 from weft.cli.options import run_location
-from weft.cli.skills import SKILLS
 from weft.engine.events import StepDone
 from weft.report.live import LiveTable
 from weft.store.mirror import RunUrl

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.skills import SKILLS
+from weft.cli.demo import SKILLS
 from weft.sweeps.live_board import LiveBoard
 
 FILE = """\

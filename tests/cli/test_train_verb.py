@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.skills import SKILLS
+from weft.cli.demo import SKILLS
 from weft.engine import engine as engine_module
 from weft.engine.events import StepDone
 from weft.model.source import TINY

@@ -12,7 +12,7 @@ from covering import chosen, each_value
 from tiny_models import Job, assert_same_bits, finish, job_spec, random_backbone, random_data, random_sample, train
 
 from weft.adapters.frozen import quantise
-from weft.cli.skills import write_skill
+from weft.cli.demo import write_skill
 from weft.engine.engine import Engine
 from weft.engine.events import EvalDone, Event, StepDone
 from weft.engine.inference.attach import read_named

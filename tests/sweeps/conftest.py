@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_model import small_model
 
-from weft.cli.skills import SKILLS
+from weft.cli.demo import SKILLS
 
 Settings = Callable[..., dict[str, Any]]
 

@@ -106,7 +106,7 @@ def _check_layouts(as_json: bool) -> NoReturn:
         # Each process is one core, and so is what they are compared with.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     number = len(gpus) or max(2, min(4, num_cores()))
-    from weft.cli.skills import write_skill
+    from weft.cli.demo import write_skill
     from weft.parallel.check_layouts import CheckedLayout, check_layouts
     from weft.report.readable import plain_table
     from weft.spec import run_from_mapping
@@ -296,7 +296,7 @@ def self_test() -> Finding:
 
 def _train(backbone: Backbone, skills: tuple[str, ...]) -> dict[str, tuple[bytes, bytes]]:
     """The weights of the first skill's adapter after two steps together with the others."""
-    from weft.cli.skills import write_skill
+    from weft.cli.demo import write_skill
     from weft.engine.engine import Engine
     from weft.spec import AdapterSpec, JobSpec
 

@@ -108,7 +108,7 @@ def init(
 
 
 def _rows(skill: str) -> str:
-    from weft.cli.skills import SKILLS as ALL
+    from weft.cli.demo import SKILLS as ALL
 
     return "".join(json.dumps(row) + "\n" for row in ALL[skill].rows(0, NUM_ROWS))
 

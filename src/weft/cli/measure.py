@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from weft.cli.options import path_option
 from weft.errors import ConfigError, ModelError, StorageError
 from weft.report import readable
-from weft.report.readable import output_console
+from weft.report.readable import output_console, plain_table
 from weft.store.wall_clock import Activity, WallClock, process_start_s
 
 if TYPE_CHECKING:
@@ -171,9 +170,7 @@ def default_capacity(backbone: Backbone) -> int:
 
 
 def _show(found: Profile) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column, side in (("", "left"), ("mean error", "right"), ("95 % error", "right")):
-        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    table = plain_table("", "mean error", "95 % error", left=("",))
     for name, error in found.errors.items():
         table.add_row(NAMES[name], f"{error.mape:.2%}", f"{error.p95:.2%}")
     console = output_console()

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from weft.cli.layout_options import LayoutOptions
 from weft.data.load import load_job_data
@@ -37,7 +36,7 @@ from weft.model.resolve import ResolvedModel, resolve
 from weft.model.source import load_tokenizer
 from weft.parallel.stages.load_stages import load_staged
 from weft.plan.cost.shape import choose_capacity
-from weft.report.readable import output_console, print_line
+from weft.report.readable import output_console, plain_table, print_line
 from weft.spec import RunSpec, load_run
 from weft.store.atomic import write_file
 from weft.store.json_text import dump, read_object
@@ -105,9 +104,8 @@ def _opener(model: ResolvedModel, layout: str) -> OpenEngine:
 
 def _show(found: TrialResults, jobs_file: Path, overrides: Sequence[str]) -> None:
     console = output_console()
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("layout", "capacity", "rows", "filled", "row tile", "tokens/s", "against now"):
-        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
+    columns = ("layout", "capacity", "rows", "filled", "row tile", "tokens/s", "against now")
+    table = plain_table(*columns, left=("layout",))
     measured = sorted((result for result in found.results if not result.problem), key=lambda r: -r.tokens_per_s)
     if not measured:
         raise ConfigError(f"nothing could be measured: {found.now.problem}", where=f"weft tune --jobs {jobs_file}")

@@ -25,7 +25,7 @@ from weft.adapters.parts import (
     TokenRows,
 )
 from weft.adapters.routing import Routing
-from weft.adapters.sites import RowSite, SlotLinear, linear_modules
+from weft.adapters.sites import SlotLinear, linear_modules
 from weft.data.tokenise import with_new_tokens
 from weft.errors import ConfigError, ModelError
 from weft.kernels.device import capability, is_gpu
@@ -33,17 +33,11 @@ from weft.kernels.device_event import DeviceEvent
 from weft.kernels.launch import has_triton
 from weft.methods.registry import has_kernels, method_of
 from weft.methods.virtual_tokens.method import INPUT_PATH, layer_path
-from weft.model.backbone_sites import BackboneSites
 from weft.model.fused.decode import FusedDecoder
 from weft.model.fused.model import FusedModel, fuse, why_not
 from weft.model.fused.path import FusedPath
 from weft.model.loss import Head, head_of
-from weft.model.model_part import (
-    ModelPart,
-    has_per_layer_inputs,
-    inputs_of,
-    plain_parameter,
-)
+from weft.model.model_part import BackboneSites, ModelPart, has_per_layer_inputs, inputs_of, plain_parameter
 from weft.model.packed import PackedBatch
 from weft.model.packing import attention, experts, mixers
 from weft.model.packing.kept import row_bytes, trained_width
@@ -60,8 +54,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from weft.model.ahead.compile_ahead import CompileAhead
-
-AnySite = SlotLinear | RowSite | ExpertSite
 
 
 class Backbone:

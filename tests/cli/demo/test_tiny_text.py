@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.skills import SKILLS, held_out
+from weft.cli.demo import SKILLS, held_out
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import weft
-from weft.cli.skills import SKILLS
+from weft.cli.demo import SKILLS
 from weft.data.load import load_dataset
 from weft.engine.inference.generate import Answer
 from weft.errors import ConfigError, DataError

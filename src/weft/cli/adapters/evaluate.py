@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from weft.cli.adapters.generate import Adapters, BaseModel, Device, Dtype, load_adapters
 from weft.cli.options import path_option
 from weft.errors import ConfigError, DataError, not_accepted
 from weft.objectives.distillation import MOST_TOKENS
 from weft.objectives.objective import is_share
-from weft.report.readable import output_console
+from weft.report.readable import output_console, plain_table
 
 if TYPE_CHECKING:
     from weft.data.chat_template import Tokenizer
@@ -292,10 +291,7 @@ def _show(
     shown: list[str],
     console: Console,
 ) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("adapter")
-    for metric in shown:
-        table.add_column(metric.replace("-", " "), justify="right")
+    table = plain_table("adapter", *(metric.replace("-", " ") for metric in shown), left=("adapter",))
     for name, found in results.items():
         style = "dim" if name == "base" else None
         table.add_row(name, *(_number(metric, found[metric]) for metric in shown), style=style)
