@@ -243,7 +243,7 @@ AUTO = "auto"
 
 
 def end_with_parent(parent: int) -> None:
-    """Ends this process when the one that forked it ends; Linux only."""
+    """Ends this process when the one that started it ends; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

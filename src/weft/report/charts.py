@@ -5,7 +5,6 @@ The number of points is capped, so a week of training makes a page as light as a
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from weft.objectives.objective import is_share
@@ -24,7 +23,7 @@ from weft.report.figure import (
     smooth,
     thin,
 )
-from weft.report.run_data import JobReport, ReportSpan, RunData
+from weft.report.run_data import ReportSpan, RunData
 
 MAX_POINTS = 12_000
 """Points of one curve per job, summed over the jobs: about 200 kB of the page."""
@@ -196,7 +195,8 @@ def throughput(run: RunData) -> PlotlyFigure | None:
     centres = rounded([(i + 0.5) * end / NUM_BINS / unit_s for i in range(NUM_BINS)])
     traces = []
     for index, job in enumerate(run.jobs):
-        rates = rate_in_bins(_token_intervals(job), end, NUM_BINS)
+        marks = [(p.time, p.num_tokens) for p in job.train if p.time is not None and p.num_tokens is not None]
+        rates = rate_in_bins([(job.start_s, 0.0), *marks], end, NUM_BINS)
         if any(rates):
             traces.append(_layer(run, index, centres, rounded(rates)))
     if not traces:
@@ -325,15 +325,6 @@ def _layer(run: RunData, index: int, times: list[float | None], rates: list[floa
         fillcolor=faint(colour, 0.8),
         hovertemplate="%{y:,.0f}",
     )
-
-
-def _token_intervals(job: JobReport) -> list[tuple[float, float, float]]:
-    """(start, stop, tokens) between logged steps."""
-    marks = [(p.time, p.num_tokens) for p in job.train if p.time is not None and p.num_tokens is not None]
-    if not marks:
-        return []
-    later = [(a[0], b[0], max(b[1] - a[1], 0.0)) for a, b in itertools.pairwise(marks)]
-    return [(job.start_s, *marks[0]), *later]
 
 
 def _columns(run: RunData, index: int, spans: tuple[ReportSpan, ...], band: int) -> Any:

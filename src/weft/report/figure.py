@@ -10,9 +10,11 @@ from __future__ import annotations
 import colorsys
 import html
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from weft.errors import ConfigError, MissingExtraError, StorageError, install_command
 from weft.report.run_data import RunData
@@ -127,19 +129,12 @@ def thin(points: Points, limit: int) -> Points:
     return [*kept, points[-1]]
 
 
-def rate_in_bins(intervals: Iterable[tuple[float, float, float]], end: float, num_bins: int) -> list[float]:
-    """Amount per unit of time in equal bins over [0, end]; every (start, stop, amount) is spread over its time."""
-    width = end / num_bins
-    amounts = [0.0] * num_bins
-    for start, stop, amount in intervals:
-        first, last = _bin(start, width, num_bins), _bin(stop, width, num_bins)
-        if first == last or stop <= start:
-            amounts[last] += amount
-            continue
-        for i in range(first, last + 1):
-            overlap = min(stop, (i + 1) * width) - max(start, i * width)
-            amounts[i] += amount * max(overlap, 0.0) / (stop - start)
-    return [amount / width for amount in amounts]
+def rate_in_bins(marks: Sequence[tuple[float, float]], end: float, num_bins: int) -> list[float]:
+    """Amount per unit of time in equal bins over [0, end], from (time, amount so far) in order; between two marks the
+    amount grows evenly."""
+    times, amounts = zip(*marks, strict=True)
+    at_edges = np.interp(np.linspace(0.0, end, num_bins + 1), times, np.maximum.accumulate(amounts))
+    return [float(rate) for rate in np.diff(at_edges) * (num_bins / end)]
 
 
 def in_chunks(num_items: int, num_chunks: int) -> list[slice]:
@@ -166,10 +161,6 @@ def _exponential_means(values: list[float | None], window: float) -> list[float 
         weight = decay * weight + (1.0 - decay)
         means.append(mean / weight)
     return means
-
-
-def _bin(time: float, width: float, num_bins: int) -> int:
-    return min(max(int(time / width), 0), num_bins - 1)
 
 
 def _y(point: tuple[float, float | None]) -> float:

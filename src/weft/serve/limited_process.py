@@ -7,9 +7,7 @@ reason in a sentence, and those of other tenants are read on.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.errors import DataError
-from weft.processes import ChildProgram
+from weft.processes import ChildProgram, end_with_parent
 
 T = TypeVar("T")
 
@@ -72,8 +70,7 @@ class LimitedProcess:
 def main(connection: Connection) -> None:
     """Runs one function after another until the other side is gone."""
     # A function may take long after that; the end of the process that started this one is also the end of this one.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    end_with_parent(os.getppid())
     with contextlib.suppress(EOFError, OSError):
         memory_bytes: int = connection.recv()
         while True:

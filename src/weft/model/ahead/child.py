@@ -12,10 +12,8 @@ them."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
-import signal
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +43,7 @@ from weft.plan.cost.memory import LOSS_ROWS
 from weft.plan.cost.shape import GPU_ROW_TILE
 from weft.plan.decoder import Decoder, Rotary, moved_names
 from weft.plan.families import describe
-from weft.processes import num_cores
+from weft.processes import end_with_parent, num_cores
 
 META = torch.device("meta")
 
@@ -237,7 +235,6 @@ NICENESS = 10
 """Niceness of workers, so that loading weights has priority."""
 _NUMBER = struct.Struct("<i")
 _STDIN, _STDOUT = 0, 1
-_PR_SET_PDEATHSIG = 1
 """Constant of Linux; Triton runs nowhere else."""
 
 
@@ -265,7 +262,7 @@ def _compile_all(launches: Sequence[RecordedLaunch], num_first: int, num_workers
     parent = os.getpid()
     for _ in range(num_workers):
         if os.fork() == 0:
-            _end_with(parent)
+            end_with_parent(parent)
             _work(launches, queue, report)
     os.close(report)
     build_driver()
@@ -279,12 +276,6 @@ def _compile_all(launches: Sequence[RecordedLaunch], num_first: int, num_workers
         if index < num_first and done.issuperset(range(num_first)):
             os.write(_STDOUT, READY)
     return len(done) == len(launches)
-
-
-def _end_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _work(launches: Sequence[RecordedLaunch], queue: int, report: int) -> NoReturn:

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serve.api.errors import ApiError, as_api_error
-from weft.serve.db.engine import Database
+from weft.serve.db.engine import Database, total
 from weft.serve.db.jobs import STATES
 from weft.serve.db.tables import FILES, JOBS, MODELS, USAGE
 from weft.serve.db.usage import KINDS
@@ -188,14 +188,13 @@ class _DatabaseFigures(Collector):
             )
             for state in STATES:
                 jobs.add_metric((state,), counts.get(state, 0))
-            trained = tx.execute(sa.select(sa.func.coalesce(sa.func.sum(JOBS.c.trained_tokens), 0))).scalar_one()
+            trained = total(tx, JOBS.c.trained_tokens)
             used = tx.execute(sa.select(USAGE.c.kind, sa.func.sum(USAGE.c.tokens)).group_by(USAGE.c.kind))
             by_kind = {**dict.fromkeys(KINDS, 0), "trained": trained, **dict(used.all())}
             for kind, count in by_kind.items():
                 tokens.add_metric((kind,), float(count))
             for kind, table in (("files", FILES), ("models", MODELS)):
-                query = sa.select(sa.func.coalesce(sa.func.sum(table.c.bytes), 0)).where(table.c.deleted_at.is_(None))
-                stored.add_metric((kind,), float(tx.execute(query).scalar_one()))
+                stored.add_metric((kind,), float(total(tx, table.c.bytes, table.c.deleted_at.is_(None))))
             alive = live_workers(tx)
         groups = [(w["base_model"], str(w["is_draining"]).lower()) for w in alive]
         for group in sorted(set(groups)):

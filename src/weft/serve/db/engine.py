@@ -303,6 +303,11 @@ def every(tx: Tx, query: sa.Select[Any]) -> list[DbRow]:
     return [dict(row) for row in tx.execute(query).mappings()]
 
 
+def total(tx: Tx, column: sa.Column[Any], *where: sa.ColumnElement[bool]) -> int:
+    """The sum of a column over some rows; 0 over none."""
+    return int(tx.execute(sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(*where)).scalar_one())
+
+
 def page(
     tx: Tx,
     table: sa.Table,

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from weft.errors import StorageError
 from weft.job_state import FINAL_STATES
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database, DbRow, Page, Tx, every, first, new_id, now, page
+from weft.serve.db.engine import Database, DbRow, Page, Tx, every, first, new_id, now, page, total
 from weft.serve.db.tables import CHECKPOINTS, FILES, JOBS, MODELS, UPLOAD_PARTS, UPLOADS
 from weft.serve.errors import NotFound, NotPossible
 
@@ -86,12 +86,8 @@ def delete_file(tx: Tx, tenant: str, id: str) -> DbRow:
 
 
 def stored_bytes(tx: Tx, tenant: str) -> int:
-    live = ((FILES, _live(tx)), (MODELS, [MODELS.c.deleted_at.is_(None)]))
-    total = 0
-    for table, where in live:
-        query = sa.select(sa.func.coalesce(sa.func.sum(table.c.bytes), 0))
-        total += int(tx.execute(query.where(table.c.tenant == tenant, *where)).scalar_one())
-    return total
+    of_files = total(tx, FILES.c.bytes, FILES.c.tenant == tenant, *_live(tx))
+    return of_files + total(tx, MODELS.c.bytes, MODELS.c.tenant == tenant, MODELS.c.deleted_at.is_(None))
 
 
 def _live(tx: Tx) -> list[sa.ColumnElement[bool]]:
@@ -169,9 +165,8 @@ def get_parts(tx: Tx, tenant: str, upload: str, ids: Sequence[object] | None = N
 
 
 def pending_bytes(tx: Tx, tenant: str) -> int:
-    query = sa.select(sa.func.coalesce(sa.func.sum(UPLOADS.c.bytes), 0))
-    mine = sa.and_(UPLOADS.c.tenant == tenant, UPLOADS.c.status == "pending", UPLOADS.c.expires_at > now(tx))
-    return int(tx.execute(query.where(mine)).scalar_one())
+    is_pending = (UPLOADS.c.status == "pending", UPLOADS.c.expires_at > now(tx))
+    return total(tx, UPLOADS.c.bytes, UPLOADS.c.tenant == tenant, *is_pending)
 
 
 def model_name(base: str, tenant: str, suffix: str | None, job: str) -> str:
