@@ -1,4 +1,4 @@
-"""The examples of docs/operating.md are what systemd, Docker and Kubernetes read, and call Weft with options it has."""
+"""The files of examples/deployment are what systemd, Docker and Kubernetes read, and call Weft with options it has."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ import yaml
 
 from weft.cli.main import app
 
-TEXT = (Path(__file__).parents[2] / "docs" / "operating.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "examples" / "deployment"
 INSTRUCTIONS = {"COPY", "FROM", "RUN", "USER", "WORKDIR", "VOLUME", "EXPOSE", "ENTRYPOINT"}
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
 def parse(*words: str) -> dict[str, Any]:
@@ -42,10 +39,9 @@ def _no_database(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_unit_when_read_as_systemd_does_then_starts_and_stops_the_service():
-    (text,) = blocks("ini")
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read_string(text)
+    unit.read_string((FILES / "weft.service").read_text("utf-8"))
     assert unit.sections() == ["Unit", "Service", "Install"]
     service = unit["Service"]
     program, *words = shlex.split(service["ExecStart"])
@@ -56,8 +52,7 @@ def test_unit_when_read_as_systemd_does_then_starts_and_stops_the_service():
 
 
 def test_dockerfile_when_read_then_runs_the_service_as_an_unprivileged_user():
-    (text,) = blocks("dockerfile")
-    lines = [line.split(" ", 1) for line in text.splitlines()]
+    lines = [line.split(" ", 1) for line in (FILES / "Dockerfile").read_text("utf-8").splitlines()]
     assert {name for name, _ in lines} <= INSTRUCTIONS
     found = dict(lines)
     assert found["USER"] == "weft"
@@ -69,13 +64,12 @@ def test_dockerfile_when_read_then_runs_the_service_as_an_unprivileged_user():
     assert (options["host"], str(options["data_dir"])) == ("0.0.0.0", found["VOLUME"])
     extras = re.search(rf"'{found['COPY'].split()[1]}\[([a-z0-9,]+)\]'", found["RUN"])
     assert extras is not None
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras[1].split(","))
 
 
 def test_manifests_when_read_then_are_two_deployments_that_share_database_and_store():
-    (text,) = blocks("yaml")
-    api, worker = yaml.safe_load_all(text)
+    api, worker = yaml.safe_load_all((FILES / "kubernetes.yaml").read_text("utf-8"))
     stores = []
     for part, command in ((api, ["serve"]), (worker, ["worker"])):
         assert (part["apiVersion"], part["kind"]) == ("apps/v1", "Deployment")
@@ -98,9 +92,10 @@ def test_manifests_when_read_then_are_two_deployments_that_share_database_and_st
 
 def test_commands_when_shown_then_have_options_that_weft_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "operating.md").read_text("utf-8")
     shown = [
         line.split(" #")[0].strip()
-        for block in blocks("bash")
+        for block in re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
         for line in block.replace("\\\n", " ").splitlines()
         if line.startswith("weft ")
     ]

@@ -1,4 +1,4 @@
-"""What the page about Ray has readers write and deploy works as written."""
+"""The Python of the page about Ray runs as written; the files for KubeRay and SkyPilot call Weft with its options."""
 
 from __future__ import annotations
 
@@ -16,17 +16,11 @@ import yaml
 from weft.cli.main import VERBS, main
 from weft.parallel.ray.connect import need_ray
 
-PAGE = (Path(__file__).parents[3] / "docs" / "ray.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+ROOT = Path(__file__).parents[3]
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """The YAML block that begins with the name of its file."""
-    (found,) = [text for text in blocks("yaml") if text.startswith(f"# {name}")]
-    return yaml.safe_load(found)
+    return yaml.safe_load((ROOT / "examples" / "deployment" / name).read_text("utf-8"))
 
 
 def check_command(line: str) -> None:
@@ -38,7 +32,7 @@ def check_command(line: str) -> None:
 
 
 def test_kuberay_recipe_then_requests_as_many_replicas_as_it_starts_gpus():
-    spec = recipe("weft-rayjob.yaml")["spec"]
+    spec = recipe("kuberay.yaml")["spec"]
     check_command(spec["entrypoint"])
     (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     (container,) = workers["template"]["spec"]["containers"]
@@ -49,7 +43,7 @@ def test_kuberay_recipe_then_requests_as_many_replicas_as_it_starts_gpus():
 
 
 def test_skypilot_recipe_then_its_script_is_bash_and_its_command_fits_its_machines():
-    task = recipe("weft-sky.yaml")
+    task = recipe("skypilot.yaml")
     subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
     (line,) = [line for line in task["run"].splitlines() if line.startswith("weft ")]
     check_command(line)
@@ -81,7 +75,8 @@ def test_python_of_the_page_when_run_then_trains_on_the_programs_own_cluster(
         main()
     jobs = Path("jobs.yaml")
     jobs.write_text(jobs.read_text().replace("max_steps: 60", "max_steps: 4"))
-    within, tuned = blocks("python")
+    page = (ROOT / "docs" / "ray.md").read_text("utf-8")
+    within, tuned = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(compile(within, "ray.md", "exec"), {})
     assert "'shout': <JobState.SUCCEEDED" in capsys.readouterr().out
     assert need_ray().is_initialized(), "the program goes on using Ray"

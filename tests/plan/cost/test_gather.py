@@ -40,6 +40,6 @@ def test_plan_reports_from_where_on_gathering_is_hidden_and_by_which_links():
     assert held.startswith("each of 8 devices holds about ")
     assert f"hidden from {gather(8).hidden_from_tokens:,} tokens" in text
     assert "360 GB/s (h200, links assumed)" in text
-    # As docs/clusters.md.
+    # As benchmarks/README.md.
     assert gather(8).hidden_from_tokens == pytest.approx(1650, abs=10)
     assert gather(8, device="rtx-4090").hidden_from_tokens > gather(8).hidden_from_tokens

@@ -68,7 +68,8 @@ class EvaSpec(KnownKeywords):
     """The settings of `eva_config`; the names are PEFT's."""
 
     tau: float = setting(0.99, rule=above(0, 1))
-    """Cosine to the pass before that every direction of a module must reach; then the module has seen enough."""
+    """Cosine similarity to the pass before at which a direction is final; a module is done when all its directions
+    are."""
     use_label_mask: bool = setting(True)
     """Read only tokens that count in the loss; false: all."""
 
@@ -110,9 +111,8 @@ class LoraSettings(LoraStrength):
     eva_config: EvaSpec | None = setting(None, methods=LORA_KINDS)
     """How `eva` reads the data."""
     experts: str = setting("none", choices=("none", "full", "separate", "shared"), methods=("lora",))
-    """Routed experts of a mixture. none: frozen; full: each expert has an A and a B for gate and up together and for
-    down, as by PEFT's target_parameters; separate: for gate and up apart; shared: as separate, but one A of gate and of
-    up and one B of down serve all experts of a layer, a third of the numbers."""
+    """Routed experts of a mixture (docs/methods.md). none: frozen; full: A and B of each expert, one for gate and up
+    together; separate: gate and up apart; shared: one A of gate, one of up and one B of down for all experts."""
     expert_r: int | None = setting(None, rule=at_least(1), methods=("lora",))
     """Rank on experts; r divided by the experts of a token is usual. Default: r."""
     expert_alpha: float | None = setting(None, rule=at_least(0), methods=("lora",))
