@@ -79,7 +79,7 @@ FILE = [
         ("jobs.yaml line 3: is not valid YAML: expected a single document",),
         (OUT, f"{OUT}\n---\na: 1"),
     ),
-    Case("no such day", ("jobs.yaml: holds a value that means nothing: day is",), (OUT, "run_name: 2024-02-30")),
+    Case("no such day", ("jobs.yaml: has an impossible value: day is",), (OUT, "run_name: 2024-02-30")),
     Case("python object", ("jobs.yaml line 2: is not valid YAML: ",), (OUT, "run_name: !!python/name:os.system x")),
     Case("key twice", ("jobs.yaml line 13: jobs.1.lr is set twice, here and on line 12.",), (LR, f"{LR}\n    lr: 2")),
     Case(
@@ -152,9 +152,12 @@ ADAPTER = [
     lora("rank: 1e9", "r", "rank 1000000000 is above the smaller side of", owner="jobs.0"),
     lora("rank_pattern: {q_proj: 0}", "rank_pattern.q_proj", "must be at least 1, got 0."),
     lora("rank_pattern: {q_proj: 999}", "rank_pattern", "rank 999 is above the smaller side of", owner="jobs.0"),
-    lora("rank_pattern: {q_prj: 4}", "rank_pattern", "no adapted module answers to 'q_prj'", owner="jobs.0"),
+    lora("rank_pattern: {q_prj: 4}", "rank_pattern", "matches no adapted module: 'q_prj'", owner="jobs.0"),
     lora(
-        "alpha_pattern: {o_proj: 4}, target_modules: [q_proj]", "alpha_pattern", "answers to 'o_proj'", owner="jobs.0"
+        "alpha_pattern: {o_proj: 4}, target_modules: [q_proj]",
+        "alpha_pattern",
+        "no adapted module: 'o_proj'",
+        owner="jobs.0",
     ),
     lora("target_modules: [q_proj, lm_head]", "target_modules", "lm_head is the output head,", owner="jobs.0"),
     lora("alpha: 1e300", "lora_alpha", "'1e300' is too large; the most is 1e+18."),
@@ -222,7 +225,7 @@ JOB = [
     job(
         "eval_data: [{path: rows.jsonl, weight: 2}]",
         "eval_data.0.weight",
-        "evaluation meets every sample once; leave it out.",
+        "evaluation reads every sample once, so a weight changes nothing; leave it out.",
     ),
     job("eval_data: 1.0", "eval_data", "got 1.0, which could be all samples or one; write 1 for one sample, "),
     job("eval_data: 1.5", "eval_data", "got 1.5; accepted are a fraction between 0 and 1, "),

@@ -124,7 +124,7 @@ CASES = {
     "grid over a range": (["sampler=grid", "space.lr={min: 1, max: 2}"], "max: 2}: a grid needs countable values"),
     "min above max": (["space.lr={min: 2, max: 1}"], "space.lr={min: 2, max: 1}: min 2 is above max 1."),
     "log of zero": (["space.lr={min: 0, max: 1, log: true}"], "log: true}: a logarithmic range needs a min above 0"),
-    "a device without a dry run": (["--device", "h100"], "--device: is what --dry-run plans for; a sweep trains on"),
+    "a device without a dry run": (["--device", "h100"], "--device: is for a plan; add --dry-run, because a sweep"),
     "device": (["--dry-run", "--device", "h300"], "--device: there is no device 'h300' in the table; it has h200"),
     "no module": (["space.target_modules=[[q_prj]]"], "the backbone has no linear module 'q_prj'"),
     "resume": (["--resume"], "out: there is no sweep to resume."),

@@ -112,9 +112,7 @@ def test_start_when_a_linear_is_stored_as_it_is_then_is_that_of_any_lora(directo
     assert a_RD.any() and not b_OR.any()
 
 
-SENTENCE = (
-    "loftq makes up for what quantised weights have lost, and these are not quantised; set quantize, or use pissa."
-)
+SENTENCE = "loftq needs quantised weights, whose loss it makes up for; set quantize, or use pissa."
 
 
 def test_run_when_nothing_is_quantised_then_is_refused_before_anything_is_loaded():

@@ -82,7 +82,7 @@ def test_load_run_when_overridden_then_the_command_line_wins(path: Path):
             "lora_r: 8\n      rank: 8",
             "jobs.yaml line 13: jobs.1.adapter.rank: lora_r and rank are two names of one setting; keep one.",
         ),
-        ("base_model: tiny", "base_model: 2024-02-30", "jobs.yaml: holds a value that means nothing: day is"),
+        ("base_model: tiny", "base_model: 2024-02-30", "jobs.yaml: has an impossible value: day is"),
         ("base_model: tiny", "base_model: \x07", "jobs.yaml: is not valid YAML: unacceptable character #x0007:"),
         ("  - name: a\n    train", "  - train", "jobs.yaml line 6: jobs.0: name is missing."),
         ("base_model: tiny\n", "", "jobs.yaml: base_model is missing."),

@@ -83,7 +83,7 @@ def test_alpha_when_it_is_no_multiple_of_r_then_the_error_shows_how_one_is_writt
         ({"lr": {"upper": 1}}, "lr.upper: unknown word. Did you mean max?"),
         ({"lr": {"values": [1]}}, "lr.values: unknown word. Did you mean choices?"),
         ({"lr": {"distribution": 1}}, "lr.distribution: unknown word. A range is even, or logarithmic with log: true."),
-        ({"r": {"min": 4, "max": 8, "step": 5}}, "r.step: 5 is more than there is between 4 and 8."),
+        ({"r": {"min": 4, "max": 8, "step": 5}}, "r.step: 5 is larger than the range from 4 to 8."),
         ({"alpha": {"times_r": ["2r"]}}, "alpha.times_r.0: expected a factor such as 2, got '2r'."),
         ({"lora": [4, 8]}, "lora: name what varies of it, such as lora: {r: [8, 16]}."),
     ],
@@ -100,8 +100,11 @@ def test_storage_when_it_is_a_file_then_the_error_shows_how_its_address_is_writt
     ("objective", "message"),
     [
         (["eval_loss"], "objective: expected the name of one metric, got a list."),
-        ({"metric": "eval_loss", "mode": "max"}, "objective.mode: eval_loss is the better the smaller it is"),
-        ({"metric": "token_accuracy", "mode": "min"}, "objective.mode: token_accuracy is the better the larger it is"),
+        ({"metric": "eval_loss", "mode": "max"}, "objective.mode: a smaller eval_loss is better; leave the mode out"),
+        (
+            {"metric": "token_accuracy", "mode": "min"},
+            "objective.mode: a larger token_accuracy is better; leave the mode out",
+        ),
         ("accuracy", "objective.metric: accuracy needs either a pattern or choices. token_accuracy and exact_match"),
     ],
 )

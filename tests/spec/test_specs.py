@@ -263,7 +263,7 @@ def test_streamed_source_when_nothing_limits_its_rows_then_is_refused(settings: 
 
 
 def test_streamed_source_when_rows_are_given_too_then_is_refused():
-    with pytest.raises(ConfigError, match="rows limits how many are read already"):
+    with pytest.raises(ConfigError, match="rows already limits how many are read"):
         JobSpec("a", [{"path": "a.jsonl", "streaming": True, "rows": 3}], max_steps=2)  # type: ignore[arg-type]
 
 

@@ -59,8 +59,8 @@ class Devices(ABC):
         return self._exchanged(self.start, tensor)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all devices, in a new tensor. Of more than two, each adds up a part of the numbers, and all
-        gather the results: a device receives 2 (N - 1) / N tensors, not N - 1. The order of sums is the same."""
+        """The sum over all devices, in a new tensor. With more than two devices each adds up a part of the numbers and
+        all gather the parts, so a device receives 2 (N - 1) / N tensors instead of N - 1; no bit depends on it."""
         if self.count <= 2:
             return _in_order(self.gather(tensor))
         size = -(-tensor.numel() // self.count)

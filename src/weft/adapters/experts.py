@@ -44,14 +44,14 @@ class Dispatch:
     """The choices of a microbatch, sorted by expert."""
 
     order_S: torch.Tensor
-    """Choices in that order, as indices into (T, K)."""
+    """Choices in the order of their experts, as indices into (T, K)."""
     inverse_S: torch.Tensor
-    """The inverse of the order."""
+    """Inverse of `order_S`."""
     expert_S: torch.Tensor
-    """Expert of each choice in that order."""
+    """Expert of each choice in `order_S`."""
     ends_E: torch.Tensor
     num_choices: int
-    """K."""
+    """Number of experts that each token chooses (K)."""
 
     @classmethod
     def of(cls, index_TK: torch.Tensor, num_experts: int) -> Dispatch:

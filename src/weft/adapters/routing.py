@@ -47,7 +47,7 @@ class Sampled:
 class SlotRows:
     slot: int
     samples: tuple[Sampled, ...]
-    """Samples in the job's own order, by which gradients are summed."""
+    """Samples in the job's own order, in which their gradients are added up."""
     begins: tuple[int, ...]
     """Rows of the buffer where a sample begins, without samples that continue from a cache."""
     windows: tuple[Window, ...]

@@ -120,7 +120,7 @@ class SlotLinear(nn.Module):
 
 
 class UnchangedRows:
-    """The identity as a frozen map."""
+    """The frozen product of a site that has no weight: it returns its rows unchanged."""
 
     stored: ClassVar[Mapping[str, torch.Tensor]] = {}
 

@@ -71,7 +71,7 @@ def _refuse_idle_patterns(spec: AdapterSpec, chosen: Sequence[str]) -> None:
         for pattern in patterns:
             if not any(answers_pattern(path, pattern) for path in chosen):
                 raise ConfigError(
-                    f"no adapted module answers to {pattern!r}; they are such as {chosen[0]}.",
+                    f"matches no adapted module: {pattern!r}; modules have names such as {chosen[0]}.",
                     where=f"adapter.{setting}",
                 )
 

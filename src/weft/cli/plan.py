@@ -79,7 +79,7 @@ def plan(
         layout, gpus = f"stages:{stages}", stages
         spelled = (f"--stages {stages} is another spelling of --layout {layout}.",)
     elif layout is not None and profile is not None:
-        raise ConfigError("--profile knows one device alone; leave --profile out, or --layout.", where="--layout")
+        raise ConfigError("a profile measures a single device; leave out --profile or --layout.", where="--layout")
     known = None if profile is None else load_profile(profile)
     device = device if known is None else _device_of(known, device, profile)
     if layout is None:

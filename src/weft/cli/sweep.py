@@ -110,7 +110,9 @@ def sweep(
     flags = layouts.flags
     if not dry_run and (device is not None or gpus is not None):
         flag = "--gpus" if device is None else "--device"
-        raise ConfigError("is what --dry-run plans for; a sweep trains on the device that is here.", where=flag)
+        raise ConfigError(
+            "is for a plan; add --dry-run, because a sweep trains on the devices of this machine.", where=flag
+        )
     if layout is not None and (device is not None or gpus is not None):
         raise ConfigError("is for the devices that are here; leave it out of a plan for others.", where="--layout")
     if device is not None:

@@ -173,11 +173,11 @@ class PlannedPace:
     """A plan's prediction, to compare a run with."""
 
     step_s: float
-    """Seconds of a global batch of every job."""
+    """Predicted seconds in which every job trains one global batch."""
     step_tokens: float
 
     def compared(self, seconds: float, num_tokens: int) -> tuple[tuple[str, str], ...]:
-        """Labels and values; `seconds`: of computing with so many trained tokens."""
+        """Labels and values of prediction and measurement, for `seconds` of computing on so many trained tokens."""
         if not num_tokens:
             return ()
         measured_s = seconds * self.step_tokens / num_tokens

@@ -246,7 +246,7 @@ MAX_HELD = 16
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples between two optimizer steps; they are made when the first microbatch needs one."""
+    """The samples between two optimizer steps; they are read when they are first needed."""
 
     data: Dataset
     groups: tuple[int, ...]

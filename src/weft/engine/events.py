@@ -234,7 +234,7 @@ class LayoutDecided(Event):
     layout: str
     before: str
     reason: str
-    """Reason, as the rest of a line."""
+    """Reason for the decision, in words that follow a colon."""
     seconds: float = 0.0
 
     @property
@@ -256,7 +256,7 @@ class MicrobatchDone(Event):
     rows: int
     seconds: float
     num_reference_rows: int = 0
-    """Of these, rows of reference passes."""
+    """Number of those rows that belong to reference passes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ from weft.plan.simulate.timeline import Span
 from weft.plan.types import JobQueue, Limits, Microbatch
 
 WAITING_SHARE = 0.01
-"""Most of a program's own time that training waits for it."""
+"""Share of a program's predicted time that training waits for its plan at most."""
 SHORTEST_WAIT_S = 0.001
-"""A plan that is almost ready is worth this much, whatever is known of its time."""
+"""Minimum number of seconds that training waits for a plan, since many are almost ready."""
 LEARN_EVERY = 32
 """Microbatches from one fit to the next. A run that is shorter never loads the solver."""
 
@@ -88,7 +88,7 @@ class LookaheadPlanner:
         self._has_pairs, self._num_pair_changes = False, 0
         self._unreported: PlannedProgram | None = None
         self._reported: tuple[int, bool, bool] | None = None
-        """Of the last reported choice: number of groups, whether it rests on measurements, whether it has pairs."""
+        """Last reported choice: number of groups, whether it rests on measurements, and whether it has pairs."""
         self._mistake: str | None = None
         """The first error of a planner that the quick one replaced."""
         self._warned_of_bad_plan = False

@@ -25,7 +25,7 @@ class RunJob(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """`JobProgress.inputs`."""
+        """See `JobProgress.inputs`."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class RunEngine(Protocol):
 
     @property
     def layout(self) -> str:
-        """Layout, as `--layout` takes it."""
+        """Layout in the form of `--layout`."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class RunEngine(Protocol):
     def submit(self, spec: JobSpec, data: JobData, *, base_dir: Path | str = ".") -> None: ...
 
     def keep_in(self, directory: RunDirectory) -> None:
-        """Writes there, and continues from what it holds."""
+        """Writes to this run directory, and continues from what it holds."""
         ...
 
     def events(self) -> Iterator[Event]: ...

@@ -300,7 +300,8 @@ def norm_kernel(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def adamw_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of one job's gradient on the device, with the bits of its step; an input of steps of its parts."""
+    """The norm of one job's gradient, a value on the device with the bits that a step of the job computes. Stages pass
+    it to the steps of their parts."""
     return norm_kernel(grads) if runs_triton(grads[0]) else norm_reference(grads)
 
 

@@ -151,7 +151,7 @@ def shrink_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[s
 
 
 def shrink_grad_blocks(rank_class: int, like: torch.Tensor) -> dict[str, int]:
-    """For `shrink_grad`, whose parts have separate outputs; wide ranks read them half as often."""
+    """Block sizes of `shrink_grad`, whose parts have separate outputs; blocks of 128 ranks read these half as often."""
     return _row_blocks("shrink_grad", rank_class, rank_blocks(rank_class, most=128), like)
 
 
@@ -162,7 +162,7 @@ def _row_blocks(operation: str, rank_class: int, blocks: dict[str, int], like: t
 
 
 def weight_grad_blocks(rank_class: int, num_parts: int, like: torch.Tensor) -> dict[str, int]:
-    """For `weight_grad`, likewise."""
+    """Block sizes of `weight_grad`; one block holds the ranks of all parts where they fit."""
     block = rank_blocks(rank_class, num_parts)["BR"]
     choice = _chosen("weight_grad", rank_class, like.device)
     stage = (choice["BN"] + block) * REDUCTION * like.element_size()
@@ -174,12 +174,12 @@ def expand_blocks(rank_class: int, device: torch.device) -> dict[str, int]:
 
 
 def expand_grad_blocks(rank_class: int, num_parts: int, device: torch.device) -> dict[str, int]:
-    """For `expand_grad`, all parts' ranks in one block where they fit."""
+    """Block sizes of `expand_grad`; one block holds the ranks of all parts where they fit."""
     return {**rank_blocks(rank_class, num_parts), **_chosen("expand_grad", rank_class, device)}
 
 
 def rank_blocks(rank_class: int, num_parts: int = 1, most: int = 64) -> dict[str, int]:
-    """Blocks in which a kernel walks the rank of a part: of BR ranks, of which the widest has RANK_BLOCKS. BR holds the
+    """BR, the number of ranks in a block, and RANK_BLOCKS, the number of blocks in the widest rank. A block holds the
     ranks of all parts that one program computes together, up to `most`."""
     block = min(most, max(16, next_power_of_2(num_parts * rank_class)))
     return {"BR": block, "RANK_BLOCKS": cdiv(rank_class, block)}

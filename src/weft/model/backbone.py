@@ -246,8 +246,7 @@ class Backbone:
         if spec.init_lora_weights != "loftq" or has_lost:
             return
         raise ConfigError(
-            "loftq makes up for what quantised weights have lost, and these are not quantised; set quantize, or use "
-            "pissa.",
+            "loftq needs quantised weights, whose loss it makes up for; set quantize, or use pissa.",
             where="adapter.init_lora_weights",
         )
 

@@ -83,7 +83,7 @@ def load_backbone(
     backbone.use_kernels(spec.kernels, Memory(spec.recompute, spec.offload))  # type: ignore[arg-type]
     if backbone.path.name == "reference" and (spec.recompute != "none" or spec.offload):
         setting = "offload" if spec.recompute == "none" else "recompute"
-        raise ModelError(f"only the fused kernels have it, and here runs {backbone.kernels}.", where=setting)
+        raise ModelError(f"needs the fused kernels; this run has kernels {backbone.kernels}.", where=setting)
     if peers is not None:
         share_layers(backbone, peers, _reader(backbone, source, spec.quantize))
     return backbone
@@ -173,7 +173,7 @@ def fp8_copies(num_weights: int, device: torch.device) -> int:
 
 
 def load_plain_model(spec: BackboneSpec | ResolvedModel) -> Any:
-    """The transformers model itself, on its device, without slots, never quantised."""
+    """The plain transformers model on its device: without slots, never quantised."""
     resolved = resolve(spec)
     return _read_model(resolved).to(resolved.device)
 

@@ -101,15 +101,18 @@ class Embeddings:
     def _check(self, own: OwnRows, spec: AdapterSpec) -> None:
         if own.all_outputs and getattr(self._modules[OUTPUT_ROWS], "bias", None) is not None:
             found = f"{self.paths[OUTPUT_ROWS]} of the backbone has a bias"
-            raise ConfigError(f"{found}, which no job trains.", where="adapter.modules_to_save")
+            raise ConfigError(
+                f"{found}, which jobs cannot train; leave the output head out.", where="adapter.modules_to_save"
+            )
         num_rows = self._modules[INPUT_ROWS].weight.shape[0]
         if spec.new_tokens and not self._tokenizer.is_fast:
             raise ConfigError(
-                "the backbone's tokenizer has no tokenizer.json, in which they are written.", where="adapter.new_tokens"
+                "the backbone's tokenizer has no tokenizer.json, in which new tokens are written.",
+                where="adapter.new_tokens",
             )
         if spec.new_tokens and len(self._tokenizer) > num_rows:
             found = f"the tokenizer has {len(self._tokenizer):,} tokens and the backbone rows of {num_rows:,}"
-            raise ConfigError(f"{found}; new ones would take the place of others.", where="adapter.new_tokens")
+            raise ConfigError(f"{found}, so new tokens have no free rows; leave them out.", where="adapter.new_tokens")
         new = new_token_ids(self._tokenizer, spec.new_tokens)
         for name, ids in ((INPUT_ROWS, own.inputs), (OUTPUT_ROWS, own.outputs)):
             beyond = [one for one in ids or () if one >= num_rows and one not in new]

@@ -83,7 +83,8 @@ def machine_here(spec: RunSpec) -> Machine:
 
 
 def machine_of(spec: RunSpec, device: str, num_devices: int | None) -> Machine:
-    """Devices of a kind from the hardware table; `auto`, or this machine's kind without a number, is this machine."""
+    """Machine to plan for: `num_devices` of a kind in the hardware table. `auto`, or the kind of this machine without a
+    number, means this machine."""
     if device == "auto" and num_devices is None:
         return machine_here(spec)
     here = None
@@ -108,7 +109,8 @@ def choose_for(
     *,
     in_stages: bool = False,
 ) -> ChosenLayout:
-    """Fastest layout of a run that `check` accepts; `in_stages`: not one device, if another is possible."""
+    """Fastest layout of a run that `check` accepts. With `in_stages` one device is chosen only if no other layout is
+    possible."""
     choice = _choice(spec, model, _jobs(spec, model, _train_data(spec, model, base_dir)), machine)
     refused: dict[str, list[str]] = {}
     for option in choice.ranked:
@@ -199,7 +201,7 @@ def _train_data(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[Dat
 
 
 def _batch_tokens(job: JobSpec, train: Dataset | None) -> int:
-    """Mean tokens of a global batch, with reference passes; without data, by max_length."""
+    """Mean number of tokens of a global batch and its reference passes; without data, `max_length` for each sample."""
     if train is None:
         return job.batch_size * job.max_length
     order = BatchSchedule.of(job, *train.sizes)

@@ -38,10 +38,10 @@ class CheckedLayout:
     seconds: float = 0.0
     """Seconds of training, without the first steps."""
     difference: float = 0.0
-    """Relative difference of what was trained from one device's; 0.0: the same bytes."""
+    """Relative difference between the adapters of this layout and those of one device; 0.0: the same bytes."""
     is_right: bool = True
     problem: str = ""
-    """Why it was not trained."""
+    """Reason why the layout was not trained."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def _adapters(engine: Engine) -> Adapters:
 
 
 def _difference(found: Adapters, expected: Adapters) -> float:
-    """The largest of any job, of the matrices that start at zero, so that all of them is trained."""
+    """Largest relative difference of any job, over the matrices that start at zero: all of their values come from
+    training."""
     largest = 0.0
     for name, own in found.items():
         assert own.keys() == expected[name].keys(), f"{name} has the same modules everywhere"

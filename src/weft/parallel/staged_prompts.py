@@ -100,7 +100,7 @@ class StagedPrompts:
         return write_chosen(going, tokens, logprobs, leading, self.ends, self.max_positions)
 
     def finish(self) -> Written:
-        """Has the stages drop what is needed no more."""
+        """Makes the stages drop keys and values that are no longer needed."""
         if self._kept != list(self._open):
             self._run([])
         return []
@@ -152,7 +152,7 @@ class StagedPrompts:
         return item.cache
 
     def _sent(self, item: Continuation) -> Continuation:
-        """A copy that can be sent."""
+        """A copy of the continuation that can be sent to another process."""
         sent = copy.copy(item)
         sent.cache, sent.logprobs, sent.prompt_logprobs = dict(item.cache), [], []
         sent.decode = sent._text = None

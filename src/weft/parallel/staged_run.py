@@ -39,7 +39,7 @@ from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 from weft.store.wall_clock import Activity
 
 BEHIND = 4
-"""Microbatches for each stage, at the end of a program, that matter to the next one."""
+"""Number of microbatches per stage, at the end of a program, that matter to the next one."""
 
 
 def last_of(program: Program) -> tuple[tuple[Microbatch, ...], ...]:
@@ -60,7 +60,7 @@ class _Begun:
     ticket: Ticket[StagedOutcome]
     begun_s: float
     costs: Sequence[PassCosts] = ()
-    """Of each replica, as planned with; empty unless replicas share a job."""
+    """Costs of each replica with which the program was planned; empty unless replicas share a job."""
 
 
 class StagedRun(ProgramRun):
@@ -178,8 +178,9 @@ class StagedRun(ProgramRun):
             self._plans.foresee(self._queues_after(), self._limits, last_of(program))
 
     def _kept(self, steps: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Those of a program's last steps after which a checkpoint is due: by then jobs may be further. Not where an
-        evaluation is due, for which a job waits: it may find the best weights, and these are saved too."""
+        """Last steps of a program at which a checkpoint is due: stages keep a copy of the state, since the job may be
+        further when it is saved. Steps with an evaluation are left out: the job waits for the evaluation, whose best
+        weights are saved too."""
         found = {}
         for name, step in dict(steps).items():
             job = self._jobs[name]

@@ -45,7 +45,7 @@ class Applicant:
     job: str
     arrival: int
     num_bytes: int = 0
-    """Bytes it adds while it trains."""
+    """Bytes that the job adds while it trains."""
     priority: int = 0
     tenant: str = "default"
 
@@ -91,7 +91,7 @@ class Budget:
         return min((*by_memory, *(() if self.max_jobs is None else (self.max_jobs,))), default=None)
 
     def why_never(self, num_bytes: int) -> Reason | None:
-        """The arithmetic if a job does not fit even alone; None if it does."""
+        """Sentence with the arithmetic if a job does not fit even alone; None if it does."""
         usable = self.usable_bytes
         if usable is None or num_bytes <= usable:
             return None
@@ -128,7 +128,7 @@ class Room(Protocol):
     order: list[Applicant]
 
     def why_never(self, num_bytes: int) -> Reason | None:
-        """The arithmetic if a job of this size does not fit even alone; None if it does."""
+        """Sentence with the arithmetic if a job of this size does not fit even alone; None if it does."""
 
     def take(self, applicant: Applicant) -> Reason | None:
         """Admits a job, or returns the reason why there is no room."""

@@ -50,7 +50,7 @@ class LayoutJob:
 class LayoutOption:
     layout: Layout
     device_bytes: int
-    """Upper bound of memory on the fullest device: with all jobs on each of its replicas."""
+    """Upper bound of the bytes on the fullest device, if each of its replicas had all jobs."""
     speed: float
 
     def line(self, memory_bytes: int, name: str | None = None) -> str:

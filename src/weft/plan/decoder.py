@@ -30,9 +30,9 @@ SEPARATE: Sites = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-"""Linears that read the same input, in the order of a layer."""
+"""Names of linears that read the same input, in the order of a layer."""
 JOINED: Sites = (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",))
-"""The same where one module has all outputs of a site."""
+"""Names of linears where one module has all outputs of a site, in the order of a layer."""
 
 
 @dataclass(frozen=True)

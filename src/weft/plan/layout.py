@@ -26,9 +26,9 @@ class DispatchRule(StrEnum):
     BALANCED = "balanced"
     """All replicas end at about the same time."""
     LENGTH = "length"
-    """Every sample where its length needs the fewest device-seconds, whatever else is there."""
+    """Every sample goes where its length needs the fewest device-seconds, whatever the load."""
     EVEN = "even"
-    """Of every length the same number of samples to each replica that holds them."""
+    """Every replica gets the same number of samples of each length that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class ReplicaLayout:
 
     tensor: int = 1
     shards: int = 1
-    """Devices that share the frozen weights, and gather them layer by layer."""
+    """Number of devices that share the frozen weights and gather them layer by layer."""
     stages: int = 1
-    """Consecutive runs of layers."""
+    """Number of parts that the layers are divided into."""
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.shards, self.stages) < 1:

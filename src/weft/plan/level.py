@@ -74,9 +74,9 @@ class Levelling:
         self.bytes = np.zeros(num_jobs)
         self.usable, self.max_jobs = np.full(num_replicas, np.inf), np.full(num_replicas, np.inf)
         self.floor_s = 0.0
-        """Time before which all ends count as equal."""
+        """Time in seconds before which all ends count as equal."""
         self.most_cost_s = np.inf
-        """Most that the moves of one change cost together."""
+        """Largest cost, in seconds, of the moves of one change."""
         self.count()
 
     @property

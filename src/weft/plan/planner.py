@@ -28,7 +28,7 @@ class PlanFunction(Protocol):
 class HomeLoad:
     step_tokens: float
     longest: int
-    """Tokens of its longest sample, or of the longest group that shares a microbatch."""
+    """Tokens of the job's longest sample, or of the longest group that shares a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PipelineChoice:
     num_replicas: int = 1
     """Replicas on which jobs were grouped; each has groups of its own."""
     pairs: PairChoice | None = None
-    """None where microbatches cannot run side by side."""
+    """Decision about microbatches side by side; None where they are not possible."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class MeasuredPasses:
     has_pairs: bool = False
     """True if microbatches of the last program ran side by side."""
     num_changes: int = 0
-    """How often that has changed."""
+    """Number of times that `has_pairs` has changed."""
 
 
 class Planner(abc.ABC):

@@ -31,7 +31,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The same, backward; every job in it gains gradients for its adapters on this stage."""
+    """Runs a microbatch backward through this stage; every job in it gains gradients for its adapters here."""
 
     microbatch: int
 
@@ -89,7 +89,7 @@ class Turn:
     """One device's unit of work: a microbatch forward and backward, and the steps after it."""
 
     microbatch: Microbatch
-    """Has no segments where only steps are due."""
+    """Microbatch of the turn; without segments where only steps are due."""
     steps: tuple[Step, ...] = ()
 
 
@@ -98,7 +98,8 @@ class Program:
     """Instruction lists of all stages over the same microbatches."""
 
     microbatches: tuple[Microbatch, ...]
-    """An empty one is a bubble that a pipeline's schedule needs to keep its distances (a no-op)."""
+    """Microbatches of all stages; an empty one is a bubble that a pipeline's schedule needs to keep its distances (a
+    no-op)."""
     stages: tuple[tuple[Instruction, ...], ...]
     replica_sizes: tuple[int, ...] = ()
     """Number of stages of each replica, whose lists follow one another; empty: one replica has them all."""

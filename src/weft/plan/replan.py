@@ -57,13 +57,13 @@ class Prediction:
     step_s: float
     left_s: float
     replicas: PlannedReplicas | None = None
-    """Its replicas one by one; None: as in their cost models."""
+    """Replicas of the layout with the seconds of each; None: as in their cost models."""
 
 
 @dataclass(frozen=True)
 class LayoutForecast:
     now: Prediction | None
-    """None if the present layout cannot hold them."""
+    """Prediction for the present layout; None if it cannot hold the jobs."""
     planned: Prediction
     step_tokens: float
     longest: int

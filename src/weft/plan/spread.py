@@ -75,9 +75,9 @@ class SpreadPlanner(Planner):
         return replace(self, measured=tuple(learned), num_measured=stages.num_seen)
 
     def priced(self, holds: Sequence[int], queues: Sequence[JobQueue]) -> list[PricedReplica]:
-        """The replicas as dispatch sees them, alike ones as one object. Only a balanced dispatch follows measurements:
-        by length, alike replicas must cost the same. None does where degrees of tensor parallelism differ: who runs a
-        sample decides its last bits there, and must not depend on a clock."""
+        """The replicas with their prices for dispatch; alike ones are one object. Only a balanced dispatch follows
+        measurements, because by length alike replicas must cost the same. No dispatch does where degrees of tensor
+        parallelism differ: there the replica of a sample decides its last bits, and must not depend on a clock."""
         tokens = {queue.job: sum(sum(batch.lengths) for batch in queue.batches) for queue in queues}
         degrees = self.tensor or (1,) * len(self.replica_sizes)
         is_fixed = self.dispatch is not DispatchRule.BALANCED or len({*degrees}) > 1

@@ -79,7 +79,8 @@ class JobQueue:
     lane: str = ""
     """Jobs of different lanes never share a microbatch."""
     home: int | None = 0
-    """Its replica; None if its sums do not depend on the order: all replicas run it, its samples in any order."""
+    """Replica of the job. None if its sums do not depend on the order: then all replicas run it, its samples in any
+    order."""
 
 
 @dataclass(frozen=True, slots=True)

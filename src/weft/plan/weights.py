@@ -136,7 +136,7 @@ def _mamba(config: Config, inner: int, groups: int, state: int, heads: int) -> i
 
 
 def _named_mamba(config: Config, inner: int | None = None) -> int:
-    """By the settings that most families have."""
+    """Weights of Mamba layers, from the settings that most families have."""
     width = int(config["mamba_expand"] * config["hidden_size"]) if inner is None else inner
     return _mamba(config, width, config["mamba_n_groups"], config["mamba_d_state"], config["mamba_n_heads"])
 

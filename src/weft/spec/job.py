@@ -63,7 +63,7 @@ class SourceSpec:
     def __post_init__(self) -> None:
         validate(self)
         if self.streaming and self.rows is not None:
-            raise ConfigError("rows limits how many are read already; leave one of them out.", where="streaming")
+            raise ConfigError("rows already limits how many are read; leave out rows or streaming.", where="streaming")
 
     @classmethod
     def of(cls, item: str | SourceSpec) -> SourceSpec:
@@ -207,7 +207,10 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
             refuse_foreign(self, "objectives", self.objective, "the objective")
         start = self.adapter.init_lora_weights
         if self.init_adapter is not None and start in WORKED_OUT_STARTS:
-            raise ConfigError(f"an adapter that goes on from another has no {start} start.", where="init_adapter")
+            raise ConfigError(
+                f"continues an adapter, which then cannot start by {start}; leave one of them out.",
+                where="init_adapter",
+            )
         self._check_optim()
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
         least = self.lr_scheduler_kwargs.get("min_lr")
@@ -328,7 +331,10 @@ class JobSpec(ObjectiveSettings, JobData, KnownKeywords):
         sources = [SourceSpec.of(item) for item in self.eval_data]
         weighted = next((i for i, source in enumerate(sources) if source.weight is not None), None)
         if weighted is not None:
-            raise ConfigError("evaluation meets every sample once; leave it out.", where=f"eval_data.{weighted}.weight")
+            raise ConfigError(
+                "evaluation reads every sample once, so a weight changes nothing; leave it out.",
+                where=f"eval_data.{weighted}.weight",
+            )
         streamed = _first_streamed(self.eval_data)
         if streamed is not None:
             raise ConfigError("is not for eval_data; limit it with rows.", where=f"eval_data.{streamed}.streaming")

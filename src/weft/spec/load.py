@@ -254,7 +254,7 @@ def parse(path: Path, kind: FileKind = "jobs") -> tuple[Any, dict[str, int]]:
         raise ConfigError(f"is not valid YAML: {found}.", where=where) from None
     except ValueError as error:
         # A date or a number that has the form of one and is none, such as 2024-02-30.
-        raise ConfigError(f"holds a value that means nothing: {error}.", where=str(path)) from None
+        raise ConfigError(f"has an impossible value: {error}.", where=str(path)) from None
     except RecursionError:
         raise ConfigError("is nested too deeply.", where=str(path)) from None
 

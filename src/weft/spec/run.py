@@ -128,8 +128,7 @@ class RunSpec(BackboneOptions, RunJobs):
                 )
             if self.quantize == "none" and job.adapter.init_lora_weights == "loftq":
                 raise ConfigError(
-                    "loftq makes up for what quantised weights have lost, and these are not quantised; set quantize, "
-                    "or use pissa.",
+                    "loftq needs quantised weights, whose loss it makes up for; set quantize, or use pissa.",
                     where=f"jobs.{i}.adapter.init_lora_weights",
                 )
 

@@ -321,7 +321,7 @@ def _range(name: str, value: Mapping[str, Any], where: str) -> Range:
     if step is not None and step <= 0:
         raise ConfigError(f"must be above 0, got {step:g}.", where=f"{where}.step")
     if step is not None and step > high - low > 0:
-        raise ConfigError(f"{step:g} is more than there is between {low:g} and {high:g}.", where=f"{where}.step")
+        raise ConfigError(f"{step:g} is larger than the range from {low:g} to {high:g}.", where=f"{where}.step")
     whole = whole or (_takes_whole_numbers(name) and float(low).is_integer() and float(high).is_integer())
     if whole and not all(float(number).is_integer() for number in (low, high, step or 1)):
         raise ConfigError("whole numbers need a whole min, max and step.", where=where)

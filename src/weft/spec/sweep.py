@@ -63,7 +63,7 @@ class ObjectiveSpec:
             raise ConfigError("is missing; write whether min or max of this metric is best.", where="mode")
         if METRICS.get(metric, mode) != mode:
             way = "larger" if mode == "min" else "smaller"
-            raise ConfigError(f"{metric} is the better the {way} it is; leave the mode out.", where="mode")
+            raise ConfigError(f"a {way} {metric} is better; leave the mode out.", where="mode")
         object.__setattr__(self, "mode", mode)
         if (self.pattern is not None or self.choices) and metric != "accuracy":
             wrong = "pattern" if self.pattern is not None else "choices"

@@ -141,8 +141,8 @@ class RunDirectory(RunFiles):
 
     @staticmethod
     def check(path: str | Path, *, resume: bool, content: str = "run") -> None:
-        """Raises the errors of `open` for a directory in the wrong state, and changes nothing. `content` is the
-        command's word for the run in it."""
+        """Raises the errors of `open` for a directory in the wrong state, and changes nothing. Errors call the run
+        `content`."""
         root = Path(path)
         with storage_errors(root), contextlib.ExitStack() as release:
             if (root / LOCK).is_file():

@@ -48,7 +48,7 @@ class Sampler(ABC):
         """The new point of the n-th trial; None once there are no more."""
 
     def report(self, point: SpacePoint, trial: Trial) -> None:  # noqa: B027 - a blind sampler needs no results
-        """Receives the end of a point's trial."""
+        """Learns from a trial that has ended."""
 
     def retrace(self, number: int, point: SpacePoint, is_new: IsNew) -> None:  # noqa: B027 - a blind one has no state
         """Restores the state after the n-th proposal of an interrupted sweep."""

@@ -194,5 +194,5 @@ def test_spec_when_peft_would_move_no_rank_then_its_words_are_accepted():
 def test_job_when_shared_layers_or_another_adapter_are_requested_then_is_refused():
     with pytest.raises(ConfigError, match="eva looks at whole inputs, of which devices that share layers have parts"):
         refuse_indivisible(me()[0])
-    with pytest.raises(ConfigError, match="an adapter that goes on from another has no eva start"):
+    with pytest.raises(ConfigError, match="init_adapter: continues an adapter, which then cannot start by eva"):
         JobSpec("a", ("rows",), adapter=AdapterSpec(**EVA), init_adapter="before")

@@ -113,7 +113,7 @@ def test_spec_when_a_start_as_weight_does_not_go_with_it_then_refused_with_the_r
 
 
 def test_job_when_it_goes_on_from_an_adapter_then_has_no_start_as_weight():
-    with pytest.raises(ConfigError, match="an adapter that goes on from another has no olora start"):
+    with pytest.raises(ConfigError, match="init_adapter: continues an adapter, which then cannot start by olora"):
         JobSpec("a", ("rows",), adapter=AdapterSpec(init_lora_weights="olora"), init_adapter="before")
 
 

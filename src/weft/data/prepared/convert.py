@@ -67,7 +67,7 @@ class ConvertedChunk:
 class RowGroups(NamedTuple):
     groups: list[list[Sample]]
     is_split_by_objective: bool
-    """True if the objective made several groups of it."""
+    """True if the objective, rather than the chat template, made several groups of the row."""
 
 
 @dataclass(frozen=True)

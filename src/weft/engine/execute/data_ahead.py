@@ -27,7 +27,7 @@ from weft.processes import ChildProgram
 from weft.spec import JobSpec
 
 WORTH_BYTES = 2**20
-"""Less text is prepared faster than a process starts."""
+"""Number of bytes of text from which a process that prepares them is worth its start."""
 
 
 class Request(NamedTuple):

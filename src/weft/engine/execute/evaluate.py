@@ -26,7 +26,7 @@ class ScoreRequest(NamedTuple):
     reference: JobReference | None = None
     """Reference of the data's objective, where it has one; None: the bare backbone."""
     after: EvaluatedPart = EvaluatedPart()
-    """The part of the data that was evaluated before."""
+    """Part of the data that earlier slices have evaluated."""
 
 
 @contextmanager

@@ -270,7 +270,7 @@ class LocalExecutor:
                     stand_in.reference.free_slot()
 
     def close(self) -> None:
-        """Has nothing else to end: all of it is in this process."""
+        """Does nothing: all work is in this process."""
 
     def _begin(self, work: Work[Any], number: int) -> Callable[[], Any]:
         match work:

@@ -58,7 +58,8 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def replica_memory(backbone: Backbone) -> ReplicaMemory | None:
-    """What a process may hold on its device: of a CPU its whole resident size, and None where that is not counted."""
+    """Memory that this process may hold on its device. Of a CPU it is the whole resident size; None where that is not
+    counted."""
     device = backbone.device
     if is_gpu(device):
         return ReplicaMemory(usable_bytes(device), allocated_bytes(device))
@@ -88,7 +89,7 @@ def release_memory(backbone: Backbone) -> None:
 
 
 def measure(backbone: Backbone, run: Callable[[], None]) -> MemoryTrial:
-    """Seconds and bytes of a function, once it is warm."""
+    """Measures the seconds and bytes of a function after one run to warm it up."""
     run()
     # A captured graph hides its memory: it allocates at capture, not at replay.
     release_memory(backbone)
@@ -159,7 +160,8 @@ class ExpectedJobs:
         )
 
     def compile_ahead(self, resolved: ResolvedModel, tensor: int = 1) -> compile_ahead.CompileAhead | None:
-        """Starts to compile the kernels they need, unless they are cached; `tensor`: devices that share every layer."""
+        """Starts to compile the kernels that these jobs need, unless they are cached. `tensor`: devices that share
+        every layer."""
         return compile_ahead.start(
             resolved, self.adapters, self.most, have_any_order=self.have_any_order, tensor=tensor
         )

@@ -80,7 +80,8 @@ class ReplicaFacts:
 
     @property
     def takes_programs(self) -> bool:
-        """True if it takes whole programs for several devices, `StagedWork`, and no single microbatches."""
+        """True if the executor takes whole programs for several devices (`StagedWork`) instead of single
+        microbatches."""
         return self.replica_sizes != (1,) or self.tensor != (1,)
 
 
@@ -94,7 +95,7 @@ class ReplicaMemory:
 class AddedJob:
     num_parameters: int
     lane: str
-    """Lane; jobs share microbatches within one lane only."""
+    """Lane of the job; only jobs of the same lane share microbatches."""
     num_reference_parameters: int = 0
     kernel_bytes: int = 0
     trained: str | None = None
@@ -126,9 +127,9 @@ class MicrobatchOutcome:
     """Rows computed, with padding."""
     seconds: float
     ended_s: float
-    """End as first noticed, by `time.perf_counter`."""
+    """Time at which the end was first noticed, by `time.perf_counter`."""
     num_reference_rows: int = 0
-    """Of these, rows of reference passes."""
+    """Number of those rows that belong to reference passes."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class StepOrder:
 class StepsWork(Work[Sequence["Updated"]]):
     steps: tuple[StepOrder, ...]
     behind: Ticket[MicrobatchOutcome] | None = None
-    """A microbatch still on the device; the steps read there whether its losses are finite."""
+    """Microbatch that still runs; the steps read on the device whether its losses are finite."""
 
 
 @dataclass(frozen=True)

@@ -83,12 +83,12 @@ class JobReference:
         self._adapter = adapter
         self.wanted = WantedValues.of(data)
         self.keeps = not (self.wanted.is_whole or data.has_teacher)
-        """True if values are kept: they are small and have to be computed."""
+        """True if values are kept, because they are small and cost a pass to compute."""
         self._identity = f"{'' if adapter is None else adapter_digest(adapter)} {self.wanted}"
         self._kept: set[ReferenceRows] = set()
         self._slot: int | None = None
         self.takes_part = False
-        """True while it can run: on a slot, or as the bare backbone."""
+        """True while the reference can run: on a slot, or as the bare backbone."""
 
     def take_slot(self) -> None:
         """Puts the reference on the backbone, where it has modules there."""
@@ -168,7 +168,7 @@ def requested_rows(
     far as they fit one pass as large as the microbatch. `requests`: of its jobs."""
     needed: list[RequestedRows] = []
     at_once: dict[str, int] = {}
-    """Steps of the jobs of which values are missing now."""
+    """Step of each job that misses values now."""
     later_on: dict[str, int] = {}
     for segment, rows in zip(microbatch.segments, batch.references, strict=True):
         request = requests[segment.job]

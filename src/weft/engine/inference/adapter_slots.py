@@ -23,7 +23,7 @@ from weft.spec import AdapterSpec
 from weft.store.peft_files import PARTS
 
 LEAST_SLOTS, MOST_SLOTS = 8, 512
-"""Slots of chats that are used whatever room there is, and never more of them."""
+"""Minimum number of slots for chats, whatever room there is, and maximum number."""
 
 
 class SlotAdapter(Protocol):
@@ -106,7 +106,7 @@ class _HeldSlot(NamedTuple):
 
 
 class SlotReplica(Protocol):
-    """What has the slots."""
+    """Replica that has the slots."""
 
     memory_bytes: int
     """All memory for weights, activations and adapters."""
@@ -117,7 +117,7 @@ class SlotReplica(Protocol):
     def detach(self, slot: int) -> None: ...
 
     def bytes_of(self, adapter: SlotAdapter) -> int:
-        """Memory of an adapter on a slot."""
+        """Bytes of an adapter on a slot."""
 
     def free_bytes(self) -> float | None:
         """Bytes that adapters may still take; None where memory is not limited."""
@@ -132,7 +132,7 @@ class AdapterSlots:
         self._replica = replica
         self.most_bytes = int(replica.memory_bytes * share)
         self._held: OrderedDict[str, _HeldSlot] = OrderedDict()
-        """By name, the least recently used first."""
+        """Adapters on slots by name, the least recently used first."""
 
     @property
     def names(self) -> tuple[str, ...]:

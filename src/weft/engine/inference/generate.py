@@ -39,20 +39,20 @@ class Request:
     tokens: Sequence[int]
     slot: int | None = None
     seed: int = 0
-    """Decides its draws, together with the decoding's seed."""
+    """Seed of its draws, combined with that of the decoding."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What was written, with log-probabilities if the decoding has them."""
+    """A finished answer, with log-probabilities if the decoding has them."""
 
     tokens: list[int]
-    """Without the end token."""
+    """Tokens of the answer, without the end token."""
     reason: str
     """`stop` if an end token or a stop string came, `length` at the longest length."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """Of each token of the prompt after those before it; None for the first."""
+    """Log-probability of each token of the prompt, given those before it; None for the first."""
 
 
 @dataclass(eq=False)
@@ -60,14 +60,14 @@ class Continuation:
     request: Request
     decoding: Decoding
     decode: Callable[[Sequence[int]], str] | None = None
-    """Turns tokens into text, in which stop strings are looked for; None leaves that to others."""
+    """Function from tokens to text, in which stop strings are searched; None: the caller searches."""
     constraint: Constraint | None = None
-    """Which tokens may come next; None is all."""
+    """Constraint on the tokens that may come next; None: any may."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     reason: str | None = None
-    """Why it ended: `stop` or `length`."""
+    """Reason why it ended: `stop` or `length`."""
     error: Exception | None = None
     """Error of `advance` for this continuation alone; then it is over."""
 
@@ -79,7 +79,7 @@ class Continuation:
         self.cache: dict[Any, Any] = {}
         """Keys and values by layer, and states of mixers."""
         self.new: list[int] = list(self.request.tokens)
-        """Tokens that the model has not read: first the whole request, then the last token."""
+        """Tokens that the model has not read yet: first the whole request, then the last token."""
         self.num_read = 0
         self.num_pending = 0
         """Tokens that a pass has chosen and that are not written here yet: 0 or 1."""
@@ -118,7 +118,7 @@ class Continuation:
         return num_tokens >= self.decoding.max_new_tokens or num_leading + len(self.prompt) + num_tokens >= longest
 
     def forget_read(self) -> None:
-        """Has the model read everything again, in the next pass: the request and what has been written."""
+        """Makes the next pass read everything again: the request and the tokens written so far."""
         self.cache = {}
         self.new = [*self.request.tokens, *self.tokens]
         self.num_read = 0
@@ -159,7 +159,7 @@ class Continuation:
 
 
 Written = list[tuple[Continuation, int | None]]
-"""What a pass wrote: tokens, or None where an end token or an error came instead."""
+"""Tokens that a pass has written, or None where an end token or an error came instead."""
 
 
 def generate(
@@ -275,7 +275,8 @@ class Passes:
         return written
 
     def scores_at_end(self, item: Continuation) -> bool:
-        """Whether its log-probabilities are known only at its end, since decoding adds up otherwise than training."""
+        """True if the answer's log-probabilities are known only at its end, because decoding does not have training's
+        bits."""
         return item.has_logprobs and not decodes_as_training(self._backbone, item.request.slot)
 
     def _score(self, item: Continuation) -> None:

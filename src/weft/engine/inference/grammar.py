@@ -12,11 +12,11 @@ from weft.errors import DataError, JobError, MissingExtraError, first_line, inst
 
 WHERE = "response_format"
 CACHE_BYTES = 2**26
-"""Most bytes of compiled schemas that are kept."""
+"""Maximum number of bytes of compiled schemas that are kept."""
 MOST_COUNT = 256
 """Largest number of characters or items in a schema; each makes the grammar longer."""
 MOST_NODES = 512
-"""The most schemas and values of `enum` within a schema."""
+"""Maximum number of schemas and values of `enum` within a schema."""
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems"}
 _NAMED = {"properties", "$defs", "definitions"}
 _LISTS = {"anyOf", "oneOf", "prefixItems"}
@@ -24,11 +24,11 @@ _SCHEMAS = {"items", "additionalProperties"}
 _OTHERS = {"title", "description", "default", "examples", "$schema", "$id", "format"}
 _RANGES = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _KEYWORDS = {"type", "enum", "const", "required", "$ref", *_COUNTS, *_NAMED, *_LISTS, *_SCHEMAS, *_OTHERS, *_RANGES}
-"""What OpenAI's structured outputs have, without regular expressions."""
+"""Keywords of OpenAI's structured outputs, without regular expressions."""
 
 
 class Constraint:
-    """Which tokens may come next in one answer."""
+    """The tokens that may come next in one answer."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher

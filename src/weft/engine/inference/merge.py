@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from weft.engine.inference.attach import StoredAdapter
 
 _HEAD, _OLD_HEAD = "lm_head.weight", "language_model."
-"""The output head in the files of a whole model, and what comes before its name in older ones."""
+"""Name of the output head in the files of a whole model, and the prefix of its name in older files."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 """One expert's weight in files that have them one by one."""
 _FORMAT = {"format": "pt"}

@@ -35,7 +35,7 @@ def next_logits(backbone: Backbone, going: Sequence[Continuation], before: Start
 
 
 def can_run_ahead(backbone: Backbone, going: Sequence[Continuation]) -> bool:
-    """Whether a pass over these may start before tokens of the one before are written."""
+    """True if a pass over these may start before the tokens of the pass before are written."""
     for slot, items in _by_slot(going).items():
         decoder, num_leading = backbone.decoder(slot), backbone.leading_rows(slot)
         if decoder is None or not decoder.runs_ahead or not all(item.can_run_ahead for item in items):
@@ -47,7 +47,7 @@ def can_run_ahead(backbone: Backbone, going: Sequence[Continuation]) -> bool:
 
 
 def decodes_as_training(backbone: Backbone, slot: int | None) -> bool:
-    """Whether log-probabilities from decoding have training's bits, as far as that was compared."""
+    """True if log-probabilities from decoding have training's bits, as far as that was compared."""
     decoder = backbone.decoder(slot)
     return not is_gpu(backbone.device) if decoder is None else decoder.has_training_bits
 

@@ -33,7 +33,7 @@ _IN_PROMPT = 2**30
 
 
 class Sequenced(Protocol):
-    """What is sampled: settings, and the tokens so far."""
+    """A sequence to sample from: its settings and its tokens so far."""
 
     @property
     def sampling(self) -> Sampling: ...
@@ -43,7 +43,7 @@ class Sequenced(Protocol):
     def tokens(self) -> Sequence[int]: ...
     @property
     def num_chosen(self) -> int:
-        """Tokens so far, with one that was chosen and is not among them yet."""
+        """Number of tokens so far, with one that is chosen and not written yet."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class Chosen:
 
 
 class ChosenCopy:
-    """What was chosen, on its way to the host in one transfer."""
+    """Chosen tokens on their way to the host, in one transfer."""
 
     def __init__(self, chosen: Chosen) -> None:
         rows = chosen.tokens_R[:, None]
@@ -151,7 +151,7 @@ class SamplerRows:
             self.biases = column([b[2] for b in biases], torch.float32)
 
     def counts_of(self, sequences: Iterable[Sequenced]) -> dict[int, torch.Tensor]:
-        """Counts of those of the sequences that are here and have penalties, by `id`."""
+        """Counts of the given sequences that are in this batch and have penalties, by `id`."""
         if self.penalised_P is None:
             return {}
         wanted = set(map(id, sequences))
@@ -188,9 +188,9 @@ class Sampler:
 
     def __init__(self) -> None:
         self._sequences: list[Sequenced] = []
-        """Kept, so that no other object has the `id` of one of them."""
+        """Sequences of the last call, kept so that no other object gets the `id` of one of them."""
         self._expected: dict[int, int] = {}
-        """Numbers of tokens that they have next time, by `id`."""
+        """Number of tokens that each sequence has in the next call, by `id`."""
         self._rows: SamplerRows | None = None
 
     def choose(self, logits_RV: torch.Tensor, sequences: Sequence[Sequenced]) -> Chosen:
@@ -212,7 +212,7 @@ class Allowed:
 
     rows_P: torch.Tensor
     tokens_PV: torch.Tensor
-    """Bool."""
+    """True for each token that the row may have."""
 
     @classmethod
     def by(cls, sequences: Sequence[Sequenced], vocabulary: int, device: torch.device) -> Allowed | None:

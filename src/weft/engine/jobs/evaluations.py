@@ -52,7 +52,7 @@ class Evaluations:
         self._executor = lifecycle.executor
         self._timeline = lifecycle.timeline
         self._open: deque[OpenEvaluation] = deque()
-        """The next slice is of the first."""
+        """Open evaluations; the next slice belongs to the first one."""
 
     @property
     def is_open(self) -> bool:
@@ -121,7 +121,7 @@ class Evaluations:
             job.finished.evaluating = None
 
     def _finish(self, evaluation: OpenEvaluation) -> None:
-        """Leaves the results to the jobs, which report them."""
+        """Stores the results in the jobs, which report them."""
         self._drop(evaluation)
         for job in evaluation.jobs:
             means = evaluation.part(job).means

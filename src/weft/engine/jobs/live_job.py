@@ -44,7 +44,7 @@ class FinishedSteps:
     """The last step at which each kind of due work was done; only `StepFinisher` writes it."""
 
     last: int = 0
-    """Everything: metrics, evaluation, checkpoint, adapter."""
+    """Last step at which all due work was done: metrics, evaluation, checkpoint, adapter."""
     evaluated: int = 0
     saved: int = 0
     saved_s: float = 0.0
@@ -72,7 +72,7 @@ class LiveJob:
         self.reference_bytes = sum(part.reference_bytes for part in (data.train, data.eval) if part is not None)
         self.kernel_bytes = 0
         self.lane = ""
-        """Lane; jobs share microbatches within one lane only."""
+        """Lane of the job; only jobs of the same lane share microbatches."""
         self.home: int | None = None if spec.gradient_sum == "any_order" else 0
         """Replica that it trains on; None: on all of them."""
         self.has_home_replica = False

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from weft.kernels.adamw import Updated
 
 PLANNED_BATCHES = 8
-"""Global batches a planner sees ahead."""
+"""Number of global batches that a planner sees ahead."""
 LARGEST_WEIGHT = 1e6
-"""A job with a larger adapter weight fails: its results mean nothing, even where finite."""
+"""Largest adapter weight; a job with a larger one fails, because its results mean nothing even where they are
+finite."""
 MAX_SKIPPED = 3
-"""Steps in a row with a non-finite loss or gradient after which a job is failed."""
+"""Number of steps in a row with a non-finite loss or gradient that fails a job."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Placement:
         self._has_run_out = False
         """True if the memory ran out while microbatches were watched."""
         self._ceiling_bytes: int | None = None
-        """Less than jobs would have held when one more turned out not to fit."""
+        """Upper bound of the bytes that jobs may hold: less than they would have held with the job that did not fit."""
         self._credit: dict[str, int] = {}
         """Tokens added to a tenant's count so that it starts level."""
 
@@ -87,7 +87,7 @@ class Placement:
         return any(budget.why_never(self.bytes_of(job)) is None for job in self.waiting())
 
     def can_fill(self, capacity: int) -> bool:
-        """True if it leaves memory for enough waiting jobs to fill a microbatch with a global batch each."""
+        """True if this capacity leaves memory for enough waiting jobs to fill a microbatch with a global batch each."""
         left_bytes = self._budget(capacity).usable_bytes
         if left_bytes is None or self._fit:
             # Once microbatches have run, they keep their size.
@@ -114,7 +114,7 @@ class Placement:
         return admit(applicants(waiting), applicants(running), self._budget(capacity), self._shares(waiting, running))
 
     def give(self, job: LiveJob) -> bool:
-        """Seats a job; False if there was no memory: the job stays on the CPU."""
+        """Seats a job; False if there was no memory for it, and the job stays on the CPU."""
         job.progress.rewind()
         with suppress(ReplicaMemoryError):
             self._executor.seat(job.name)
@@ -231,7 +231,8 @@ class Placement:
         return memory_load(tokens, max((job.longest for job in jobs), default=0))
 
     def _estimate(self, tokens: int, adapters: Collection[AdapterSpec], at_rest: int = 0) -> Fit:
-        """The memory model's prices; `at_rest`: bytes without jobs, if no microbatch has run."""
+        """Starting prices of the memory fit, from the memory model. `at_rest`: bytes without jobs, if no microbatch has
+        run."""
         rest = at_rest if self._rest_bytes is None else self._rest_bytes
         return Fit({"fixed": rest, "rows": self._executor.activation_bytes(tokens, adapters) / tokens})
 

@@ -130,7 +130,7 @@ class Needs:
     rank_class: int
     """A power of two that no rank is above: the room of a part in S."""
     classes: tuple[int, ...]
-    """Classes of ranks, each with a launch."""
+    """Upper bounds of the classes of ranks; each class has a launch of its own."""
     drops: bool
     """True if any adapter has dropout; kernels without it are leaner."""
     others: tuple[tuple[str, str], ...] = ()

@@ -131,4 +131,5 @@ scale = on_device(scale_kernel, scale_reference)
 
 
 scales_grad = on_device(scales_grad_kernel, scales_grad_reference)
-"""The gradients of the scales of rows (M, O) and columns (M, R) from those of the scaled matrices, then cleared."""
+"""The gradients of the scales of rows (M, O) and columns (M, R) from those of the scaled matrices, which are set to
+zero afterwards."""

@@ -53,7 +53,7 @@ class KernelRequest:
     others: tuple[tuple[str, str], ...]
     """Changes of methods other than LoRA, with their sites, in order."""
     copies: tuple[tuple[str, int], ...]
-    """Methods of adapters with the ranks that their kernels see, without repetitions, in order."""
+    """Pairs of a PEFT method and a rank of its kernels, for which kernels that copy adapters are compiled; in order."""
     num_jobs: int
     """Maximum number of jobs that step at a time."""
     lanes: tuple[int, ...]

@@ -27,8 +27,8 @@ from weft.model.packing.attention import in_fixed_order, needs_bounds, varlen
 
 MIN_SPANS = 16
 MIN_REFERENCE_SPANS = 32
-"""Least number of spans where attention needs their bounds: with fewer, its backward divides the queries of one
-sample among multiprocessors and adds their parts in an order that depends on the number of samples."""
+"""Minimum number of spans for attention that needs their bounds. Its backward, with fewer spans, divides the queries of
+one sample among multiprocessors, and the order of the sum then depends on the number of samples."""
 MIN_LONGEST = 256
 
 

@@ -32,7 +32,8 @@ from weft.plan.admit import MARGIN
 
 LEAST_PAGES, LEAST_LINES, LEAST_WIDTH = 64, 128, 16
 FORESEEN = 256
-"""Rows to come for which a sequence's pages are allocated with those it needs now: allocating makes graphs stale."""
+"""Number of future rows for which a sequence's pages are allocated in advance, because allocating makes graphs
+stale."""
 
 
 @dataclass(eq=False)
@@ -125,11 +126,12 @@ class KeyPages:
         self._is_changed = True
 
     def expect(self, num_rows: Iterable[tuple[int, int]]) -> None:
-        """Rows that sequences are going to have soon, now and at most: if there must be more pages, then for these."""
+        """Sets the numbers of rows, now and at most, that sequences will soon have; a growing cache allocates pages for
+        these too."""
         self._expected = sum(cdiv(now + min(to_come, FORESEEN), PAGE) for now, to_come in num_rows)
 
     def make_room(self, wanted: Sequence[tuple[CachedSequence, int]]) -> None:
-        """Gives each sequence pages for as many rows; out of memory changes none of them."""
+        """Gives each sequence the pages for its number of rows. Running out of memory changes no sequence."""
         missing = [(sequence, cdiv(num_rows, PAGE) - len(sequence.pages)) for sequence, num_rows in wanted]
         missing = [(sequence, number) for sequence, number in missing if number > 0]
         total = sum(number for _, number in missing)

@@ -18,11 +18,11 @@ from pathlib import Path
 from weft.parallel.replicas.messages import Command, Report
 
 POLL_S = 1.0
-"""Longest that a request for reports waits for one."""
+"""Most seconds that a request for reports waits for one."""
 CONTROLLER_LOST_S = 60.0
 """Seconds without a request after which a rank ends: another process may continue the run."""
 LOOK_S = 5.0
-"""Seconds between two checks of that."""
+"""Seconds between two checks whether the controller is lost."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RankActor:
     """Serves one rank in a thread; its methods may be called concurrently and in any order."""
 
     def __init__(self, variables: Mapping[str, str | None], folder: Path) -> None:
-        """`variables`: of the controller's environment, None if unset; `folder`: its working directory."""
+        """`variables`: those of the controller's environment, None if unset; `folder`: its working directory."""
         take_over(variables)
         with suppress(OSError):
             # If the node does not see it, relative file names fail with their own error.

@@ -72,7 +72,8 @@ class RayRanks:
         connection: ClusterConnection,
         group: PlacementGroup | None = None,
     ) -> None:
-        """Reserves room for all replicas, or raises ConfigError; `group`: the caller's, with a bundle for each."""
+        """Reserves room for all replicas; ConfigError if there is none. `group`: the caller's placement group, with a
+        bundle for each replica."""
         self._order = order
         self._connection = connection
         self._own_groups = [] if group is not None else _take_room(request)

@@ -25,7 +25,7 @@ from weft.processes import end_with_parent
 
 class RayStages(JoinedStages):
     def __init__(self, address: str, connection: ClusterConnection, request: ReplicaRequest) -> None:
-        """A process for each replica of the request."""
+        """Starts a process for each replica of the request."""
         if address.startswith(CLIENT):
             raise ConfigError("a layout's processes have to reach this one; run it on a node.", where="--cluster")
         self._connection = connection

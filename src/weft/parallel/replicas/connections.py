@@ -40,7 +40,7 @@ class RankEnded(Report):
 
     how: str
     is_accident: bool = False
-    """True if a new process in its place may succeed."""
+    """True if a new process may succeed where this one ended."""
 
 
 class CommandLine(Protocol):
@@ -56,7 +56,7 @@ class RankHandle:
     is_taken: bool = False
     """True once a process has joined as this rank."""
     has_hung_up: threading.Event = field(default_factory=threading.Event)
-    """Set once all its reports are in the inbox."""
+    """Event that is set once all reports of the rank are in the inbox."""
 
     def send(self, command: Command) -> None:
         """Sends a command; a rank that is gone does not receive it, and the inbox will report that."""
@@ -114,7 +114,7 @@ class ControllerLink:
 
 
 KEY_VARIABLE = "WEFT_RANK_KEY"
-"""Holds the key of the socket, which must not show in a list of processes."""
+"""Environment variable with the key of the socket, which must not show in a list of processes."""
 Address = str | tuple[str, int]
 HANDSHAKE_S = 20.0
 """Seconds in which a new connection has to authenticate itself."""

@@ -47,9 +47,9 @@ class RankOrder:
     memory_limit: float | str | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     layouts: Sequence[StageLayout | None] = ()
-    """Division of each rank's replica, by rank; None, or empty: it is on one device."""
+    """Layout of each rank's replica, by rank; None, or an empty entry, is one device."""
     is_controlled: bool = False
-    """True: after an evaluation the rank waits for `ContinueJob`, because the controller may decide on it."""
+    """True: after an evaluation the rank waits for `ContinueJob`, since the controller may stop the job."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SetUp(Command):
 
 @dataclass(frozen=True)
 class BeStage(Command):
-    """The process is one of a layout's, not a rank: what follows is for `stage_process.main`."""
+    """Makes the process a stage of a layout instead of a rank: `stage_process.main` reads all further messages."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class OpenDirectory(Command):
     path: Path
     owner: Owner
     permit: Path
-    """The rank may write there while this file exists."""
+    """File that permits the rank to write there, as long as it exists."""
 
 
 @dataclass(frozen=True)
@@ -128,18 +128,19 @@ class ForgetJob(Command):
 
 @dataclass(frozen=True)
 class JobQuery(Command):
-    """A question about a job once it reaches a step here; answered by `QueryResult`, unless it leaves before."""
+    """Query about a job, answered by `QueryResult` once the job has reached `step` here, unless it leaves this rank
+    before."""
 
     job: str
     question: Question
     step: int
     is_ended: bool = False
-    """True if it has ended: answered after its end, wherever it reaches that again."""
+    """True if the job has ended: the query is answered once the job has ended on this rank, too, after a restore."""
 
 
 @dataclass(frozen=True)
 class CheckAdapter(Command):
-    """Checks whether the backbone can have such an adapter; answered by `AdapterChecked`."""
+    """Checks whether the adapter fits the backbone; answered by `AdapterChecked`."""
 
     adapter: AdapterSpec
 
@@ -173,7 +174,7 @@ class RankJoined(Report):
     pid: int
     versions: Mapping[str, str]
     gpu: str = ""
-    """The first GPU that it sees; empty if there is none."""
+    """Name of the first GPU that the rank sees; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class RankReady(Report):
     weights: str | None
     """Digest of some of the frozen weights; None where no process of the rank has all of them."""
     speed: float = 1.0
-    """Predicted tokens per second, where replicas are divided differently; only for comparison between ranks."""
+    """Predicted tokens per second, to compare ranks whose replicas have different layouts; 1 if all have the same."""
     notes: tuple[str, ...] = ()
 
 
@@ -209,7 +210,7 @@ class JobChecked(Report):
     num_parameters: int = 0
     inputs: Mapping[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
-    """Bytes on a device, with optimizer and reference."""
+    """Bytes of the job on a device, with optimizer and reference."""
     notes: tuple[str, ...] = ()
     error: Exception | None = None
 
@@ -252,7 +253,7 @@ class JobView:
 
 @dataclass(frozen=True)
 class RankEvent:
-    """An event and its job's state then; None without a job, or if the controller made the event."""
+    """An event, with its job's state at that time; None without a job, or if the controller made the event."""
 
     event: Event
     view: JobView | None = None
@@ -268,7 +269,7 @@ class RankIdle(Report):
     """No job here can continue, and all files are written."""
 
     num_applied: int
-    """Commands applied so far: with more on the way it is not idle for long."""
+    """Number of commands applied so far; if the controller has sent more, the rank is not idle."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ScoreQuery(Question):
-    """Scores on its evaluation data."""
+    """Question for a job's scores on its evaluation data."""
 
 
 @dataclass(frozen=True)

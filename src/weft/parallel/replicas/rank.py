@@ -295,7 +295,8 @@ class Rank:
 def _open_replica(
     order: RankOrder, model: ResolvedModel, layout: StageLayout | None
 ) -> tuple[Executor, str | None, tuple[str, ...]]:
-    """A rank's replicas; a digest of its weights if it has all of them, and notes for the user."""
+    """Opens the replicas of a rank. Returns them with a digest of the weights, if this rank has all of them, and notes
+    for the user."""
     expected = ExpectedJobs(order.adapters, order.max_jobs or len(order.adapters), order.have_any_order)
     if layout is None:
         backbone, notes = load_within(model, order.memory_limit, expected)
@@ -312,7 +313,7 @@ def _planner(order: RankOrder, model: ResolvedModel, layout: StageLayout | None,
 
 
 def _speed(order: RankOrder, model: ResolvedModel, layout: Layout, row_tile: int, capacity: int) -> float:
-    """Predicted tokens per second of a rank; 1 where all are alike."""
+    """Predicted tokens per second of a rank; 1 if all ranks have the same layout."""
     if len({str(own) for own in order.layouts}) < 2:
         return 1.0
     found = 0.0

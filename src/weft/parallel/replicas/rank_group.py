@@ -19,9 +19,9 @@ from weft.plan.layout import Layout
 SILENT_S = 30.0
 """Seconds without a sign of life after which a rank is ended and replaced."""
 JOIN_S = 300.0
-"""The same before it has joined: it imports libraries, perhaps over a network, or a user has to start it."""
+"""Seconds that a rank may take to join: it imports libraries, perhaps over a network, or a user has to start it."""
 MAX_RESTARTS = 3
-"""Most restarts of a rank without a checkpoint in between."""
+"""Largest number of restarts of a rank without a checkpoint in between."""
 LOOK_S = 0.5
 """Seconds between two checks for silent ranks."""
 AnswerT = TypeVar("AnswerT", bound=Report)
@@ -172,7 +172,7 @@ class RankGroup:
         return ready
 
     def _end_silent(self) -> None:
-        """Ends ranks without a sign of life: stopped, hung, or on a machine that is."""
+        """Ends ranks without a sign of life: those that are stopped or hang, or whose machine is gone."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
             return
@@ -188,7 +188,7 @@ class RankGroup:
 
 
 def difference_between(first: RankReady, ready: RankReady, index: int) -> ConfigError | None:
-    """Why results would depend on which of two replicas trains a job."""
+    """Error if results would depend on which of two replicas trains a job; else None."""
     where = f"replica {index}"
     if None not in (ready.weights, first.weights) and ready.weights != first.weights:
         found = f"has other weights of {first.facts.base_model} than replica 0"

@@ -94,7 +94,8 @@ class JobRecord:
         return Applicant(self.name, self.arrival, self.num_bytes, self.spec.priority, self.spec.tenant)
 
     def rank_lost(self, step: int) -> None:
-        """Takes it off its rank; it continues from this step on another, unless it has ended or is paused."""
+        """Takes the job off its lost rank. It continues from this step on another one, unless it has ended or is
+        paused."""
         self.rank, self.is_leaving = None, False
         if self.state in (JobState.RUNNING, JobState.QUEUED):
             self.state, self.step = JobState.PAUSED if self.is_parked else JobState.QUEUED, step
@@ -132,7 +133,7 @@ class RankRecord:
     process: RankHandle
     ready: RankReady | None = None
     permit: Path | None = None
-    """It may write into the run directory while this file exists."""
+    """File that permits the rank to write into the run directory, as long as it exists."""
     num_restarts: int = 0
     max_jobs: int | None = None
     num_tokens: int = 0

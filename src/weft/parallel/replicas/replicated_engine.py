@@ -172,8 +172,8 @@ class ReplicatedEngine:
         self._is_stale = True
 
     def keep_in(self, directory: RunDirectory) -> None:
-        """Writes jobs there, and continues from what it holds; ranks write the files of their own jobs. StorageError if
-        a rank does not see the directory, such as one on a machine that does not share it."""
+        """Writes jobs to a run directory, and continues from what it holds; ranks write the files of their own jobs.
+        StorageError if a rank does not see the directory, such as one on a machine that does not share it."""
         self._directory = directory
         self.timeline.wall.go_on_from(directory.read_time())
         self._open_directories()
@@ -193,7 +193,7 @@ class ReplicatedEngine:
                 self._ranks.send(rank, StopJobs())
 
     def finish_files(self) -> None:
-        """Nothing to wait for: an idle rank has written its files."""
+        """Does nothing: an idle rank has written its files."""
 
     def events(self) -> Iterator[Event]:
         """Trains, and yields what happens on all ranks; ends when no job can continue."""
@@ -230,7 +230,7 @@ class ReplicatedEngine:
         self._events.append(RankEvent(event))
 
     def _is_over(self) -> bool:
-        """True if nothing is under way, and nothing can be."""
+        """True if no work is under way and no job can continue."""
         if any(rank.ready is not None and not rank.is_idle for rank in self._ranks):
             return False
         if self._is_stopping:
@@ -295,7 +295,8 @@ class ReplicatedEngine:
         self._queue_event(event)
 
     def _call_any(self, question: Command, kind: type[AnswerT]) -> AnswerT:
-        """Answer of the rank with the fewest jobs; of another one, if that ends before."""
+        """Sends a command to the rank with the fewest jobs and returns its answer; if that rank ends before, another
+        one's."""
         while True:
             rank = self._least_loaded()
             if rank is None:
@@ -310,7 +311,7 @@ class ReplicatedEngine:
         return self._ranks.least_loaded([job.rank for job in self.jobs.values() if not job.state.is_final])
 
     def _await_report(self, rank: RankRecord, kind: type[AnswerT]) -> AnswerT | None:
-        """A rank's next report of this kind; None if it ends before."""
+        """The rank's next report of this kind; None if the rank ends before."""
         while rank in self._ranks:
             rank_event = self._receive_next()
             if rank_event is not None and rank_event[0] is rank and isinstance(rank_event[1], kind):

@@ -133,7 +133,7 @@ class SweepReplicas(ReplicatedEngine):
             self._go_on(event)
 
     def _go_on(self, event: EvalDone) -> None:
-        """Lets the rank go on that waits at an evaluation."""
+        """Lets a rank continue that waits at an evaluation."""
         rank = self._standing.pop((event.job, event.step), None)
         if rank is not None:
             self._ranks.send(rank, ContinueJob(event.job, event.step))
@@ -176,7 +176,7 @@ class SweepReplicas(ReplicatedEngine):
         return None
 
     def _restore_job(self, job: JobRecord) -> RankRecord:
-        """Gives a job without a rank to one with room, which trains it to its last known step."""
+        """Gives a job without a rank to one that has room and trains the job to its last known step."""
         while True:
             rank = self._least_loaded()
             if rank is not None and self._has_room(rank):

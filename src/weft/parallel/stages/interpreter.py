@@ -42,7 +42,7 @@ class _Begun:
     work: StagedWork
     left: int
     released_rows: list[set[ReferenceRows]]
-    """Reference values of jobs that left before it, until its first microbatch."""
+    """Reference values of jobs that left before this program; they are dropped at its first microbatch."""
     outcome: StageOutcome = field(default_factory=StageOutcome)
     timed: list[tuple[str, DeviceEvent, DeviceEvent, Mapping[str, Any]]] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ class StageProgram:
 
     @property
     def has_work(self) -> bool:
-        """True if it may run something, or has a program to report in which it has nothing to do."""
+        """True if the stage may run an instruction, or has to report a program in which it has none."""
         return bool(self._todo) or (bool(self._begun) and not self._begun[0].left)
 
     @property
@@ -101,7 +101,7 @@ class StageProgram:
         return not self._begun
 
     def run(self) -> Generator[None, None, None]:
-        """Runs its instructions; yields where another stage must run first, and between instructions."""
+        """Runs the program's instructions; yields between them, and where another stage must run first."""
         while self._todo:
             first, *beside = self._next()
             if beside:
@@ -224,7 +224,7 @@ class StageProgram:
         return work.program.microbatches[k - work.first]
 
     def _batch(self, k: int) -> PackedBatch:
-        """A microbatch; the first call also decides which references run before it."""
+        """Returns a microbatch; the first call for it also decides which references run before it."""
         if k not in self._batches:
             begun, microbatch = self._of_microbatch(k), self._microbatch(k)
             begun.released_rows.clear()
@@ -304,7 +304,8 @@ class StageProgram:
     def _time_pass(
         self, name: str, k: int, run: Callable[[], None], num_rows: int | None = None, beside: int | None = None
     ) -> None:
-        """`num_rows`: rows that run; None: the microbatch's. `beside`: microbatch that ran meanwhile."""
+        """Runs a pass and records its time. `num_rows`: rows that run; None: the microbatch's. `beside`: microbatch
+        that runs meanwhile."""
         devices, started = self._stage.backbone.devices, DeviceEvent(self._stage.backbone.device)
         waited_s = 0.0 if devices is None else devices.waited_s
         run()

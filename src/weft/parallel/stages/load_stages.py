@@ -68,7 +68,7 @@ class StageLayout:
     is_joined: bool = False
     """True if its processes join from any machine, each with the device that it sees."""
     num_lessened: int = 0
-    """How often its stages have run out of memory: each time they take less."""
+    """Number of times that its stages have run out of memory; they take less each time."""
 
     @property
     def num_devices(self) -> int:
@@ -128,7 +128,7 @@ def stage_cost(model: ResolvedModel, num_stages: int, row_tile: int, tensor: int
 
 
 def why_no_pairs(model: ResolvedModel, planner: str, layout: StageLayout) -> str | None:
-    """Why no two microbatches run side by side on devices that share every layer; None if they may."""
+    """Reason why no two microbatches run side by side on devices that share every layer; None if they may."""
     if len(layout.replica_sizes) > 1:
         return "pairs are for one replica."
     if layout.schedule is not None:
@@ -154,7 +154,7 @@ def layout_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tu
 
 
 def pair_notes(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> tuple[str, ...]:
-    """Why devices that share every layer run no pairs; empty where that is decided later."""
+    """Notes why devices that share every layer run no pairs; empty where that is decided later."""
     alone = why_no_pairs(model, spec.planner, layout) if layout.tensor else None
     return () if alone is None else (f"every microbatch runs alone: {alone}",)
 
@@ -166,7 +166,8 @@ def _rounding(model: ResolvedModel) -> str:
 
 
 def _gather_costs(model: ResolvedModel, layout: StageLayout) -> list[GatherCost]:
-    """Cost of gathering shared weights, for each kind of copy; empty if the table lacks the device."""
+    """Costs of gathering shared weights, one for each number of replicas and of stages that a shared copy has; empty if
+    the table lacks the device."""
     sizes = layout.replica_sizes
     kinds = {(len(own), sizes[own.start]): None for own in copies(len(sizes), layout.shards) if len(own) > 1}
     if model.hardware is None:
@@ -216,7 +217,7 @@ def check_layout(spec: RunSpec, model: ResolvedModel, layout: StageLayout) -> No
 
 
 def check_job(model: ResolvedModel, job: JobSpec, layout: StageLayout) -> None:
-    """ConfigError for settings of a job that such replicas cannot train."""
+    """Raises ConfigError for a setting of the job that replicas of this layout cannot train."""
     refuse_divided(job, layout.replica_sizes)
     # On a GPU auto is only decided once the weights are loaded; kernels: reference avoids the check.
     is_auto = model.spec.kernels == "auto" and not model.is_cpu
@@ -227,7 +228,7 @@ def check_job(model: ResolvedModel, job: JobSpec, layout: StageLayout) -> None:
 
 
 def find_parts(model: ResolvedModel, num_stages: int, tensor: int = 1) -> list[ModelPart]:
-    """Layers of each stage; ConfigError or ModelError if the model cannot be divided so."""
+    """Layers of each stage; ConfigError or ModelError if the model cannot be divided into so many."""
     spec = model.spec
     if spec.kernels != "fused" and (spec.recompute != "none" or spec.offload):
         raise ConfigError("recompute and offload are for the fused kernels; set kernels=fused too.", where=WHERE)
@@ -295,7 +296,8 @@ def load_for_service(
 
 
 def lessened(engine: Engine, longest: int, times: int) -> tuple[str, ...]:
-    """Takes less memory, so many times; a note about the result, or a JobError if there is no less."""
+    """Lowers the engine's use of memory `times` times and returns a note about the result; JobError if it cannot be
+    lower."""
     found: str | None = ""
     for _ in range(times):
         found = engine.lessen(longest)

@@ -209,7 +209,7 @@ class StageReferences:
         return found
 
     def forget(self) -> None:
-        """Drops all values after a failure: other stages may be further, or not."""
+        """Drops all values after a failure, because other stages may have computed more of them."""
         for reference in self._of_jobs.values():
             reference.forget()
         self._left_behind.clear()
@@ -251,22 +251,22 @@ class JobShare:
     trained: tuple[str, ...]
     modules: tuple[str, ...]
     target_names: tuple[str, ...]
-    """All adapted modules of the whole model, as PEFT's target_modules names them."""
+    """Names of all adapted modules of the whole model, as in PEFT's target_modules."""
     shared: Mapping[str, torch.Tensor]
     summed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For order-independent sums: numbers of each tensor that is summed by itself, by trained group."""
+    """Number of values in each tensor that is summed by itself, by trained group, for order-independent sums."""
     num_compared: int = 0
     compared: Mapping[str, torch.Size] | None = None
-    """Shapes of that adapter's frozen tensors that all modules read; None if it has no module here."""
+    """Shapes of the frozen tensors that all modules of the reference adapter read; None if it has no module here."""
     tied: tuple[str, ...] = ()
-    """Groups that the first stage has too."""
+    """Groups of tied rows that the first stage has as well."""
 
     @property
     def num_trained(self) -> int:
         return sum(self.sizes[group] for group in self.trained)
 
     def run_of(self, group: str) -> int:
-        """Numbers that it adds to the whole adapter's buffer of a group."""
+        """Number of values that this share adds to the whole adapter's buffer of a group."""
         return 0 if group in self.tied else self.sizes.get(group, 0)
 
 
@@ -276,7 +276,7 @@ class GradientNorm:
 
     norm: torch.Tensor
     is_finite: torch.Tensor
-    """Above 0 if all losses are finite."""
+    """Number above 0 if all losses are finite."""
 
     @property
     def message(self) -> torch.Tensor:
@@ -331,7 +331,7 @@ def in_order(groups: Iterable[str]) -> list[str]:
 LOW_BITS = 62
 """Bits of a sum's units in the first of two words."""
 Receive = Callable[[Sequence[int], torch.dtype], Generator[None, None, torch.Tensor]]
-"""Waits for the next tensor of one device."""
+"""Function that waits for the next tensor from one device."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ class SpreadPart:
         return SpreadPart(is_finite, weights.adapter.any_order_sums(devices), weights.adapter.penalties())
 
     def messages(self, device: torch.device) -> list[torch.Tensor]:
-        """Tensors that carry it to the root stage, all on the stage's device."""
+        """Tensors that carry this part to the root stage, all on the stage's device."""
         units = [units for own in self.sums.values() for units in own.units]
         has_coarse = any(own.coarse_P is not None for own in self.sums.values())
         low = [each & (2**LOW_BITS - 1) for each in units]

@@ -80,7 +80,7 @@ class StagePrompts:
         self._caches = {number: self._caches.get(number, {}) for number in numbers}
 
     def open(self, item: Continuation) -> tuple[Continuation, int]:
-        """The continuation with what is kept of it here, and the number of rows in front of it."""
+        """Returns the continuation with its keys and values on this stage, and the number of rows in front of it."""
         slot, num_leading = (None, 0) if item.request.slot is None else self._slots[item.request.slot]
         item.request = replace(item.request, slot=slot)
         item.cache = self._caches[item.cache["number"]]
@@ -195,7 +195,7 @@ class Stage:
         return OPTIMIZER_KINDS[self._given[job].spec.optim]
 
     def add(self, job: NewJob) -> JobShare:
-        """Makes a job's share; ConfigError if the job does not fit a backbone in parts."""
+        """Adds this stage's share of a job; ConfigError if the job does not fit a backbone in parts."""
         spec, method = job.spec, method_of(job.spec.adapter)
         refuse_method(spec.adapter, self.backbone, "adapter.method")
         if self.backbone.devices is not None:
@@ -381,7 +381,7 @@ class Stage:
         return self._given[job].spec.adapter.num_leading_rows
 
     def evaluated(self, job: str) -> AbstractContextManager[ScoreRequest]:
-        """A job's evaluation, while it and its reference have slots, where they have modules here."""
+        """Yields a job's evaluation, while the job and its reference have slots, where they have modules here."""
         return evaluated(self._given[job], self.references.of(job), self.slot_of(job))
 
     def forget(self) -> None:

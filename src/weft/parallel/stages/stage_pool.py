@@ -42,15 +42,15 @@ PROGRAM = "weft.parallel.stages.stage_process"
 SILENT_S = 30.0
 """Seconds without a sign of life after which a stage is considered hung and its replica ended."""
 JOIN_S = 300.0
-"""The same before its first one: it imports libraries, perhaps over a network."""
+"""Seconds that a stage may take to its first sign of life: it imports libraries, perhaps over a network."""
 TOGETHER = ("run", "evaluate", "answer", "read_prompts", "time_link", JOIN)
 """Calls in which stages wait for each other: if one fails, none can finish."""
 LOADED = 0
 """Number of the answer that a stage sends once its layers are loaded."""
 READ = ("modules", "adapter_of")
-"""Calls that change nothing and may return much: of processes that share a stage only the first gets them."""
+"""Calls that change nothing and may return much: only the first of the processes that share a stage gets them."""
 JOINED = "tensors"
-"""A call that each of those processes answers with a part."""
+"""Call that each process of a stage answers with its part."""
 END_S = 5.0
 BLAME_S = 1.0
 """Seconds to notice that a stage failed because another one is gone."""
@@ -69,17 +69,17 @@ class StageHandle(Protocol):
         ...
 
     def dismiss(self) -> None:
-        """Lets it end by itself."""
+        """Leaves the process to end by itself."""
         ...
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits for its end; TimeoutExpired after `timeout` seconds."""
+        """Waits for the end of the process; TimeoutExpired after `timeout` seconds."""
         ...
 
     def kill(self) -> None: ...
 
     def ending(self) -> str:
-        """How it has ended, for the user."""
+        """Describes for the user how the process has ended."""
         ...
 
 
@@ -92,7 +92,7 @@ class StageHosts(Protocol):
         ...
 
     def open_store(self) -> str | int:
-        """Where processes find each other, new at each call: a file, or the port of a store of this machine."""
+        """Opens a new store in which processes find each other: a file, or a port of this machine."""
         ...
 
     def close(self) -> None: ...

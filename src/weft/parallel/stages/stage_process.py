@@ -57,14 +57,14 @@ class StageOrder:
     part: ModelPart
     teams: Teams
     tensor: int
-    """Its index among the processes that share the stage."""
+    """Index of this process among those that share the stage."""
     rings: tuple[tuple[int, ...], ...] = ()
     backend: str = "gloo"
     memory_limit: float | str | None = None
 
     @property
     def ring(self) -> tuple[int, ...]:
-        """Stages that share its frozen weights, with itself; empty: it has them alone."""
+        """Stages that share the frozen weights of this one, itself included; empty if it shares none."""
         return next((ring for ring in self.rings if self.position.device in ring), ())
 
     @property
@@ -119,7 +119,7 @@ def receive_message(connection: Connection) -> Any:
 
 
 def answer(stage: Stage, what: str, given: tuple[Any, ...]) -> Generator[None, None, Any]:
-    """A stage's result of a call; yields where another stage must run first."""
+    """Returns a stage's result of a call; yields where another stage must run first."""
     if what in TOGETHER:
         try:
             return (yield from TOGETHER[what](stage, *given))

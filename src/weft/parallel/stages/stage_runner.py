@@ -46,7 +46,8 @@ class StageRunner(Protocol):
     ) -> tuple[torch.Tensor, PendingScores | None]: ...
 
     def read(self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None) -> torch.Tensor:
-        """The same without scores: the output, or the last stage's hidden states of supervised rows (N, D)."""
+        """Runs a microbatch forward without scores; returns the output, or the last stage's hidden states of supervised
+        rows (N, D)."""
 
     def forget(self) -> None:
         """Drops all microbatches that wait for their backward."""
@@ -108,7 +109,7 @@ class FusedStageRunner:
         return left_TD[batch.supervised_N] if self.part.is_last else self._own(left_TD, batch)
 
     def _look(self, batch: PackedBatch, row_tile: int | None, entering_TD: torch.Tensor | None) -> torch.Tensor:
-        """The output; the next microbatch in its buffers may overwrite it."""
+        """Returns the output, which the next microbatch in the same buffers may overwrite."""
         buffers = self._free_buffers()
         self._path.follow(batch.segment_slots)
         left_TD = buffers.forward(batch, self._shape(batch), row_tile, entering_TD, needs_grad=False)
@@ -129,18 +130,18 @@ class FusedStageRunner:
 
     @staticmethod
     def _own(left_TD: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        """A copy that later microbatches do not overwrite, without a graph's surplus rows."""
+        """Returns a copy that later microbatches do not overwrite, without a graph's surplus rows."""
         return left_TD[: batch.num_rows].clone()
 
 
 @dataclass(frozen=True, eq=False)
 class _InAutograd:
     entered_TD: torch.Tensor | None
-    """None on the first stage: the gradient of embeddings is not needed."""
+    """Input of the part; None on the first stage, since the gradient of embeddings is not needed."""
     left_TD: torch.Tensor
     begun: DeviceEvent
     learnt: PendingBackward | None = None
-    """On the last stage, the rest of its backward."""
+    """Remaining part of the backward, on the last stage, whose loss is computed with the forward."""
 
 
 class ReferenceStageRunner:

@@ -73,7 +73,7 @@ class StagedExecutor:
         self.facts = facts_of(stages.call_all("facts"), self.replicas, shards)
         self._jobs = StagedJobs(stages, self.replicas, self._copies)
         self._at_rest: list[ReplicaMemory] = [] if self.facts.device_kind == "cpu" else stages.call_all("memory")
-        """Of each stage, with the frozen weights alone."""
+        """Memory of each stage with the frozen weights alone."""
         self._answered: tuple[tuple[int, list[AdapterSpec]], list[int]] | None = None
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
@@ -106,7 +106,8 @@ class StagedExecutor:
         return tuple(max(1, int(free // most)) for free, most in zip(left, each, strict=True))
 
     def _microbatch_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> list[int]:
-        """Of one on each stage. Stages are called once for the same adapters: each call waits for their work."""
+        """Bytes of one microbatch on each stage. Stages are called once for the same adapters, because each call waits
+        for their work."""
         question = capacity, list(adapters)
         answered = self._answered
         if answered is None or answered[0] != question:
@@ -303,7 +304,7 @@ def _merged(parts: list[Mapping[str, ModuleTensors]]) -> dict[str, ModuleTensors
 
 
 def _kept(write: Callable[[], None]) -> Callable[[], None]:
-    """Writes now; returns a function that raises the StorageError, if any."""
+    """Runs a write at once; returns a function that raises its StorageError, if any."""
     try:
         write()
     except StorageError as error:

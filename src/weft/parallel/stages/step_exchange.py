@@ -41,7 +41,7 @@ Part = torch.Tensor | SpreadPart
 class MeasuredStep:
     norm: GradientNorm
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Gradient by group that was summed elsewhere: of several replicas, or of tied rows."""
+    """Gradient by group that the root stage has summed: over several replicas, or over tied rows."""
 
 
 class StepExchange:
@@ -53,7 +53,7 @@ class StepExchange:
         self._replicas: Sequence[range] = ()
         self._due: defaultdict[Route, deque[StepOf]] = defaultdict(deque)
         self._parts: dict[tuple[int, StepOf], Part] = {}
-        """On the root stage: parts that have arrived early, by stage and step."""
+        """Parts of gradients that have arrived early on the root stage, by stage and step."""
         self._measured: dict[StepOf, MeasuredStep] = {}
         self._is_cut_off = False
         """True once a replica is gone."""

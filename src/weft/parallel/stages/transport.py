@@ -98,7 +98,7 @@ class Transport(Protocol):
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel
     ) -> torch.Tensor | None:
-        """The next tensor; None if it has not been sent and waiting would not help."""
+        """Returns the next tensor; None if it has not been sent yet and waiting would not help."""
         ...
 
     def finish(self) -> None: ...
@@ -135,7 +135,7 @@ class TorchTransport:
         self._open |= {*routes}
 
     def send(self, tensor: torch.Tensor, to_stage: int, channel: Channel) -> None:
-        """Starts to send a tensor, which is kept until it has left; to a process that is gone nothing leaves."""
+        """Starts to send a tensor, which is kept until it is sent; nothing is sent to a process that is gone."""
         self._leaving = [(work, kept) for work, kept in self._leaving if work is not None and not work.is_completed()]
         tensor = tensor.contiguous()
         group = self._groups[Route(channel, self._stage, to_stage).direction]
@@ -144,7 +144,7 @@ class TorchTransport:
                 self._leaving.append((dist.isend(tensor, process, group=group), tensor))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel) -> torch.Tensor:
-        """Waits for it; on a GPU only what is launched from now on does. StageGoneError if the sender is gone."""
+        """Waits for the next tensor; on a GPU only later launches wait. StageGoneError if the sender is gone."""
         direction, senders = Route(channel, from_stage, self._stage).direction, self._teams.processes(from_stage)
         with on_stream(self._streams[direction]) if self._streams else nullcontext():
             tensor = self._room(shape, dtype)
@@ -189,7 +189,7 @@ class HostTransport(TorchTransport):
         self._handed.append(self._thread.submit(self._hand_over, host, copied, to_stage, channel))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, from_stage: int, channel: Channel) -> torch.Tensor:
-        """Waits until it is in the machine's memory; later launches wait for its copy to the GPU."""
+        """Waits until the tensor is in the machine's memory; later launches wait for its copy to the GPU."""
         host = super().receive(shape, dtype, from_stage, channel)
         with nullcontext() if self._in is None else on_stream(self._in):
             tensor = host.to(self._gpu, non_blocking=True)
@@ -253,14 +253,14 @@ def process_variables(gpu: str | None) -> dict[str, str]:
 
 
 def address_of_peer(connection: Connection) -> str | None:
-    """Address of the machine at the other end of a network connection; None if it is this machine by its nature."""
+    """Address of the machine at the other end of a network connection; None for a connection within this machine."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
         return link.getpeername()[0] if link.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 def network_variables(connection: Connection) -> dict[str, str]:
-    """Environment of a process on this end of a network connection: gloo and NCCL use its interface. Otherwise gloo
-    would resolve the machine's name, which may lead back to itself alone."""
+    """Environment variables by which gloo and NCCL use the network interface of this connection. Without them gloo
+    looks up the machine's own name, which may be an address that other machines cannot reach."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
         own = link.getsockname()[0]
         for _, name in socket.if_nameindex():
@@ -313,7 +313,7 @@ class TorchDevices(Devices):
 
 
 class HostDevices(TorchDevices):
-    """The same on a GPU with groups of gloo: through pinned memory."""
+    """Devices that share every layer on GPUs with groups of gloo: tensors go through pinned memory."""
 
     def __init__(self, index: int, count: int, gpu: torch.device) -> None:
         super().__init__(index, count)
@@ -341,14 +341,14 @@ class HostDevices(TorchDevices):
 
 
 def tensor_devices(index: int, count: int, device: torch.device, backend: str) -> TorchDevices:
-    """One of the processes that share a stage, for this backend; they have not met yet."""
+    """Returns this process as one of those that share a stage, for this backend; they are not connected yet."""
     if goes_through_host(device, backend):
         return HostDevices(index, count, device)
     return TorchDevices(index, count, can_be_recorded=backend == "nccl")
 
 
 def join_devices(device: int, teams: Teams, longest_wait: datetime.timedelta) -> list[dist.ProcessGroup]:
-    """Two groups of the processes that share a stage; all processes of all stages call it at once."""
+    """Makes two groups of the processes that share a stage; all processes of all stages call this at once."""
     groups: list[list[dist.ProcessGroup]] = [
         [dist.new_group([*teams.processes(stage)], timeout=longest_wait) for _ in range(2)]
         for stage, _ in enumerate(teams.sizes)

@@ -52,7 +52,7 @@ class StagedWork(Work[StagedOutcome]):
     kept: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """Jobs and steps after which the job's state is copied for a checkpoint, with the first step still needed."""
     reads_references: bool = False
-    """True if a job of it has a reference: devices in step then exchange who has passes to run."""
+    """True if one of its jobs has a reference: devices in step then exchange how many passes each has to run."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StageGroup(Protocol):
         ...
 
     def call_each(self, what: str, given: Mapping[int, tuple[Any, ...]]) -> list[Any]:
-        """The same for some stages, by number, with arguments of their own."""
+        """Answers of some stages to a method, by stage; each stage gets arguments of its own."""
         ...
 
     def append(self, work: StagedWork, lists: Lists, due: Due) -> int:

@@ -80,7 +80,7 @@ def _can_share(program: Program) -> bool:
 
 @dataclass(frozen=True)
 class _Rows(LinearCost):
-    """Counts rows in place of bytes."""
+    """Memory model that counts rows instead of bytes."""
 
     limits: Limits = field(kw_only=True)
 
@@ -98,7 +98,7 @@ class StageWalk:
         self.left = {batch: count[self.replica] for batch, count in batches.num_backwards.items()}
         self.measures = {batch for batch, count in batches.num_backwards.items() if self.replica in count}
         self.newest: dict[str, int] = {}
-        """The last microbatch of each job that has gone backward."""
+        """Last microbatch of each job whose backward has run."""
         self.index = 0
         self.done: set[Instruction] = set()
         self.stepped: set[CheckedBatch] = set()

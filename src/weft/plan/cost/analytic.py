@@ -24,10 +24,10 @@ from weft.plan.cost.shape import ALL_LINEAR, ModelShape, estimated_row_tile
 PRODUCT_IN_STEP = 0.92
 """Rate of a layer's products relative to one large square product."""
 ATTENTION_SHARE = 0.55
-"""The same for attention over samples of some hundred tokens."""
+"""Rate of attention over samples of some hundred tokens, relative to one large square product."""
 ATTENTION_BACKWARD = 2.5
 RANK_SHARE = 0.5
-"""The same for products with a rank as one side."""
+"""Rate of products with a rank as one side, relative to one large square product."""
 KERNELS_PER_LAYER = 14
 OPTIMIZER_BYTES = 42
 """Bytes per parameter and step: gradient twice, master and moments read and written, the 16-bit copy, zeroing."""

@@ -24,24 +24,24 @@ GB, TFLOP = 1e9, 1e12
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device; rates are sustained, per second."""
+    """One kind of device, with rates that it sustains."""
 
     name: str
     product_flop: float
-    """FLOP of matrix products in the activations' type: bf16, on a CPU fp32."""
+    """FLOP per second of matrix products in the activations' type: bf16, on a CPU fp32."""
     fp8_flop: float | None
-    """None: FP8 weights are made dense before products."""
+    """FLOP per second of FP8 products; None: FP8 weights are made dense before products."""
     memory_rate: float
-    """Bytes read or written."""
+    """Bytes per second that are read or written."""
     memory_bytes: int
     link_rate: float
-    """Bytes to a neighbour in the same machine, one way."""
+    """Bytes per second to a neighbour in the same machine, one way."""
     network_rate: float
-    """Bytes to another machine, one way."""
+    """Bytes per second to another machine, one way."""
     link_s: float = 0.0
     """Seconds before a message's first byte arrives."""
     links: str = "assumed"
-    """Origin of the two figures of links, for the user."""
+    """Origin of `link_rate` and `network_rate`, in a word for the user."""
     launch_s: float = 4e-6
     """Gap between kernels of a captured graph; on a CPU, between operations."""
     activation_bytes: int = 2
@@ -50,7 +50,7 @@ class Hardware:
         return self.link_s + num_bytes / self.link_rate
 
     def with_links(self, name: str, file: Path) -> Hardware:
-        """With the links of this device's machine, if they have been measured into this file."""
+        """This device with the links that a file has measured for its machine, if any."""
         try:
             found = json.loads(file.read_text(encoding="utf-8"))[name]
             rate, wait_s = float(found["bytes_per_s"]), float(found["latency_s"])
@@ -98,7 +98,7 @@ _MARKS = (
     (r"\b4090\b", "rtx-4090"),
     (r"\bcpu\b", "cpu"),
 )
-"""Patterns of a device's own names, and its row; the first match counts."""
+"""Pairs of a pattern of a driver's name and a row's name; the first match counts."""
 
 
 def find_hardware(name: str) -> Hardware:

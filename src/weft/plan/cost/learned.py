@@ -27,9 +27,9 @@ class AdapterTimes:
     """Seconds of adapters per pass on one stage, the mean over passes and stages."""
 
     job_s: float
-    """Fixed part of a job: launches, its weights and gradients read and written."""
+    """Seconds per job, however few its tokens: launches, its weights and gradients read and written."""
     rank_token_s: float
-    """Part per rank and token."""
+    """Seconds per rank and token."""
     ranks: Mapping[str, int] = field(default_factory=dict)
 
     def seconds(self, job: str, num_tokens: float) -> float:
@@ -45,9 +45,9 @@ PASSES = ("forward", "backward")
 ADAPTER_TERMS = ("rank_tokens", "jobs")
 WINDOW = 256
 LEAST_S = 1e-6
-"""Least time of a pass: planners order what happens by when it ends."""
+"""Minimum time of a pass: planners order what happens by when it ends."""
 FEWEST = 12
-"""Passes of each stage needed to learn."""
+"""Number of passes of each stage that are needed to learn."""
 
 
 @dataclass(frozen=True)

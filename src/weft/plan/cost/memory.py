@@ -105,9 +105,9 @@ class MemoryModel:
     def unlike_bytes(
         self, rank: int, num_parameters: int | None, state_bytes: float = MOMENT_BYTES, stage: int = 0
     ) -> float:
-        """Bytes by which an adapter differs from `adapter_bytes` of this rank, with AdamW; may be negative.
-        `num_parameters`: its own in all layers; None: as many as counted there. `state_bytes`: beside weight and
-        gradient, each."""
+        """Bytes by which an adapter exceeds `adapter_bytes` of its rank, which assumes AdamW; may be negative.
+        `num_parameters`: the adapter's own in all layers; None: as many as `adapter_bytes` assumes. `state_bytes`:
+        bytes per parameter beside weight and gradient."""
         like = self.adapter_bytes(rank, stage=stage)
         num = like / self.adapter_bytes_each
         if num_parameters is not None:

@@ -34,10 +34,10 @@ def memory_load(rows: int, longest: int) -> MicrobatchLoad:
 class MemoryFit:
     _peaks: deque[tuple[MicrobatchLoad, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _count: int = 0
-    """Peaks so far, those that have left the window too."""
+    """Number of peaks so far, including those that have left the window."""
     _fitted: Fit | None = None
     _next_fit: int = ENOUGH
-    """Number of peaks at which it is fitted again: twice as many each time, since a fit takes tens of milliseconds."""
+    """Number of peaks at which the next fit is due: twice as many each time, since a fit takes tens of milliseconds."""
     _above: float = 0.0
     """Bytes by which a peak has exceeded the fit."""
 

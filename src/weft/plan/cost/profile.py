@@ -34,13 +34,13 @@ class Measurement:
     forward_s: float
     backward_s: float
     step_s: float
-    """Optimizer steps of all its jobs."""
+    """Seconds of the optimizer steps of all its jobs."""
     peak_bytes: float
     """Peak bytes of tensors, frozen weights and optimizers included."""
     reserved_bytes: float
     """Bytes taken by the allocator; on a CPU equal to the peak."""
     held_out: bool = False
-    """True if it is not fitted but used to count the error."""
+    """True if the measurement is not fitted, but used to count the error."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,8 @@ class ProfiledCost:
         stage_layers(self.profile.setup.num_layers, self.num_stages, self.split)
 
     def apart(self) -> tuple[ProfiledCost, AdapterTimes]:
-        """Without what each job adds to a microbatch, and that alone, as measured: of a pass of a stage, on average."""
+        """Returns this model without what each job adds to a microbatch, and that addition: measured, per pass of a
+        stage, on average."""
         passes = ("forward_s", "backward_s")
         job_s = sum(self.profile.fits[name].prices["jobs"] for name in passes) / len(passes)
         return replace(self, num_jobs=0), AdapterTimes(job_s / self.num_stages, 0.0)

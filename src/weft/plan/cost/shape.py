@@ -203,10 +203,10 @@ GEMMA3_ROPE: Mapping[str, Any] = {
 }
 GEMMA3 = {"sliding_window": 1024, "query_pre_attn_scalar": 256}
 PHI = {"pad_token_id": 0}
-"""The default is outside of smaller vocabularies."""
+"""Settings of Phi models whose default padding token is outside of smaller vocabularies."""
 PHI3 = {**PHI, "sliding_window": 2047}
 PHI4_MINI_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
-"""Valid up to samples of 4,096 tokens."""
+"""Rotary positions of Phi-4-mini, valid up to samples of 4,096 tokens."""
 
 
 OLMO3_ROPE: Mapping[str, Any] = {
@@ -237,7 +237,7 @@ def _granite(attention: float, residual: float, logits: float, **more: Any) -> d
 
 
 def _dense(ffn: int) -> dict[str, Any]:
-    """What a dense Granite 4 has instead of experts."""
+    """Settings of a dense Granite 4 in place of those of experts."""
     return {"num_local_experts": 0, "shared_intermediate_size": ffn, "position_embedding_type": "rope"}
 
 

@@ -41,14 +41,14 @@ class LinearCost:
     """The simplest model: a cost per microbatch, per token and per squared length, equal on all stages."""
 
     fixed_s: float = 0.0
-    """Per microbatch and pass, however full: launches, reading the weights."""
+    """Seconds per microbatch and pass, however full: launches, reading the weights."""
     token_s: float = 1.0
     pair_s: float = 0.0
-    """Per squared length of a sample: attention."""
+    """Seconds per squared length of a sample: attention."""
     backward_ratio: float = 1.0
-    """Backward over forward; about 1 with frozen weights, which need only input gradients."""
+    """Ratio of backward to forward; about 1 with frozen weights, which need only input gradients."""
     send_s: float = 0.0
-    """Per token between stages."""
+    """Seconds per token sent between stages."""
     optimizer_s: float = 0.0
     token_bytes: int = 1
 

@@ -42,9 +42,9 @@ class PricedReplica:
     cost: CostModel
     is_packed: bool = True
     adapter_token_s: float = 0.0
-    """Seconds of a token that the jobs' adapters add to those of `cost`, on average over the jobs."""
+    """Seconds per token that adapters add to `cost`, on average over the jobs."""
     adapters_s: float = 0.0
-    """The same of a chunk with all jobs."""
+    """Seconds per chunk that the adapters of all jobs add to `cost`."""
 
     def costs(self, buckets: Buckets) -> BucketCosts:
         """Seconds on the slowest stage. A bucket's price is that of a full chunk of it, so attention's quadratic part
@@ -73,9 +73,9 @@ class PricedReplica:
 @dataclass(frozen=True)
 class DealtQueues:
     queues: list[JobQueue]
-    """Its own jobs, and its parts of divided jobs, whose samples are counted from 0."""
+    """Queues of the replica: its own jobs, and its parts of divided jobs, whose samples are counted from 0."""
     indices: dict[tuple[str, int], list[int]]
-    """By divided global batch, the index of each of its samples in the whole batch."""
+    """Index in the whole global batch of each sample of a divided one."""
 
     @property
     def longest(self) -> int:

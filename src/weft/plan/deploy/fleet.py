@@ -101,7 +101,7 @@ class Fleet:
         return [tuple(own) for own in seconds_KJ.T.tolist()]
 
     def planned(self, jobs: Iterable[str]) -> PlannedReplicas:
-        """These replicas for the run; `jobs`: names of those that have a home."""
+        """The replicas in the form that a run takes; `jobs`: names of the jobs with a home."""
         return PlannedReplicas(tuple(m.most_tokens for m in self.models), dict(zip(jobs, self.home_s, strict=True)))
 
     @property

@@ -108,7 +108,7 @@ MIN_TOKENS = 512
 class GpuPool:
     name: str
     hardware: Hardware
-    """Its link is the one between GPUs of one machine."""
+    """Rates of one GPU; the link is that between GPUs of one machine."""
     gpus_per_machine: int
     num_machines: int
     network_rate: float

@@ -123,7 +123,7 @@ class Deployment:
         return Fleet(self.models, self.problem.buckets).homes
 
     def planned_replicas(self, jobs: Iterable[str]) -> PlannedReplicas:
-        """The replicas for the run that executes the plan; `jobs`: names of those that have a home."""
+        """The replicas in the form that a run takes; `jobs`: names of the jobs with a home."""
         return Fleet(self.models, self.problem.buckets).planned(jobs)
 
     @property

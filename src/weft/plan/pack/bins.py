@@ -41,7 +41,7 @@ def taken(segments: Iterable[Segment]) -> int:
 
 
 def by_halves(lengths: Lengths, room: int) -> int:
-    """L2 over every threshold; `lengths` ascending."""
+    """Bound L2: the largest over all thresholds k; `lengths` ascend."""
     small = lengths[2 * lengths <= room]
     thresholds = np.concatenate([[0], np.unique(small)])
     num, num_large = len(lengths), len(lengths) - len(small)

@@ -28,7 +28,7 @@ from weft.plan.program import Program, Step, Turn
 from weft.plan.types import JobQueue, Limits, Microbatch, whole_batches, with_empty_slots
 
 BUDGET_S = 2.0
-"""For all solves of a program, which run beside training."""
+"""Seconds for all solves of a program, which run beside training."""
 _SOLVE_S = 0.5
 _MOST_CELLS = 4_000
 """Samples times microbatches up to which a solver is started: larger MILPs are not solved in that time."""
@@ -139,11 +139,11 @@ def _pack(queues: Sequence[JobQueue], limits: RoundLimits, until: float, *, keep
 
 
 def _merged(rounds: Sequence[Bins], limits: RoundLimits, *, keep_order: bool) -> Bins:
-    """All bins in turn; before each round, the last one takes samples of it: the next of each job, or else the longest
-    that fit."""
+    """The bins of all rounds in order. Before each round is added, the last bin takes samples of it: the next one of
+    each job, or else the longest that fit."""
     stream: Bins = []
     ended: dict[str, int] = {}
-    """The last bin with samples of each job's last global batch."""
+    """Index of the last bin with samples of each job's last global batch."""
     for bins in rounds:
         samples = [s for own in bins for s in own]
         if not keep_order:

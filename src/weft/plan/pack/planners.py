@@ -29,9 +29,9 @@ from weft.plan.program import Program, Step, Turn
 from weft.plan.types import JobQueue, Limits, Microbatch, Segment
 
 AUTO_STATES, AUTO_S = 300, 0.05
-"""10 to 20 ms for a program of 16 microbatches, and only where greedy is not proven the best."""
+"""Limits of the search of `auto`: 10 to 20 ms for a program of 16 microbatches."""
 EXACT_STATES, EXACT_S = 4_000, 1.0
-"""Half a second or so, likewise."""
+"""Limits of the search of `exact`: about half a second."""
 
 State = tuple[int, ...]
 

@@ -24,7 +24,7 @@ class RoundLimits:
     row_tile: int = 1
     """Rows of a microbatch are computed in whole tiles of this size."""
     unlike: float = 1.0
-    """Cost of a row more or less than other microbatches, relative to an empty row; with tiles only."""
+    """Cost of each row by which a microbatch differs from the others, relative to an empty row; with tiles only."""
 
     @property
     def lemma_distance(self) -> int:
@@ -46,7 +46,7 @@ class PackedRound:
     time_s: float
     """Seconds on one stage, forward and backward, if every slot, empty ones too, lasts as long as the largest."""
     bound_s: float
-    """Lower bound of it for any packing: all work evenly in the fewest slots, none below the longest sample."""
+    """Lower bound of `time_s` for any packing: all work evenly in the fewest slots, none below the longest sample."""
 
     @property
     def num_microbatches(self) -> int:

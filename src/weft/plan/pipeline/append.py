@@ -36,13 +36,13 @@ Lists = tuple[tuple[Instruction, ...], ...]
 @dataclass(frozen=True)
 class DealtStream:
     microbatches: Sequence[Microbatch]
-    """Two that run side by side count as one."""
+    """Microbatches of the stream; two that run side by side count as one."""
     indices: Sequence[Sequence[int]]
     """Indices of each replica's microbatches, in the order of its forwards."""
     free: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Steps of the jobs that all replicas train."""
     parts: Sequence[int] = ()
-    """Parts of each microbatch, one or two; empty: one."""
+    """Number of parts of each microbatch, one or two; empty: one each."""
 
     @classmethod
     def of(cls, program: Program) -> DealtStream:

@@ -35,9 +35,9 @@ than a second."""
 class Replica:
     name: str
     budget: Budget = Budget()
-    """Its memory and seats (`max_jobs`), as for admission on one device."""
+    """Memory and seats (`max_jobs`) of the replica, as for admission on one device."""
     speed: float = 1.0
-    """Relative to the replica that jobs' seconds are predicted for."""
+    """Speed relative to the replica that jobs' seconds are predicted for."""
     is_draining: bool = False
     """True if it takes no jobs and those on it move away. It still counts for whether a job can ever fit: use it for a
     replica that is expected back, and leave out one that is lost for good."""
@@ -53,7 +53,7 @@ class Candidate:
     seconds_left: float
     """Predicted seconds on a replica of speed 1 without other jobs."""
     replica: str | None = None
-    """Present replica; None, or a replica that no longer exists: no seat."""
+    """Index of the present replica; None, or a replica that no longer exists: no seat."""
 
     def __post_init__(self) -> None:
         if not (self.seconds_left >= 0 and math.isfinite(self.seconds_left)):
@@ -237,7 +237,7 @@ class PooledRoom:
         return found
 
     def _why_not(self, applicant: Applicant) -> Reason:
-        """Words the reason as admission does on one device if there is only one replica."""
+        """Returns the reason in the words of admission on one device if there is only one replica."""
         if len(self._open) == 1:
             held_bytes = sum(a.num_bytes for a in self.order)
             reason = DeviceRoom(self._open[0].budget, list(self.order), held_bytes).take(applicant)

@@ -66,9 +66,9 @@ class FastestPipeline(Planner):
     pairs: PairTimes | None = None
     """Times of two microbatches side by side, for stages that devices share; None: each runs alone."""
     pairs_share_room: bool = False
-    """Two side by side have no more rows than a full one, which is what a GPU has memory for."""
+    """True if two microbatches side by side have no more rows than a full one, which is what a GPU has memory for."""
     has_pairs: bool = False
-    """True if the last program had pairs: it takes `least_gain` to begin with them, and to end with them."""
+    """True if the last program had pairs: a change takes a predicted gain of `least_gain`."""
     least_gain: float = WORTH
     num_measured: int = 0
 
@@ -139,7 +139,7 @@ class FastestPipeline(Planner):
         return dataclasses.replace(found, pairs=PairChoice(len(found.program.pairs), gain))
 
     def _alone(self, queues: Sequence[JobQueue], limits: Limits) -> PipelineChoice:
-        """The fastest in which every pass runs alone."""
+        """The fastest program in which every pass runs alone."""
         greedy = self.quick(queues, limits)
         together = (tuple(queue.job for queue in queues),)
         if any(queue.lane or any(batch.groups for batch in queue.batches) for queue in queues):
@@ -187,7 +187,7 @@ class FastestPipeline(Planner):
                 yield pack_rounds(whole, apart, cost=even, keep_order=keep_order, behind=self.behind).stream
 
     def _build(self, stream: Sequence[Microbatch], limits: Limits) -> Program:
-        """In the order of a stream, within memory."""
+        """Builds the program that runs a stream in its order, within memory."""
         return build(
             Schedule.EAGER,
             stream,

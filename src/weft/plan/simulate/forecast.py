@@ -28,7 +28,7 @@ from weft.plan.types import JobQueue, Limits, Microbatch
 
 ALL = 10**9
 ROW_TILE = 64
-"""Multiple of the largest capacity."""
+"""Number of rows of which the largest capacity is a multiple."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class _Run:
         self.norms_at: dict[Measure, float] = {}
         self.ring_of = {stage: ring for ring in program.rings for stage in ring}
         self.rounds: dict[tuple[int, int], dict[int, float]] = {}
-        """By the ring's first stage and n: when each of its stages was ready for its n-th pass."""
+        """Times at which each stage of a ring was ready for its n-th pass, by the ring's first stage and n."""
 
     def advance(self, index: int) -> bool:
         """Runs a stage until it must wait; returns whether it progressed."""

@@ -78,10 +78,11 @@ LAYER_LAUNCH_S = 256 / 1731 / 22
 """Forward and backward of one layer when the host sets the pace: TinyLlama's 22 layers at 1 x 256 run at 1,731
 tokens/s, 147.9 ms a step or 6.72 ms a layer. Llama-3.1-8B's 32 at 1 x 512 and 1 x 256: 6.87 and 8.35 ms."""
 GPU_TIMES = 18209 / 10918
-"""The GPU's time over the fused step's: Llama-3.1-8B, best batch, 18,209 rows/s against 10,918. TinyLlama: 2.11."""
+"""PEFT's time on the GPU over that of the fused step: 18,209 rows/s against 10,918 (Llama-3.1-8B, PEFT's best batch).
+TinyLlama: 2.11."""
 KEPT_TIMES = 2.76
-"""Bytes kept per row over the fused step's: peaks of 21.07 and 18.93 GB at 512 and 256 rows of Llama-3.1-8B, 8.36 MB a
-row against 3.03."""
+"""Bytes that PEFT keeps per row, over those of the fused step: 8.36 MB against 3.03 (Llama-3.1-8B, from peaks of 21.07
+and 18.93 GB at 512 and 256 rows)."""
 ADAPTER_BYTES = 16
 
 

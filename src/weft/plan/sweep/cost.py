@@ -59,12 +59,12 @@ class SweepSetting:
     num_gpus: int = 1
     quantize: str = "none"
     recompute: str | None = None
-    """None: the best mode for each pack."""
+    """Recomputation of every pack; None: the best mode for each."""
     capacity: int | None = None
     memory_share: float = 0.95
     """Usable share of a device; the rest is for the driver and the allocator."""
     max_degree: int | None = None
-    """Most GPUs of a pack; None: all."""
+    """Largest number of GPUs of a pack; None: all."""
     plain_row_bytes: int | None = None
     """As in `MemoryModel`."""
 

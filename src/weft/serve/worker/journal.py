@@ -40,7 +40,7 @@ from weft.serve.worker.claim import GIVE_BACK, Claim, EngineNotice, StoredResult
 from weft.store import json_text
 
 KEPT_CHECKPOINTS = 3
-"""How many checkpoints of a job, the newest ones, can be used as models."""
+"""Number of a job's newest checkpoints that can be used as models."""
 
 
 class Fate(enum.Enum):

@@ -143,13 +143,14 @@ class PromptMessage(BaseModel):
 
 
 class CheckBody(BaseModel):
-    """An adapter to read."""
+    """Request to check that an adapter can be read."""
 
     model_blob: str
 
 
 class PromptBody(BaseModel):
-    """The body of a request to a worker."""
+    """Request to answer a prompt, given as one of `messages` and `prompt`. Without `model_blob` the backbone
+    answers."""
 
     model_blob: str | None = None
     base: str | None = None

@@ -235,7 +235,8 @@ class TokenRecords:
         self._waiting.append({"token": self._texts[logprobs.token], "logprob": value, "top": top, "offset": offset})
 
     def add_prompt(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], num_chars: int) -> None:
-        """`num_chars`: of the whole prompt; special tokens may have none of them."""
+        """Adds the tokens of a prompt of `num_chars` characters. Special tokens may have a text that is not among
+        these."""
         offset = 0
         for token, own in zip(tokens, logprobs, strict=True):
             text = self._texts[token]

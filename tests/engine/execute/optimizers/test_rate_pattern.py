@@ -78,5 +78,7 @@ def test_kind_when_no_module_has_another_rate_then_no_bit_changes_and_with_zero_
 
 def test_pattern_when_no_module_answers_then_is_refused_by_name(backbone):
     spec = job_spec("me", learning_rate_pattern={"q_prj": 2.0})
-    with pytest.raises(ConfigError, match="learning_rate_pattern: no adapted module answers to 'q_prj'; they are such"):
+    with pytest.raises(
+        ConfigError, match="learning_rate_pattern: matches no adapted module: 'q_prj'; modules have names such"
+    ):
         Engine(backbone, capacity=48).submit(spec, random_data(1))

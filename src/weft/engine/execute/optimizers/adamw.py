@@ -102,7 +102,7 @@ class AdamW(Optimizer):
                     state[key] = state[key][self._own[name]].clone()
 
     def _share_steps(self) -> None:
-        """Takes the numbers that other devices have stepped."""
+        """Exchanges stepped values: each device gets the parts of the buffers that the others have stepped."""
         devices = self.adapter.devices
         if devices is None:
             return
@@ -198,7 +198,8 @@ class AdamW(Optimizer):
 
 
 def _part_size(num_all: int, count: int) -> int:
-    """Numbers of a buffer that each of so many devices steps, the last ones perhaps fewer; whole vectors."""
+    """Number of values of a buffer that each of `count` devices steps, in whole vectors; the last ones may step
+    fewer."""
     return cdiv(cdiv(num_all, count), VECTOR) * VECTOR
 
 

@@ -35,7 +35,7 @@ class SteppedTensor:
 
 
 class Gate:
-    """Whether a step is taken; a value on the device."""
+    """Decision on the device whether a step is taken."""
 
     def __init__(self, is_open: torch.Tensor) -> None:
         self.is_open = is_open
@@ -51,7 +51,7 @@ class Gate:
 
 
 class GatedOptimizer(Optimizer):
-    """Base class of these optimizers: a subclass defines the state of a tensor and its step."""
+    """An optimizer in torch operations that never wait for the device. A subclass defines a tensor's state and step."""
 
     by_module: ClassVar[bool] = False
     """True: each module's tensors are stepped by themselves; False: the flat buffers of whole groups."""

@@ -32,8 +32,8 @@ Results = Callable[[], list[Updated]]
 """Waits for the device and returns what the steps did; call it before the next steps of the same jobs."""
 PREFIX = "optimizer_"
 VECTOR = 16
-"""Most numbers that torch takes at once on a CPU. It steps the rest of a buffer one by one, which may round otherwise.
-"""
+"""Number of values that torch steps at once on a CPU. It steps the rest of a buffer one by one, which may round
+otherwise."""
 
 
 def counting_steps(optimizers: Sequence[Optimizer], wait: Results) -> Results:
@@ -141,7 +141,7 @@ def refuse_idle_rates(patterns: Mapping[str, float], paths: Sequence[str]) -> No
     for pattern in patterns:
         if not any(answers_pattern(path, pattern) for path in paths):
             raise ConfigError(
-                f"no adapted module answers to {pattern!r}; they are such as {paths[0]}.",
+                f"matches no adapted module: {pattern!r}; modules have names such as {paths[0]}.",
                 where="learning_rate_pattern",
             )
 
