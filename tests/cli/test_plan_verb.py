@@ -111,7 +111,7 @@ def test_memory_of_a_mixture_when_planned_then_is_what_admission_counts(mixture)
     memory = resolve(spec).setup([4], [None], []).cost(find_hardware("cpu")).memory
     backbone = load_backbone(spec)
     assert memory.kept_bytes(512) == backbone.activation_bytes(512, [AdapterSpec(r=4)])
-    assert memory.adapter_bytes_each == weight_bytes(backbone) + 8
+    assert memory.trained_bytes_each == weight_bytes(backbone)
     assert memory.weight_bytes() == pytest.approx(backbone.num_bytes, rel=0.02)
 
 

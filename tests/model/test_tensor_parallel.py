@@ -224,4 +224,4 @@ def test_device_when_it_has_its_part_then_holds_what_the_memory_model_predicts(n
     model = MemoryModel(shape, activation_bytes=4, tensor_parallel=2)
     for frozen, num_trained in on_divided(name, 2, held):
         assert frozen == model.weight_bytes()
-        assert num_trained * model.adapter_bytes_each == model.adapter_bytes(3)
+        assert num_trained * (model.trained_bytes_each + 8 / 2) == model.adapter_bytes(3)

@@ -192,7 +192,7 @@ def _measured(found: Profile, model: ResolvedModel, jobs: Sequence[JobOutline], 
 
 def _expert_lines(found: Forecast, cost: AnalyticCost, *, is_alone: bool) -> list[str]:
     """A line for each choice of experts; with the number of such jobs that fit if `is_alone`, on one device."""
-    from weft.plan.simulate.forecast import job_bytes, num_that_fit
+    from weft.plan.simulate.forecast import num_that_fit, outline_bytes
     from weft.report.readable import expert_costs
 
     return expert_costs(
@@ -200,7 +200,7 @@ def _expert_lines(found: Forecast, cost: AnalyticCost, *, is_alone: bool) -> lis
             job.queue.job,
             job.experts,
             job.num_parameters,
-            job_bytes(job, cost),
+            outline_bytes(job, cost),
             num_that_fit(job, found.capacity, cost) if is_alone else None,
         )
         for job in found.jobs

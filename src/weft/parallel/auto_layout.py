@@ -23,7 +23,7 @@ from weft.model.source import load_tokenizer
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import GB, Hardware, find_hardware
-from weft.plan.cost.memory import job_state_bytes
+from weft.plan.cost.memory import job_state
 from weft.plan.cost.shape import capacities
 from weft.plan.layout import Layout, parse_layout
 from weft.plan.replan import DeviceForecaster, RemainingJob
@@ -185,7 +185,13 @@ def _choice(spec: RunSpec, model: ResolvedModel, jobs: Sequence[LayoutJob], mach
 def _jobs(spec: RunSpec, model: ResolvedModel, data: Sequence[Dataset | None]) -> list[LayoutJob]:
     sizes = model.adapter_sizes([job.adapter for job in spec.jobs])
     return [
-        LayoutJob(_batch_tokens(job, own), cost_ranks(job.adapter).widest, job.gradient_sum == "any_order", num)
+        LayoutJob(
+            _batch_tokens(job, own),
+            cost_ranks(job.adapter).widest,
+            job.gradient_sum == "any_order",
+            num,
+            job_state(job),
+        )
         for job, own, num in zip(spec.jobs, data, sizes, strict=True)
     ]
 
@@ -256,7 +262,7 @@ def _outline(job: JobSpec, data: JobData, num_planned: int, *, is_fused: bool) -
         cost_rank=cost_ranks(job.adapter).widest,
         rank=job.adapter.rank,
         forward_tokens=data.forward_tokens(order, job.eval_steps),
-        state_bytes=job_state_bytes(job),
+        state=job_state(job),
         is_any_order=job.gradient_sum == "any_order",
         experts=job.adapter.experts_in_words,
     )

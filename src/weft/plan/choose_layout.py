@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from weft.errors import PlanError, counted, size
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.divided import ShardCost
+from weft.plan.cost.memory import StateBytes
 from weft.plan.cost.shape import ModelShape
 from weft.plan.cost.types import CostModel, slot_seconds
 from weft.plan.layout import Layout, ReplicaLayout
@@ -44,6 +45,7 @@ class LayoutJob:
     """True if its sums do not depend on the order, so that replicas may share its samples."""
     num_parameters: int | None = None
     """Parameters of its adapter; None: those of a LoRA of `rank` on all linears."""
+    state: StateBytes = StateBytes()
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _replica(cost: AnalyticCost, jobs: Sequence[LayoutJob], capacity: int, repli
     memory = sharing.memory
     needs = [
         memory.total_bytes(rows, ranks, stage=s, num_held=number - s)
-        + math.ceil(sum(memory.unlike_bytes(job.rank, job.num_parameters, stage=s) for job in jobs))
+        + math.ceil(sum(memory.unlike_bytes(job.rank, job.num_parameters, job.state, s) for job in jobs))
         for s in range(number)
     ]
     if number == 1 and shards > 1:

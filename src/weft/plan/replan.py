@@ -9,6 +9,7 @@ from typing import Protocol
 from weft.errors import PlanError
 from weft.plan.choose_layout import LayoutChoice, LayoutJob, choose_layout
 from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.memory import StateBytes
 from weft.plan.cost.types import slot_seconds
 from weft.plan.deploy import DeployProblem, ReplicaKind, plan_deployment
 from weft.plan.deploy.buckets import Buckets, ReplicaModel
@@ -37,6 +38,7 @@ class RemainingJob:
     """True if its sums do not depend on the order, so that replicas may share its samples."""
     num_parameters: int | None = None
     """Parameters of its adapter; None: those of a LoRA of `rank` on all linears."""
+    state: StateBytes = StateBytes()
 
     @property
     def longest(self) -> int:
@@ -166,7 +168,9 @@ class DeviceForecaster:
         return LayoutForecast(_predict_on_devices(now, parts), planned, tokens, max(job.longest for job in jobs))
 
     def _choice(self, jobs: Sequence[RemainingJob]) -> LayoutChoice:
-        known = [LayoutJob(round(job.step_tokens), job.rank, job.is_any_order, job.num_parameters) for job in jobs]
+        known = [
+            LayoutJob(round(job.step_tokens), job.rank, job.is_any_order, job.num_parameters, job.state) for job in jobs
+        ]
         return choose_layout(self.cost_for(jobs), known, self.capacity, self.num_devices, self.memory_bytes)
 
     def _whole_s(self, jobs: Sequence[RemainingJob]) -> float:

@@ -12,6 +12,7 @@ from weft.plan.check import violations
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.fit import MicrobatchLoad
 from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.memory import StateBytes
 from weft.plan.cost.profile import Measurement, Profile, ProfiledCost, Setup, fit_profile
 from weft.plan.cost.shape import ModelShape
 from weft.plan.pack import pack
@@ -20,6 +21,7 @@ from weft.plan.simulate.forecast import Forecast, JobOutline, forecast
 from weft.plan.types import Batch, JobQueue
 
 SHAPE = ModelShape("small", 64, 128, 4, 4, 2, 16, 500)
+TWO = StateBytes(2.0, 0.0)
 
 
 def planned(
@@ -56,7 +58,7 @@ def test_forecast_when_on_one_stage_then_counts_what_the_planner_planned():
 def test_forecast_when_a_job_keeps_less_than_adamw_then_so_much_less_memory_is_taken(num_stages):
     """Six bytes of each of its weights, on whatever stage they are."""
     usual = [outline("a", 2, (30, 40), rank=8), outline("b", 2, (50,), rank=4)]
-    lean = [replace(usual[0], state_bytes=2.0), usual[1]]
+    lean = [replace(usual[0], state=TWO), usual[1]]
     found = [planned(jobs, 100, cost(num_stages)).stage_bytes for jobs in (usual, lean)]
     assert sum(found[0]) - sum(found[1]) == 6 * SHAPE.adapter_parameters(8)
 
@@ -64,10 +66,10 @@ def test_forecast_when_a_job_keeps_less_than_adamw_then_so_much_less_memory_is_t
 def test_forecast_when_a_job_trains_rows_of_its_own_then_they_take_memory():
     """Weight, gradient, the step's own copy and two bytes of moments each."""
     usual = [outline("a", 2, (30, 40), rank=8)]
-    rows = [replace(usual[0], state_bytes=2.0, num_trained_rows=7)]
-    lean = [replace(usual[0], state_bytes=2.0)]
+    rows = [replace(usual[0], state=TWO, num_trained_rows=7)]
+    lean = [replace(usual[0], state=TWO)]
     with_rows, without = (planned(jobs, 100, cost()) for jobs in (rows, lean))
-    expected = 7 * SHAPE.hidden * (cost().memory.adapter_bytes_each - 8 + 2)
+    expected = 7 * SHAPE.hidden * (cost().memory.trained_bytes_each + 2)
     assert (with_rows.trained_rows_bytes, without.trained_rows_bytes) == (expected, 0)
     assert with_rows.stage_bytes[0] - without.stage_bytes[0] == expected
 

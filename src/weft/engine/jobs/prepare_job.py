@@ -21,7 +21,7 @@ from weft.engine.inference.attach import BASE, StoredAdapter, adapter_dir, read_
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.jobs.progress import check_steps
 from weft.errors import ConfigError, DataError, size
-from weft.plan.cost.memory import job_state_bytes
+from weft.plan.cost.memory import job_bytes, job_state
 from weft.spec import AdapterSpec, JobSpec
 from weft.store.peft_files import read_adapter
 
@@ -63,7 +63,8 @@ def prepare_job(spec: JobSpec, data: JobData | None, executor: Executor, capacit
     job.lane, job.kernel_bytes = added.lane, added.kernel_bytes
     bases = {"init_adapter": trained_on, setting: None if reference is None else reference.base_model}
     if added.trained is not None:
-        num_bytes = added.num_parameters * (executor.facts.weight_bytes + job_state_bytes(spec))
+        facts = executor.facts
+        num_bytes = job_bytes(added.num_parameters, facts.weight_bytes, job_state(spec), min(facts.tensor))
         cost = f"{added.num_parameters:,} parameters, {size(num_bytes)} with gradients and optimizer"
         job.notes = (f"{spec.name}: {added.trained}; {cost}.",)
     job.notes += tuple(

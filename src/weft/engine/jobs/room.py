@@ -27,7 +27,7 @@ from weft.errors import ConfigError, JobError, counted
 from weft.job_state import JobState, Reason, ReasonCode
 from weft.plan.admit import EVALUATED_PER_TRAINED, MARGIN, Admission, Applicant, Budget, Share, admit
 from weft.plan.cost.fit import Fit, MicrobatchLoad
-from weft.plan.cost.memory import best_bytes, job_state_bytes, passing_bytes
+from weft.plan.cost.memory import best_bytes, job_bytes, job_state, passing_bytes
 from weft.plan.cost.memory_fit import MemoryFit, memory_load
 from weft.plan.types import Limits, max_lead
 from weft.spec import AdapterSpec
@@ -191,7 +191,7 @@ class Placement:
     def bytes_of(self, job: LiveJob) -> int:
         facts = self._executor.facts
         weight_bytes = facts.weight_bytes
-        own = job.num_parameters * (weight_bytes + job_state_bytes(job.spec, min(facts.tensor)))
+        own = job_bytes(job.num_parameters, weight_bytes, job_state(job.spec), min(facts.tensor))
         own += job.num_reference_parameters * weight_bytes
         return math.ceil(own) + self._reference_bytes(job) + job.kernel_bytes
 

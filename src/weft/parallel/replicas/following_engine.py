@@ -32,6 +32,7 @@ from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.records import JobRecord, RankRecord
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.parallel.replicas.steered_engine import SweepReplicas
+from weft.plan.cost.memory import job_state
 from weft.plan.deploy.types import batch_samples
 from weft.plan.layout import Layout
 from weft.plan.replan import Decision, Forecaster, LayoutForecast, MoveCost, Prediction, RemainingJob, decide
@@ -284,4 +285,5 @@ def _remaining(job: JobRecord, num_steps: int) -> RemainingJob:
         num_steps=num_steps,
         is_any_order=spec.gradient_sum == "any_order",
         num_parameters=job.num_parameters or None,
+        state=job_state(spec),
     )

@@ -3,7 +3,8 @@
 Per device of stage s with tensor-parallel degree t, for one microbatch of T rows in the fused step:
     weights       linears by their storage / t, norms and biases; embedding on the first stage, head on the last,
                   whole on each of t devices; with shards of N devices a layer's linears / N, and two gathered layers
-    adapters      18 bytes per parameter: fp32 master, gradient and two moments, 16-bit copy; whole on each of t
+    adapters      18 bytes per parameter: fp32 master, gradient and two moments, 16-bit copy; whole on each of t, but
+                  for AdamW's moments / t
     kept          per row and layer what `kept_tensors` lists; with `offload` the large ones are elsewhere, but for
                   two layers
     workspace     the peak of one layer's backward, and what surrounds the layers
@@ -34,6 +35,24 @@ GATHERED_LAYERS = 2
 """Sharded layers that are whole on a device: the current one and the next."""
 OFFLOAD_LAYERS = 2
 """Offloaded layers whose large tensors are on the device: the current one and the next."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per trainable parameter beside weight and gradient; by default AdamW's moments."""
+
+    whole: float = 0.0
+    divided: float = MOMENT_BYTES
+    """Devices that share every layer have a part each."""
+
+    def on(self, devices: int) -> float:
+        return self.whole + self.divided / devices
+
+
+def job_bytes(num_parameters: float, weight_bytes: int, state: StateBytes, devices: int = 1) -> float:
+    """Bytes of an adapter on each of so many devices that share every layer, in plans and in admission.
+    `weight_bytes`: of a parameter with its gradient and copies."""
+    return num_parameters * (weight_bytes + state.on(devices))
 
 
 def rank_class(ranks: Sequence[int]) -> int:
@@ -93,26 +112,35 @@ class MemoryModel:
         return round(linears + extras + tables + is_last * shape.hidden * size)
 
     @property
-    def adapter_bytes_each(self) -> int:
-        """Bytes per trainable parameter; where activations are fp32 the fused step still has a copy of its own."""
+    def trained_bytes_each(self) -> int:
+        """Bytes per trainable parameter with its gradient; where activations are fp32 the fused step still has a copy
+        of its own."""
         has_copy = self.plain_row_bytes is None or self.activation_bytes < MASTER_BYTES
-        return MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES + (self.activation_bytes if has_copy else 0)
+        return MASTER_BYTES + GRADIENT_BYTES + (self.activation_bytes if has_copy else 0)
+
+    def _num_trained(self, rank: int, targets: str | Sequence[str], stage: int) -> int:
+        num = self.shape.adapter_parameters(rank, targets) if self.num_parameters is None else self.num_parameters
+        return num // self.shape.num_layers * self.layers(stage)
 
     def adapter_bytes(self, rank: int, targets: str | Sequence[str] = ALL_LINEAR, stage: int = 0) -> int:
-        num = self.shape.adapter_parameters(rank, targets) if self.num_parameters is None else self.num_parameters
-        return self.adapter_bytes_each * (num // self.shape.num_layers) * self.layers(stage)
+        num = self._num_trained(rank, targets, stage)
+        return round(job_bytes(num, self.trained_bytes_each, StateBytes(), self.tensor_parallel))
 
-    def unlike_bytes(
-        self, rank: int, num_parameters: int | None, state_bytes: float = MOMENT_BYTES, stage: int = 0
+    def job_bytes(
+        self, rank: int, num_parameters: int | None, state: StateBytes = StateBytes(), stage: int = 0
     ) -> float:
-        """Bytes by which an adapter exceeds `adapter_bytes` of its rank, which assumes AdamW; may be negative.
-        `num_parameters`: the adapter's own in all layers; None: as many as `adapter_bytes` assumes. `state_bytes`:
-        bytes per parameter beside weight and gradient."""
-        like = self.adapter_bytes(rank, stage=stage)
-        num = like / self.adapter_bytes_each
+        """Bytes of a job's adapter on a stage. `num_parameters`: its own in all layers; None: as `adapter_bytes` counts
+        them for its rank."""
+        num: float = self._num_trained(rank, ALL_LINEAR, stage)
         if num_parameters is not None:
             num = num_parameters * self.layers(stage) / self.shape.num_layers
-        return num * (self.adapter_bytes_each - MOMENT_BYTES + state_bytes) - like
+        return job_bytes(num, self.trained_bytes_each, state, self.tensor_parallel)
+
+    def unlike_bytes(
+        self, rank: int, num_parameters: int | None, state: StateBytes = StateBytes(), stage: int = 0
+    ) -> float:
+        """Bytes by which a job exceeds `adapter_bytes` of its rank; may be negative."""
+        return self.job_bytes(rank, num_parameters, state, stage) - self.adapter_bytes(rank, stage=stage)
 
     def row_bytes(self, widest_rank: int = MIN_RANK_CLASS, recompute: str | None = None) -> float:
         """Bytes kept per row and layer between forward and backward."""
@@ -187,8 +215,8 @@ FLOAT_BYTES = 4
 WORD_BYTES = 8
 
 
-def optimizer_bytes(job: JobSpec, devices: int = 1) -> float:
-    """Bytes per parameter; `devices` that share every layer divide AdamW's moments."""
+def optimizer_bytes(job: JobSpec) -> float:
+    """Bytes per parameter on one device."""
     side = job.adapter.config.smallest_side(job.adapter)
     match job.optim:
         case "adamw_8bit":
@@ -203,12 +231,12 @@ def optimizer_bytes(job: JobSpec, devices: int = 1) -> float:
             return FLOAT_BYTES * 2 / side
         case "muon":
             return FLOAT_BYTES * (1 if side > 1 else 2)
-    return FLOAT_BYTES * 2 / devices
+    return MOMENT_BYTES
 
 
-def kept_bytes(job: JobSpec, devices: int = 1) -> float:
+def kept_bytes(job: JobSpec) -> float:
     """Bytes per parameter of the optimizer and of the average of the weights, if there is one."""
-    return optimizer_bytes(job, devices) + (0 if job.ema_decay is None else FLOAT_BYTES)
+    return optimizer_bytes(job) + (0 if job.ema_decay is None else FLOAT_BYTES)
 
 
 def passing_bytes(job: JobSpec) -> int:
@@ -228,6 +256,7 @@ def best_bytes(job: JobSpec) -> int:
     return FLOAT_BYTES if job.early_stopping_patience else 0
 
 
-def job_state_bytes(job: JobSpec, devices: int = 1) -> float:
-    """Bytes per parameter beside weight and gradient on one of so many devices, as admission counts them."""
-    return kept_bytes(job, devices) + passing_bytes(job) + best_bytes(job) + sum_bytes(job)
+def job_state(job: JobSpec) -> StateBytes:
+    """Bytes per parameter beside weight and gradient, as plans and admission count them."""
+    divided = MOMENT_BYTES if job.optim == "adamw" else 0
+    return StateBytes(kept_bytes(job) - divided + passing_bytes(job) + best_bytes(job) + sum_bytes(job), divided)

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.plan.admit import MARGIN, Budget
 from weft.plan.cost.analytic import AnalyticCost
-from weft.plan.cost.memory import MOMENT_BYTES, MemoryModel
+from weft.plan.cost.memory import MemoryModel, StateBytes, job_bytes
 from weft.plan.cost.profile import ProfiledCost
 from weft.plan.cost.types import CostModel
 from weft.plan.layout import stage_names
@@ -41,8 +41,7 @@ class JobOutline:
     rank: int | None = None
     forward_tokens: int = 0
     """Tokens run forward only, by all of its evaluations and its reference passes."""
-    state_bytes: float = MOMENT_BYTES
-    """Bytes per trainable parameter beside weight and gradient; by default AdamW's moments."""
+    state: StateBytes = StateBytes()
     num_trained_rows: int = 0
     """Rows of the embedding and the output head that it trains."""
     is_any_order: bool = False
@@ -234,27 +233,26 @@ def unusual_bytes(jobs: Sequence[JobOutline], cost: AnalyticCost, stage: int) ->
     """Bytes of the jobs on a stage that differ from the memory model, of linear adapters with AdamW; may be
     negative."""
     memory = cost.memory
-    found = (memory.unlike_bytes(job.cost_rank, job.num_parameters, job.state_bytes, stage) for job in jobs)
+    found = (memory.unlike_bytes(job.cost_rank, job.num_parameters, job.state, stage) for job in jobs)
     return math.ceil(sum(found)) + sum(trained_rows_bytes(job, cost) for job in jobs)
 
 
-def job_bytes(job: JobOutline, cost: AnalyticCost) -> int:
+def outline_bytes(job: JobOutline, cost: AnalyticCost) -> int:
     """Bytes of a job's adapter on one device, with gradients and optimizer."""
-    memory = cost.memory
-    unlike = memory.unlike_bytes(job.cost_rank, job.num_parameters, job.state_bytes)
-    return math.ceil(memory.adapter_bytes(job.cost_rank) + unlike) + trained_rows_bytes(job, cost)
+    own = cost.memory.job_bytes(job.cost_rank, job.num_parameters, job.state)
+    return math.ceil(own) + trained_rows_bytes(job, cost)
 
 
 def num_that_fit(job: JobOutline, capacity: int, cost: AnalyticCost) -> int:
     """Jobs like this one that admission would let train together on one device, beside full microbatches."""
     memory, rows = cost.memory, cost.rows([capacity])
     fixed = memory.total_bytes(rows, [job.cost_rank]) - memory.adapter_bytes(job.cost_rank)
-    return Budget(cost.hardware.memory_bytes, fixed, MARGIN).num_alike(job_bytes(job, cost)) or 0
+    return Budget(cost.hardware.memory_bytes, fixed, MARGIN).num_alike(outline_bytes(job, cost)) or 0
 
 
 def trained_rows_bytes(job: JobOutline, cost: AnalyticCost) -> int:
-    each = cost.memory.adapter_bytes_each - MOMENT_BYTES + job.state_bytes
-    return math.ceil(job.num_trained_rows * cost.shape.hidden * each)
+    numbers = job.num_trained_rows * cost.shape.hidden
+    return math.ceil(job_bytes(numbers, cost.memory.trained_bytes_each, job.state, cost.tensor_parallel))
 
 
 def _stage_bytes(

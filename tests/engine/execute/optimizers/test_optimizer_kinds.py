@@ -22,7 +22,7 @@ from weft.engine.execute.optimizers.optimizer import (
     step_together,
 )
 from weft.parallel.stages.shares import join_team
-from weft.plan.cost.memory import optimizer_bytes
+from weft.plan.cost.memory import job_state, optimizer_bytes
 from weft.spec.choices import OPTIMIZERS
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -274,4 +274,4 @@ def test_adamw_when_devices_share_layers_then_each_has_a_part_of_the_moments_and
     first, *others = [optimizer.tensors() for optimizer, _ in parts]
     joined = join_team([first, *({name: own[name] for name in moments} for own in others)])
     assert all(joined[name].equal(x) for name, x in whole.tensors().items())
-    assert optimizer_bytes(whole.spec, 4) == optimizer_bytes(whole.spec) / 4
+    assert job_state(whole.spec).on(4) == optimizer_bytes(whole.spec) / 4
