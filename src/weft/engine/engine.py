@@ -232,7 +232,7 @@ class Engine:
                 yield from self._step_finisher.finish_step(job)
             training = self._lifecycle.running_next()
             if training:
-                with self._placement.watched():
+                with self._placement.watched(self.limits.capacity):
                     yield from self._execute(training)
             elif self._step_finisher.evaluations.is_open:
                 yield from self._step_finisher.evaluations.run_slice()
@@ -343,7 +343,6 @@ class Engine:
                 jobs = self._lifecycle
                 yield from jobs.free_memory(names) if failure is None else jobs.isolate_failure(names, failure)
                 return
-            self._placement.note(done)
             self._note([*self._plans.pop_warnings(), *done])
             yield from self._emit()
             yield from self._step_finisher.receive()

@@ -338,9 +338,9 @@ def test_stretches_when_they_run_then_are_watched_also_where_memory_runs_out(und
 
     class Noting(Placement):
         @contextmanager
-        def watched(self) -> Iterator[None]:
+        def watched(self, capacity: int) -> Iterator[None]:
             noted.append("begin")
-            with super().watched():
+            with super().watched(capacity):
                 yield
             noted.append("end")
 
@@ -377,7 +377,7 @@ def test_start_when_a_job_gets_its_seat_then_it_holds_all_that_admission_counts(
             held += (job.best_params or {}).values()
             held += [state[name] for state in job.optimizer.states.values() for name in ("exp_avg", "exp_avg_sq")]
             seen.append(event.kind)
-            assert sum(tensor.nbytes for tensor in held) == engine._placement._allocated_bytes()
+            assert sum(tensor.nbytes for tensor in held) == sum(engine._placement._allocated_bytes().values())
 
     run(engine, act)
     assert seen[0] == "job_started" and "step" in seen

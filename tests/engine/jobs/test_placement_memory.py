@@ -17,7 +17,7 @@ from weft.engine.engine import Engine
 from weft.engine.events import Event, JobWaiting, JobWarning, MicrobatchDone
 from weft.engine.execute import memory as memory_of
 from weft.engine.execute.local import LocalExecutor
-from weft.engine.execute.memory import weight_bytes
+from weft.engine.execute.memory import DeviceAccount, weight_bytes
 from weft.engine.jobs.room import Placement
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import JobError
@@ -57,6 +57,7 @@ class FakeGpu:
         executor.backbone = SimpleNamespace(  # type: ignore[assignment]
             device=torch.device("cuda"), path=path, activation_bytes=self.activations
         )
+        executor.account = self.account = DeviceAccount(executor.backbone)
         facts = SimpleNamespace(weight_bytes=weight_bytes(executor.backbone), replica_sizes=(1,), tensor=(1,))
         executor.facts = facts  # type: ignore[assignment]
         named: Any = {job.spec.name: job for job in jobs}
@@ -89,7 +90,8 @@ class FakeGpu:
 
     def run(self, activations: int, tokens: int = 8192) -> None:
         self.peak = max(self.peak, self.allocated + activations)
-        self.placement.note([MicrobatchDone((), tokens, tokens, 1.0)])
+        self.account.meter.hold(0, tokens)
+        self.account.meter.release(0)
 
     @property
     def besides(self) -> int:
@@ -120,16 +122,16 @@ def test_memory_when_it_ran_out_then_the_attempt_counts_neither_as_measured_nor_
     """Microbatches of half the size leave room for another job, as soon as they are made smaller."""
     gpu = FakeGpu(monkeypatch, fake_job("a", 1))
     placement, late = gpu.placement, fake_job("late", None, num_parameters=15 * 10**8)
-    with placement.watched():
+    with placement.watched(8192):
         gpu.run(50 * 10**9)
-    with placement.watched():
+    with placement.watched(8192):
         gpu.run(78 * 10**9 - gpu.allocated)
         placement.ran_out()
-    assert placement._proven_bytes == 0 and not placement._fit
+    assert placement._proven_bytes == 0 and not placement._memory.has_peaks
     with pytest.raises(JobError, match="can never fit"):
         placement.check(late, 8192)
     placement.check(late, 4096)
-    with placement.watched():
+    with placement.watched(8192):
         gpu.run(25 * 10**9, 4096)
     assert placement._proven_bytes == placement.bytes_of(fake_job("a", 1)), "the next stretch is noted again"
     placement.check(late, 4096)
@@ -143,7 +145,7 @@ def test_memory_when_measured_then_all_but_what_the_jobs_hold_is_not_for_jobs(mo
     estimate = gpu.weights + 50 * 10**9
     assert gpu.besides == estimate
     for number in range(1, ENOUGH + 1):
-        with gpu.placement.watched():
+        with gpu.placement.watched(8192):
             gpu.run(40 * 10**9)
             for job in jobs:
                 job.progress.has_best = patience is not None
@@ -152,7 +154,7 @@ def test_memory_when_measured_then_all_but_what_the_jobs_hold_is_not_for_jobs(mo
         if number < ENOUGH:
             assert gpu.besides == math.ceil(estimate * (1 - MARGIN)), "a few peaks lower the estimate by the margin"
     assert gpu.besides == pytest.approx(gpu.weights + 40 * 10**9, rel=0.01)
-    with gpu.placement.watched():
+    with gpu.placement.watched(8192):
         gpu.run(45 * 10**9)
     assert gpu.besides >= gpu.weights + 45 * 10**9, "no measured peak is above the prediction"
 

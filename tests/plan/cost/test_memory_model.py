@@ -80,10 +80,10 @@ def test_offloaded_when_counted_then_what_attention_and_adapters_keep_stays(mode
     assert MemoryModel(LLAMA, recompute=mode, num_stages=32).offloaded_bytes(64) == 0
 
 
-def test_total_when_several_microbatches_are_held_then_only_what_is_kept_repeats():
+def test_total_when_several_microbatches_are_held_then_each_has_what_it_keeps_and_a_workspace():
     model = MemoryModel(LLAMA, num_stages=4)
     more = model.total_bytes(512, [16], stage=1, num_held=3) - model.total_bytes(512, [16], stage=1)
-    assert more == 2 * model.kept_bytes(512, 16, 1)
+    assert more == 2 * (model.kept_bytes(512, 16, 1) + model.workspace_bytes(512, 16))
 
 
 def test_tensor_parallel_when_doubled_then_halves_linears_and_moments_alone():

@@ -16,14 +16,7 @@ from weft.adapters.targets import leaf_names
 from weft.data.chat_template import Tokenizer
 from weft.engine.execute.eva import start_from_inputs
 from weft.engine.execute.evaluate import EvaluationInFlight, ScoreRequest, evaluated
-from weft.engine.execute.memory import (
-    measure,
-    measured_peak,
-    release_memory,
-    replica_memory,
-    reset_measured_peak,
-    weight_bytes,
-)
+from weft.engine.execute.memory import DeviceAccount, measure, release_memory, replica_memory, weight_bytes
 from weft.engine.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
 from weft.engine.execute.optimizers.optimizer import refuse_idle_rates
 from weft.engine.execute.protocol import (
@@ -75,6 +68,7 @@ class LocalExecutor:
         self.backbone = backbone
         self.facts = replica_facts(backbone)
         self.tokenizer: Tokenizer = backbone.tokenizer
+        self.account = DeviceAccount(backbone)
         self.jobs: dict[str, ExecutedJob] = {}
         self._unseen: set[str] = set()
         self._known = ReferenceCache(backbone)
@@ -100,12 +94,6 @@ class LocalExecutor:
 
     def memory(self) -> ReplicaMemory | None:
         return replica_memory(self.backbone)
-
-    def peak_bytes(self) -> int:
-        return measured_peak(self.backbone)
-
-    def reset_peak(self) -> None:
-        reset_measured_peak(self.backbone)
 
     def release_memory(self) -> None:
         release_memory(self.backbone)
@@ -275,6 +263,8 @@ class LocalExecutor:
     def _begin(self, work: Work[Any], number: int) -> Callable[[], Any]:
         match work:
             case MicrobatchWork():
+                self.account.meter.hold(0, work.microbatch.num_tokens)
+                self.account.meter.release(0)
                 in_flight = MicrobatchInFlight(self.backbone, self.jobs, work, self._packed(work))
                 self._in_flight = {**dict([*self._in_flight.items()][-1:]), number: in_flight}
                 # Older work that was never waited for was abandoned when memory ran out.

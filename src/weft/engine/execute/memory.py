@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft.adapters.devices import Devices
-from weft.engine.execute.protocol import MemoryTrial, ReplicaMemory
+from weft.engine.execute.protocol import MemoryPeak, MemoryTrial, MicrobatchMemory, ReplicaMemory
 from weft.errors import ModelError
 from weft.kernels.device import (
     allocated_bytes,
@@ -57,29 +57,70 @@ def usable_bytes(device: torch.device) -> int:
     return min(free + reserved_bytes(device), int(total * memory_share(device)))
 
 
-def replica_memory(backbone: Backbone) -> ReplicaMemory | None:
-    """Memory that this process may hold on its device. Of a CPU it is the whole resident size; None where that is not
-    counted."""
+def replica_memory(backbone: Backbone, num_processes: int = 1) -> ReplicaMemory | None:
+    """Memory that this process may hold on its device. Of a CPU it is the whole resident size, and an even part of what
+    is free with the `num_processes` that share it; None where that is not counted."""
     device = backbone.device
     if is_gpu(device):
         return ReplicaMemory(usable_bytes(device), allocated_bytes(device))
     resident, available = resident_bytes(), available_bytes()
     if resident is None or available is None:
         return None
-    at_most = resident + available
+    at_most = resident + available // num_processes
     return ReplicaMemory(min(at_most, backbone.memory_limit or at_most), resident)
 
 
-def measured_peak(backbone: Backbone) -> int:
-    """Most bytes since `reset_measured_peak`; 0 where they are not counted."""
-    return peak_bytes(backbone.device) if is_gpu(backbone.device) else peak_resident_bytes() or 0
+class PeakMeter:
+    """The most that a device holds, and the most tokens between forward and backward meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[int, int] = {}
+        self._most_tokens = 0
+
+    def hold(self, microbatch: int, tokens: int) -> None:
+        self._held[microbatch] = tokens
+        # A copy at once: two threads may run the passes of a pair.
+        self._most_tokens = max(self._most_tokens, sum(list(self._held.values())))
+
+    def release(self, microbatch: int) -> None:
+        del self._held[microbatch]
+
+    def forget(self) -> None:
+        self._held.clear()
+
+    def pop(self) -> MemoryPeak | None:
+        """The peak since the last call; None where it is not counted, or if no microbatch was held."""
+        peak = peak_bytes(self._device) if is_gpu(self._device) else peak_resident_bytes()
+        found = MemoryPeak(peak, self._most_tokens) if peak and self._most_tokens else None
+        self._most_tokens = sum(self._held.values())
+        if is_gpu(self._device):
+            reset_peak(self._device)
+        else:
+            reset_peak_resident()
+        return found
 
 
-def reset_measured_peak(backbone: Backbone) -> None:
-    if is_gpu(backbone.device):
-        reset_peak(backbone.device)
-    else:
-        reset_peak_resident()
+class DeviceAccount:
+    """The memory of one device, which holds one microbatch at a time."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._backbone = backbone
+        self.meter = PeakMeter(backbone.device)
+
+    def memory(self) -> list[ReplicaMemory]:
+        found = replica_memory(self._backbone)
+        return [] if found is None else [found]
+
+    def microbatches(self, capacity: int, adapters: Collection[AdapterSpec]) -> list[MicrobatchMemory]:
+        return [MicrobatchMemory(self._backbone.activation_bytes(capacity, adapters), 1)]
+
+    def shares(self, job_bytes: Mapping[str, int]) -> list[float]:
+        return [sum(job_bytes.values())]
+
+    def pop_peaks(self) -> list[list[MemoryPeak]]:
+        peak = self.meter.pop()
+        return [[] if peak is None else [peak]]
 
 
 def release_memory(backbone: Backbone) -> None:
@@ -177,11 +218,8 @@ def load_within(
     """A backbone, loaded within a memory limit such as `40GB` or 0.5, and notes for the user. Kernels that the expected
     jobs need are compiled meanwhile, unless they are cached."""
     resolved = resolve(described)
-    device = resolved.device
     ahead = expected.compile_ahead(resolved)
     backbone = load_part_within_memory(resolved, limit)
-    if limit is not None and not is_gpu(device):
-        backbone.memory_limit = int(memory_fraction(limit, memory_bytes()) * memory_bytes())
     backbone.ahead = ahead
     return backbone, () if ahead is None or ahead.is_ready else (COMPILING,)
 
@@ -199,9 +237,12 @@ def load_part_within_memory(
         limit_memory(device, memory_fraction(limit, total_bytes(device)))
     try:
         with memory_errors():
-            return load_backbone(resolved, part, peers, devices)
+            backbone = load_backbone(resolved, part, peers, devices)
     except torch.OutOfMemoryError:
         within = "" if limit is None else f" within a memory_limit of {limit}"
         what = "does not fit the GPU's memory" if part is None else "has a part that does not fit its GPU's memory"
         instead = "use a larger GPU" if part is None else "divide it over more devices"
         raise ModelError(f"{what}{within}; quantize it, or {instead}.", where=resolved.where) from None
+    if limit is not None and not is_gpu(device):
+        backbone.memory_limit = int(memory_fraction(limit, memory_bytes()) * memory_bytes())
+    return backbone

@@ -92,6 +92,45 @@ class ReplicaMemory:
 
 
 @dataclass(frozen=True)
+class MicrobatchMemory:
+    """What a device is estimated to hold of full microbatches."""
+
+    num_bytes: int
+    """Most bytes of one between forward and backward."""
+    num_held: int
+    """Most of them at a time."""
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """Most memory of a device while it trained."""
+
+    num_bytes: int
+    tokens: int
+    """Most tokens between forward and backward at a time."""
+
+
+class MemoryAccount(Protocol):
+    """Memory of an executor's devices; all results are in their order."""
+
+    def memory(self) -> Sequence[ReplicaMemory]:
+        """Of each device; empty where it is not counted."""
+        ...
+
+    def microbatches(self, capacity: int, adapters: Collection[AdapterSpec]) -> Sequence[MicrobatchMemory]:
+        """With any of these adapters."""
+        ...
+
+    def shares(self, job_bytes: Mapping[str, int]) -> Sequence[float]:
+        """What each device has of the bytes of these jobs."""
+        ...
+
+    def pop_peaks(self) -> Sequence[Sequence[MemoryPeak]]:
+        """Peaks of each device since the last call; none where they are not counted, or where nothing has trained."""
+        ...
+
+
+@dataclass(frozen=True)
 class AddedJob:
     num_parameters: int
     lane: str
@@ -248,6 +287,9 @@ class Replica(Protocol):
     facts: ReplicaFacts
     tokenizer: Tokenizer
 
+    @property
+    def account(self) -> MemoryAccount: ...
+
     def check_adapter(self, adapter: AdapterSpec) -> None: ...
 
     def row_tile(self, capacity: int) -> int:
@@ -340,13 +382,6 @@ class MicrobatchExecutor(Executor, Protocol):
     def beside(self) -> Executor:
         """Another executor on the same replica, with jobs of its own."""
         ...
-
-
-@runtime_checkable
-class PeakMemory(Protocol):
-    def peak_bytes(self) -> int: ...
-
-    def reset_peak(self) -> None: ...
 
 
 @runtime_checkable

@@ -6,29 +6,26 @@ the backbone, and a slot. Moving between the two changes no bit.
 
 Jobs may take what is left of the memory beside the backbone and the activations of a microbatch. Those are estimated
 from the model's shape, and the estimate is fitted to the peaks of the microbatches that have run
-(`plan/cost/memory_fit.py`). On a GPU that is what its tensors take; on a CPU it is the resident size of the process,
-and jobs that wait take memory too. When a GPU runs out of memory, microbatches become smaller (`CapacityLimit`).
+(`fitted_memory.py`). On a GPU that is what its tensors take; on a CPU it is the resident size of the process, and jobs
+that wait take memory too. When a GPU runs out of memory, microbatches become smaller (`CapacityLimit`).
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from weft.engine.events import Event, MicrobatchDone
-from weft.engine.execute.protocol import Executor, PeakMemory, ProgramExecutor, Replica, ReplicaMemoryError
+from weft.engine.execute.protocol import Executor, ProgramExecutor, Replica, ReplicaMemoryError
+from weft.engine.jobs.fitted_memory import FittedMemory
 from weft.engine.jobs.live_job import LiveJob
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import ConfigError, JobError, counted
 from weft.job_state import JobState, Reason, ReasonCode
-from weft.plan.admit import EVALUATED_PER_TRAINED, MARGIN, Admission, Applicant, Budget, Share, admit
-from weft.plan.cost.fit import Fit, MicrobatchLoad
+from weft.plan.admit import EVALUATED_PER_TRAINED, Admission, Applicant, Budget, Share, admit
 from weft.plan.cost.memory import best_bytes, job_bytes, job_state, passing_bytes
-from weft.plan.cost.memory_fit import MemoryFit, memory_load
 from weft.plan.types import Limits, max_lead
 from weft.spec import AdapterSpec
 from weft.spec.run import Capacity
@@ -50,18 +47,12 @@ class Placement:
         """`jobs`: the engine's, live; `job_memory`: bytes for all seated jobs; `weights`: by tenant, live. The timeline
         gets every measured peak, with the prediction before it."""
         self._weights = weights
-        self._timeline = timeline
         self._executor = executor
-        self._measurer = executor if isinstance(executor, PeakMemory) else None
+        self._memory = FittedMemory(executor, timeline)
         self._jobs = jobs
         self._max_jobs = max_jobs
         self._seated: set[str] = set()
         self._job_memory = job_memory
-        self._fit = MemoryFit()
-        self._rest_bytes: int | None = None
-        """Bytes without jobs and microbatches, measured before the first one runs."""
-        self._most_tokens = 0
-        """Tokens of the largest microbatch since the peak was reset."""
         self._proven_bytes = 0
         self._has_run_out = False
         """True if the memory ran out while microbatches were watched."""
@@ -89,7 +80,7 @@ class Placement:
     def can_fill(self, capacity: int) -> bool:
         """True if this capacity leaves memory for enough waiting jobs to fill a microbatch with a global batch each."""
         left_bytes = self._budget(capacity).usable_bytes
-        if left_bytes is None or self._fit:
+        if left_bytes is None or self._memory.has_peaks:
             # Once microbatches have run, they keep their size.
             return True
         num_tokens = 0.0
@@ -149,44 +140,20 @@ class Placement:
         return sum(self.bytes_of(job) for job in self._seated_jobs())
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, capacity: int) -> Iterator[None]:
         """Measures the memory while microbatches run; jobs that trained then are proven to fit."""
-        held_bytes, allocated_bytes = self.held_bytes(), self._allocated_bytes()
-        self._has_run_out, self._most_tokens = False, 0
-        measurer = self._measurer
-        if self._rest_bytes is None and measurer is not None and (memory := self._executor.memory()) is not None:
-            self._rest_bytes = memory.allocated_bytes - allocated_bytes
-            measurer.reset_peak()
+        held_bytes, allocated, seated = self.held_bytes(), self._allocated_bytes(), self._seated_jobs()
+        self._has_run_out = False
+        self._memory.begin(capacity, [job.spec.adapter for job in list(self._jobs.values())], allocated)
         yield
-        peak = 0 if measurer is None else measurer.peak_bytes()
-        if self._has_run_out or not peak:
-            return
-        assert measurer is not None
-        measurer.reset_peak()
-        if self._most_tokens:
-            self._learn(peak, allocated_bytes)
-        self._proven_bytes = max(self._proven_bytes, held_bytes)
-
-    def note(self, done: Sequence[Event]) -> None:
-        """Records which microbatches run while the memory is watched."""
-        self._most_tokens = max([self._most_tokens, *(e.tokens for e in done if isinstance(e, MicrobatchDone))])
-
-    def _learn(self, peak: int, allocated_bytes: int) -> None:
-        seated, tokens = self._seated_jobs(), self._most_tokens
-        load, estimate = self._load(tokens, seated), self._estimate(tokens, [job.spec.adapter for job in seated])
-        predicted = self._fit.predict(load, estimate) + allocated_bytes
-        self._fit.observe(load, peak - allocated_bytes)
-        self._timeline.add(
-            "memory", 0.0, time.perf_counter(), tokens=tokens, peak_bytes=peak, predicted_bytes=predicted
-        )
+        if not self._has_run_out and self._memory.learn(_longest(seated), allocated):
+            self._proven_bytes = max(self._proven_bytes, held_bytes)
 
     def ran_out(self) -> None:
         """Clears what was proven and measured: it did not fit, and smaller microbatches hold less."""
         self._has_run_out = True
         self._proven_bytes = 0
-        self._fit.clear()
-        if self._measurer is not None:
-            self._measurer.reset_peak()
+        self._memory.forget()
 
     def bytes_of(self, job: LiveJob) -> int:
         facts = self._executor.facts
@@ -198,13 +165,15 @@ class Placement:
     def _reference_bytes(self, job: LiveJob) -> int:
         return job.reference_bytes * max(self._executor.facts.replica_sizes)
 
-    def _allocated_bytes(self) -> int:
+    def _allocated_bytes(self) -> dict[str, int]:
+        return {job.name: self._allocated_by(job) for job in self._seated_jobs()}
+
+    def _allocated_by(self, job: LiveJob) -> int:
         # Not yet allocated: a best that is yet to come, and what steps hold for a moment.
-        seated = self._seated_jobs()
-        best = sum(job.num_parameters * best_bytes(job.spec) for job in seated if not job.progress.has_best)
+        best = 0 if job.progress.has_best else best_bytes(job.spec)
         # Reference values are computed step by step, too.
-        coming = sum(job.num_parameters * passing_bytes(job.spec) + self._reference_bytes(job) for job in seated)
-        return self.held_bytes() - best - coming
+        coming = job.num_parameters * (best + passing_bytes(job.spec)) + self._reference_bytes(job)
+        return self.bytes_of(job) - coming
 
     def _seated_jobs(self) -> list[LiveJob]:
         return [job for job in list(self._jobs.values()) if self.has_seat(job)]
@@ -214,27 +183,17 @@ class Placement:
 
     def budget(self, capacity: int, adapters: Collection[AdapterSpec]) -> Budget:
         budget = Budget(self._job_memory, max_jobs=self._max_jobs)
-        memory = self._executor.memory() if self._job_memory is None else None
-        if memory is not None:
-            load = self._load(capacity, [job for job in list(self._jobs.values()) if job.is_alive])
-            at_rest = memory.allocated_bytes - self._allocated_bytes()
-            fixed_bytes = self._fit.predict(load, self._estimate(capacity, adapters, at_rest))
-            budget = Budget(memory.usable_bytes, fixed_bytes, MARGIN, self._proven_bytes, self._max_jobs)
+        if self._job_memory is None:
+            alive = [job for job in list(self._jobs.values()) if job.is_alive]
+            jobs, seated = ({job.name: self.bytes_of(job) for job in own} for own in (alive, self._seated_jobs()))
+            found = self._memory.budget(capacity, adapters, _longest(alive), jobs, seated, self._allocated_bytes())
+            if found is not None:
+                budget = replace(found, proven_bytes=self._proven_bytes, max_jobs=self._max_jobs)
         if self._ceiling_bytes is None:
             return budget
         usable = budget.usable_bytes
         at_most = self._ceiling_bytes if usable is None else min(usable, self._ceiling_bytes)
         return replace(budget, total_bytes=at_most, fixed_bytes=0, margin=0.0, proven_bytes=0)
-
-    @staticmethod
-    def _load(tokens: int, jobs: Sequence[LiveJob]) -> MicrobatchLoad:
-        return memory_load(tokens, max((job.longest for job in jobs), default=0))
-
-    def _estimate(self, tokens: int, adapters: Collection[AdapterSpec], at_rest: int = 0) -> Fit:
-        """Starting prices of the memory fit, from the memory model. `at_rest`: bytes without jobs, if no microbatch has
-        run."""
-        rest = at_rest if self._rest_bytes is None else self._rest_bytes
-        return Fit({"fixed": rest, "rows": self._executor.activation_bytes(tokens, adapters) / tokens})
 
     def _shares(self, waiting: Sequence[LiveJob], running: Sequence[LiveJob]) -> dict[str, Share]:
         """Tokens served per tenant. A tenant that arrives, or returns, starts level by weight with the least served
@@ -254,6 +213,10 @@ class Placement:
             self._credit[tenant] = self._credit.get(tenant, 0) + max(level - had[tenant], 0)
             had[tenant] = max(had[tenant], level)
         return {tenant: Share(weight[tenant], tokens) for tenant, tokens in had.items()}
+
+
+def _longest(jobs: Sequence[LiveJob]) -> int:
+    return max((job.longest for job in jobs), default=0)
 
 
 OUT_OF_MEMORY = (

@@ -76,6 +76,9 @@ class StageProgram:
 
     def append(self, number: int, work: StagedWork, instructions: Sequence[Instruction], due: Due) -> None:
         own = work.program.stages[self._stage.device]
+        if not self._begun:
+            # What has happened before is no peak of a program.
+            self._stage.meter.pop()
         begun = _Begun(number, work, len(own), self._stage.references.pop_released_rows())
         self._begun.append(begun)
         self._stage.expect(work.program)
@@ -150,6 +153,7 @@ class StageProgram:
                     )
                     outcome.microbatches[k - first] = found
             outcome.spans += [self._span(*timed) for timed in begun.timed]
+            outcome.peak = self._stage.meter.pop()
             self._owners = {step: owner for step, owner in self._owners.items() if owner is not begun}
             self._begun.pop(0)
             self.ended.append((begun.number, outcome))
@@ -256,6 +260,7 @@ class StageProgram:
 
     def _forward(self, k: int) -> None:
         entering_TD = self._entering.pop(k, None)
+        self._stage.meter.hold(k, self._microbatch(k).num_tokens)
         left_TD = self._stage.runner.forward(k, self._batch(k), self._of_microbatch(k).work.row_tile, entering_TD)
         self._references[k].end()
         if not self._stage.is_last:
@@ -263,6 +268,7 @@ class StageProgram:
 
     def _backward(self, k: int) -> None:
         back_TD, scores = self._stage.runner.backward(k, self._gradients.pop(k, None))
+        self._stage.meter.release(k)
         if back_TD is not None:
             self._going_back[k] = back_TD
         if scores is None:

@@ -19,10 +19,11 @@ from weft.adapters.parts import INPUT_ROWS
 from weft.adapters.targets import leaf_names
 from weft.engine.execute.evaluate import ScoreRequest, evaluated
 from weft.engine.execute.local import LocalExecutor, device_errors_as_replica_errors, replica_facts
+from weft.engine.execute.memory import PeakMeter, replica_memory
 from weft.engine.execute.microbatch import ExecutedJob, packed_sample
 from weft.engine.execute.optimizers import OPTIMIZER_KINDS
 from weft.engine.execute.optimizers.optimizer import Optimizer, refuse_idle_rates
-from weft.engine.execute.protocol import NewJob, ReplicaFacts
+from weft.engine.execute.protocol import NewJob, ReplicaFacts, ReplicaMemory
 from weft.engine.execute.references import ReferenceRequest
 from weft.engine.execute.weights import JobWeights
 from weft.engine.inference.attach import StoredAdapter, adapter_on, attach_adapter, own_part
@@ -124,6 +125,9 @@ class Stage:
             # The weights may still be on their way.
             self._stream.wait_stream(current_stream(backbone.device))
         self.local = LocalExecutor(backbone)
+        self.meter = PeakMeter(backbone.device)
+        self.num_processes = 1
+        """Stages on this machine, which share its memory where they run on CPUs."""
         self._given: dict[str, NewJob] = {}
         self.references = StageReferences(backbone)
         self.prompts = StagePrompts(backbone)
@@ -157,6 +161,9 @@ class Stage:
 
     def facts(self) -> ReplicaFacts:
         return replica_facts(self.backbone)
+
+    def memory(self) -> ReplicaMemory | None:
+        return replica_memory(self.backbone, self.num_processes)
 
     def time_link(self, first: int, second: int, num_bytes: int) -> float:
         """Seconds of a message between two stages, by half the fastest of some round trips; all stages call it."""
@@ -386,5 +393,6 @@ class Stage:
 
     def forget(self) -> None:
         self.runner.forget()
+        self.meter.forget()
         if self.backbone.ring is not None:
             self.backbone.ring.forget()

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import io
 import os
+import platform
 import signal
 import threading
 import time
@@ -48,6 +49,7 @@ from weft.spec import BackboneSpec
 
 JOIN = "join"
 END = "end"
+MACHINE = "machine"
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,8 @@ class StageMember:
         else:
             host = self._coordinator or LOCALHOST
             store = dist.TCPStore(host, where, is_master=False, timeout=LONGEST_WAIT)  # type: ignore[attr-defined]
+        mine = f"{MACHINE}/{platform.node()}"
+        store.add(mine, 1)
         dist.init_process_group(order.backend, store=store, rank=order.process, world_size=number, timeout=LONGEST_WAIT)
         for ring in order.rings:
             # Gathering and sending have separate groups, so neither waits for the other.
@@ -341,6 +345,8 @@ class StageMember:
             if self._devices is not None:
                 self._devices.groups = groups
         self._stage = Stage(order.position, self._backbone, self._transport())
+        # All have joined, so all have been counted.
+        self._stage.num_processes = store.add(mine, 0)
 
     def _transport(self) -> Transport:
         order, device = self._order, self._backbone.device

@@ -36,10 +36,20 @@ from weft.engine.inference.generate import Answer, refuse_long, worded
 from weft.engine.program_run import ProgramRun
 from weft.errors import ConfigError, StorageError
 from weft.model.ahead.compile_ahead import CompileAhead
+from weft.parallel.staged_memory import StagedAccount
 from weft.parallel.staged_run import StagedRun
 from weft.parallel.stages.shares import join_state, refuse_divided
 from weft.parallel.stages.staged_jobs import StagedJobs
-from weft.parallel.stages.work import FinishWork, MoveWork, StagedWork, StageGroup, StepOrders, program_outcome
+from weft.parallel.stages.work import (
+    FinishWork,
+    MoveWork,
+    StagedOutcome,
+    StagedWork,
+    StageGroup,
+    StageOutcome,
+    StepOrders,
+    program_outcome,
+)
 from weft.plan.admit import MARGIN
 from weft.plan.layout import copies
 from weft.plan.program import Program
@@ -72,9 +82,9 @@ class StagedExecutor:
         self._copies = copies(len(self.replicas), shards)
         self.facts = facts_of(stages.call_all("facts"), self.replicas, shards)
         self._jobs = StagedJobs(stages, self.replicas, self._copies)
-        self._at_rest: list[ReplicaMemory] = [] if self.facts.device_kind == "cpu" else stages.call_all("memory")
+        self.account = StagedAccount(stages, self.facts, self._jobs)
+        self._at_rest: list[ReplicaMemory] = [] if self.facts.device_kind == "cpu" else self.account.memory()
         """Memory of each stage with the frozen weights alone."""
-        self._answered: tuple[tuple[int, list[AdapterSpec]], list[int]] | None = None
         self._done: dict[int, Callable[[], Any]] = {}
         self._num_started = 0
         self._orders = StepOrders()
@@ -88,7 +98,7 @@ class StagedExecutor:
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         """Bytes of microbatches on all stages of a replica, if each held as much as the fullest. The earlier a stage,
         the more microbatches it holds at a time."""
-        found = self._microbatch_bytes(capacity, adapters)
+        found = self.account.microbatch_bytes(capacity, adapters)
         fullest = [max(found[device] * (devices.stop - device) for device in devices) for devices in self.replicas]
         return max(most * len(devices) for most, devices in zip(fullest, self.replicas, strict=True))
 
@@ -98,28 +108,18 @@ class StagedExecutor:
         """See `ProgramExecutor`. Counted from the weights and the jobs: at any moment others are in flight."""
         if not self._at_rest:
             return ()
-        each, seats = self._microbatch_bytes(capacity, adapters), self._jobs.by_stage(job_bytes)
+        each, seats = self.account.microbatch_bytes(capacity, adapters), self._jobs.by_stage(job_bytes)
         left = [
             memory.usable_bytes / (1 + MARGIN) - memory.allocated_bytes - own
             for memory, own in zip(self._at_rest, seats, strict=True)
         ]
         return tuple(max(1, int(free // most)) for free, most in zip(left, each, strict=True))
 
-    def _microbatch_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> list[int]:
-        """Bytes of one microbatch on each stage. Stages are called once for the same adapters, because each call waits
-        for their work."""
-        question = capacity, list(adapters)
-        answered = self._answered
-        if answered is None or answered[0] != question:
-            # Other threads may submit jobs meanwhile.
-            answered = self._answered = question, self.stages.call_all("activation_bytes", *question)
-        return answered[1]
-
     def memory(self) -> ReplicaMemory | None:
         """Memory of the replica with the least room, as if all its stages were as full as the fullest; None on CPUs."""
         if self.facts.device_kind == "cpu":
             return None
-        found: list[ReplicaMemory] = self.stages.call_all("memory")
+        found = self.account.memory()
         held = [sum(found[device].allocated_bytes for device in devices) for devices in self.replicas]
         left = [
             len(devices) * min(found[device].usable_bytes - found[device].allocated_bytes for device in devices)
@@ -204,8 +204,9 @@ class StagedExecutor:
             case StagedWork() if work.lists is not None:
                 self._orders.know(work.program)
                 results = dataclasses.replace(work, lists=None)
+                seatings = self._jobs.num_seatings
                 number = self.stages.append(results, work.lists, self._orders.due(work.lists))
-                return lambda: program_outcome(work, self.stages.outcomes(number))
+                return lambda: self._outcome(work, self.stages.outcomes(number), seatings)
             case MoveWork(program):
                 self._jobs.gather_to_home(program)
                 done = None
@@ -215,7 +216,7 @@ class StagedExecutor:
             case StagedWork():
                 self._jobs.gather_to_home(work.program)
                 results = dataclasses.replace(work, reads_references=self._reads_references(work.program))
-                done = program_outcome(work, self.stages.call_all("run", results))
+                done = self._outcome(work, self.stages.call_all("run", results), self._jobs.num_seatings)
             case EvaluationWork():
                 done = self._evaluate(work)
             case AnswersWork():
@@ -227,6 +228,10 @@ class StagedExecutor:
             case _:
                 raise AssertionError(f"no stage knows {work}")
         return lambda: done
+
+    def _outcome(self, work: StagedWork, stages: list[StageOutcome], num_seatings: int) -> StagedOutcome:
+        self.account.observe(stages, num_seatings)
+        return program_outcome(work, stages)
 
     def _reads_references(self, program: Program) -> bool:
         jobs = {job for microbatch in program.microbatches for job in microbatch.job_tokens}

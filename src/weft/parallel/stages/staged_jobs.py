@@ -37,6 +37,8 @@ class StagedJobs:
     def __init__(self, stages: StageGroup, replicas: Sequence[range], owners: Sequence[Sequence[int]]) -> None:
         self._stages, self._replicas, self._owners = stages, replicas, owners
         self._jobs: dict[str, StagedJob] = {}
+        self.num_seatings = 0
+        """How often a job has come to a stage or left one."""
 
     def __getitem__(self, name: str) -> StagedJob:
         return self._jobs[name]
@@ -75,8 +77,10 @@ class StagedJobs:
             self.call("unseat", job)
             raise
         self._jobs[job].has_seat = True
+        self.num_seatings += 1
 
     def unseat(self, job: str) -> None:
+        self.num_seatings += 1
         self.call("unseat", job)
         self._jobs[job].has_seat = False
 
@@ -136,6 +140,7 @@ class StagedJobs:
 
     def _move(self, name: str, home: int) -> None:
         job = self._jobs[name]
+        self.num_seatings += 1
         tensors = join_state(self.call_home("tensors", name))
         try:
             shares = self._make_shares(job.given, [home])

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weft.engine.execute.protocol import MicrobatchOutcome, Work
+from weft.engine.execute.protocol import MemoryPeak, MicrobatchOutcome, Work
 from weft.parallel.stages.transport import Channel, Route
 from weft.plan.pipeline.append import Lists
 from weft.plan.program import Measure, Program, Send, Step
@@ -73,6 +73,8 @@ class StageOutcome:
     steps: dict[StepOf, Updated] = field(default_factory=dict)
     """Results, without those of jobs that have no share of the stage."""
     spans: list[Span] = field(default_factory=list)
+    peak: MemoryPeak | None = None
+    """Since the program before ended; None where it is not counted."""
 
 
 def program_outcome(work: StagedWork, stages: list[StageOutcome]) -> StagedOutcome:

@@ -164,7 +164,7 @@ class MemoryModel:
         return round(num_rows * max(self.layers(0) - OFFLOAD_LAYERS, 0) * row)
 
     def workspace_bytes(self, num_rows: int, widest_rank: int = MIN_RANK_CLASS) -> int:
-        """Peak bytes of a layer's backward, allocated once for any number of microbatches in flight."""
+        """Peak bytes of a layer's backward."""
         shape = self.shape
         if self.plain_row_bytes is not None:
             return 0
@@ -185,6 +185,11 @@ class MemoryModel:
             return 0
         return LOSS_ROWS * self.shape.vocabulary * self.activation_bytes
 
+    def microbatch_bytes(self, num_rows: int, widest_rank: int, stage: int = 0) -> int:
+        """Bytes of a microbatch in flight; on a GPU each has graphs with memory of their own, for its backward too."""
+        kept, workspace = self.kept_bytes(num_rows, widest_rank, stage), self.workspace_bytes(num_rows, widest_rank)
+        return kept + workspace + self.loss_bytes(stage)
+
     def total_bytes(
         self,
         num_rows: int,
@@ -193,11 +198,9 @@ class MemoryModel:
         num_held: int = 1,
     ) -> int:
         """All bytes with one adapter per rank and `num_held` microbatches between forward and backward."""
-        widest = max(ranks, default=1)
         adapters = sum(self.adapter_bytes(rank, ALL_LINEAR, stage) for rank in ranks)
-        kept = num_held * self.kept_bytes(num_rows, widest, stage)
-        working = self.workspace_bytes(num_rows, widest) + self.loss_bytes(stage)
-        return self.weight_bytes(stage) + adapters + kept + working
+        held = num_held * self.microbatch_bytes(num_rows, max(ranks, default=1), stage)
+        return self.weight_bytes(stage) + adapters + held
 
     def most_rows(
         self, budget_bytes: int, ranks: Sequence[int], row_tile: int = 64, stage: int = 0, num_held: int = 1

@@ -287,7 +287,7 @@ def in_flight_of(jobs: Sequence[JobOutline], capacity: int, cost: AnalyticCost, 
     found = []
     for stage in range(cost.num_stages):
         rest = memory.total_bytes(rows, ranks, stage=stage, num_held=0) + unusual_bytes(jobs, cost, stage)
-        each = memory.kept_bytes(rows, max(ranks, default=1), stage)
+        each = memory.microbatch_bytes(rows, max(ranks, default=1), stage)
         found.append(max(1, int((cost.hardware.memory_bytes / (1 + MARGIN) - rest) // each)))
     return tuple(found)
 
