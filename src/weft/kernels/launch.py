@@ -31,7 +31,8 @@ except ImportError:  # a machine that only runs reference implementations
 
 __all__ = ["cdiv", "has_triton", "jit", "lanes", "next_power_of_2", "on_device", "runs_triton", "tl"]
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 P = ParamSpec("P")
 
 
