@@ -58,7 +58,7 @@ def deploy(
     out: Annotated[
         Any, typer.Option(parser=run_location, metavar="PATH", help="With --execute: where results go.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="With --execute: go on with the run there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="With --execute: continue the run there.")] = False,
     dispatch_by: DispatchBy = None,
 ) -> None:
     """Show which replicas a cluster should have for its jobs, and what they save.
@@ -179,7 +179,7 @@ class PlannedRun:
     jobs_file: Path | None
     """Jobs file; None: jobs are described in the cluster file, by their lengths."""
     run: RunSpec | None
-    """What is in the jobs file."""
+    """Settings and jobs of the jobs file; None without one."""
 
     @classmethod
     def of(cls, spec: ClusterSpec, path: Path, jobs_file: Path | None, overrides: Sequence[str] = ()) -> PlannedRun:
@@ -225,7 +225,7 @@ class PlannedRun:
         for index, machine in enumerate(spec.machines):
             if (machine.gpu == "cpu") != model.is_cpu:
                 here = "CPU" if model.is_cpu else "GPU"
-                message = f"plans for {machine.gpu}, and the run would be on a {here}; name what is here."
+                message = f"plans for {machine.gpu}, and the run would be on a {here}; name the device of this machine."
                 raise ConfigError(message, where=f"{path}: machines.{index}.gpu")
         num = sum(machine.count for machine in spec.machines)
         if num > 1:

@@ -118,7 +118,7 @@ def config(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: jobs.0.adapter.r=32")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON Schema of the files.")] = False,
-    sweep: Annotated[bool, typer.Option("--sweep", help="The same for sweep files.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Describe sweep files instead of jobs files.")] = False,
 ) -> None:
     """List all settings, or check a jobs file and show every value it leads to."""
     from weft.spec.reference import json_schema, sections, sweep_schema, sweep_sections
@@ -226,7 +226,7 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 @cache.callback(invoke_without_command=True)
 def show(context: typer.Context) -> None:
-    """Show what is kept: of which files, how large, used when."""
+    """Show the prepared data sets: their files, sizes and last use."""
     if context.invoked_subcommand is not None:
         return
     kept = _open()
@@ -249,7 +249,7 @@ def show(context: typer.Context) -> None:
 
 @cache.command()
 def clear() -> None:
-    """Remove all of it; runs that use it go on."""
+    """Remove all prepared data; runs that use some of it continue."""
     kept = _open()
     if kept is not None:
         typer.echo(f"removed {_counted(kept.clear())} from {kept.root}")

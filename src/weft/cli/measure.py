@@ -103,7 +103,7 @@ def profile(
         int | None, typer.Option(help="Largest microbatch in tokens. Default: 8192 on a GPU, 512 on a CPU.")
     ] = None,
     quantize: Annotated[str, typer.Option(help="How frozen weights are stored: none, fp8, int8 or nf4.")] = "none",
-    recompute: Annotated[str, typer.Option(help="What is made again on the way back: none, mlp or full.")] = "none",
+    recompute: Annotated[str, typer.Option(help="What backward computes again: none, mlp or full.")] = "none",
     kernels: Annotated[str, typer.Option(help="Weft's path: auto, fused or reference.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Time every microbatch once.")] = False,
 ) -> None:

@@ -175,7 +175,7 @@ _KINDS = (
     "jobs of their own, "
     "shards:2,stages:2: those of every stage"
 )
-Layout = Annotated[str | None, typer.Option(metavar="stages:N", help=f"{_KINDS}; or auto: what is predicted fastest.")]
+Layout = Annotated[str | None, typer.Option(metavar="stages:N", help=f"{_KINDS}; or auto: the fastest by prediction.")]
 SCHEDULES = tuple(Schedule)
 PipelineSchedule = Annotated[
     str | None,

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from weft.plan.simulate.forecast import Forecast, JobOutline
 
 PLANNED_STEPS = 32
-"""Global batches of each job that are planned; the rest is taken to go on likewise."""
+"""Number of global batches of each job that are planned; all others are assumed to take as long."""
 
 
 def plan(
     jobs_file: Annotated[Path, path_argument("The jobs file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: capacity=8192")] = None,
     device: Annotated[
-        str, typer.Option(help="Kind of device to plan for: cpu, h200, h100, a100-80, … Default: what is here.")
+        str, typer.Option(help="Kind of device to plan for: cpu, h200, h100, a100-80, … Default: this machine's.")
     ] = "auto",
     stages: Annotated[int, typer.Option(help="Short for --layout stages:N on N devices.", min=1)] = 1,
     layout: Annotated[
@@ -44,7 +44,9 @@ def plan(
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(help="With --layout: over so many devices. Default: those that are here.", min=1, max=1024),
+        typer.Option(
+            help="With --layout: plan for this many devices. Default: those of this machine.", min=1, max=1024
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Global batches of each job to plan.", min=1)] = PLANNED_STEPS,
     profile: Annotated[

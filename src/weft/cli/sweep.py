@@ -74,7 +74,7 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: job.max_steps=200")] = None,
     space: Annotated[str | None, typer.Option(help="A file with the search space, such as Axolotl's.")] = None,
     out: Out = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep in the output directory.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the sweep in the output directory.")] = False,
     trials: Annotated[int | None, typer.Option(help="Most configurations to try; short for trials=…")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to train on; short for max_tokens=…")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="Longest time to train; short for max_seconds=…")] = None,
@@ -89,9 +89,11 @@ def sweep(
         bool, typer.Option("--dry-run", help="Check everything and show the plan; train and write nothing.")
     ] = False,
     device: Annotated[
-        str | None, typer.Option(help="With --dry-run: plan for h200, h100, a100-80, … Default: what is here.")
+        str | None, typer.Option(help="With --dry-run: plan for h200, h100, a100-80, … Default: this machine's.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="With --dry-run: plan for so many of them.", min=1, max=1024)] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="With --dry-run: plan for this many devices.", min=1, max=1024)
+    ] = None,
     replicas: Replicas = None,
     devices: Devices = None,
     cluster: Cluster = None,

@@ -57,7 +57,7 @@ def train(
     jobs_file: Annotated[Path, path_argument("The jobs file; `weft init` writes one to start from.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings to change: jobs.0.adapter.r=32")] = None,
     out: Out = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the output directory.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output directory.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, train nothing.")] = False,
     keep_going: Annotated[
         bool,

@@ -48,7 +48,7 @@ class StopRequest:
         again = "press Ctrl-C again to stop" if number == signal.SIGINT else "a second signal stops"
         with suppress(RuntimeError):
             # It may have come while a line was being written: then this one goes out with the next.
-            self._console.print(f"stopping after what is under way; {again} at once")
+            self._console.print(f"stopping after the current work; {again} at once")
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class JobPreview:
     num_bytes: int
     """Bytes of its adapter, with gradients and optimizer, as admission counts them."""
     experts: str
-    """How it trains routed experts, in words; empty if they are frozen."""
+    """Words about how the job trains routed experts; empty if they are frozen."""
     num_alike: int | None
     """Number of such jobs that fit together; None: any, or it is not known."""
 

@@ -308,7 +308,8 @@ MODEL_FILES = ("chat_template", "tokenizer", "config", "weights")
 def environment_difference(
     here: Mapping[str, Any], there: Mapping[str, Any], model: str, first: str, where: str
 ) -> ConfigError | None:
-    """Why results would depend on which of two processes computes them; `first`: the process of `here`."""
+    """Error if results would depend on which of two processes computes them, else None; `first`: the process of
+    `here`."""
     for name in here:
         if here[name] == there.get(name):
             continue

@@ -258,7 +258,7 @@ class StagedRun(ProgramRun):
         return done
 
     def _step_ends(self, outcome: StagedOutcome) -> dict[tuple[str, int], float]:
-        """When each step was done on all stages, in seconds of the run."""
+        """Seconds of the run at which each step was done on all stages."""
         found = dict.fromkeys(outcome.steps, 0.0)
         for span in outcome.spans:
             for job in span.args["jobs"] if span.name == "step" else ():

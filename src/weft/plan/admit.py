@@ -64,9 +64,9 @@ class Budget:
     margin: float = 0.0
     """Largest relative error of the predictions: 0.1 keeps a tenth in reserve."""
     proven_bytes: int = 0
-    """Most bytes that jobs have held together without running out; overrules the estimate."""
+    """Largest number of bytes that jobs have held together without running out; overrules the estimate."""
     max_jobs: int | None = None
-    """Most jobs at a time; None: unlimited."""
+    """Largest number of jobs at a time; None: unlimited."""
 
     def __post_init__(self) -> None:
         if self.margin < 0:

@@ -215,7 +215,7 @@ def _size(config: Config, key: str, where: str, default: int | None = None) -> i
 
 
 RECOMPUTE = ("none", "mlp", "full")
-"""What may be computed again in the backward, from the least to the most."""
+"""Names of what the backward may compute again, from the least to the most."""
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def describe(config: Config, name: str = "") -> Decoder:
 
 
 def estimate_note(config: Config) -> str | None:
-    """How time and memory of a model are estimated that `describe` does not describe exactly."""
+    """Note on how time and memory are estimated for a model that `describe` does not describe exactly."""
     kind = str(config.get("model_type", ""))
     if is_described(config):
         return None
@@ -270,7 +270,7 @@ def final_norm(config: Config) -> str | None:
 
 
 def why_one_piece(config: Config) -> str:
-    """Why the layers of a model without `final_norm` cannot be on several devices."""
+    """Reason why the layers of a model without `final_norm` cannot be on several devices."""
     kind = str(config.get("model_type", ""))
     if kind in FINAL_NORMS:
         return f"is a {kind} model whose layers {_reads_elsewhere(config)}; they stay on one device"
@@ -280,7 +280,7 @@ def why_one_piece(config: Config) -> str:
 
 
 def _reads_elsewhere(config: Config) -> str | None:
-    """What the layers of a model read besides the rows that enter them."""
+    """Words about what the layers of a model read besides the rows that enter them."""
     parts = {
         "hidden_size_per_layer_input": "have embeddings of their own",
         "num_kv_shared_layers": "reuse keys and values of earlier ones",

@@ -21,7 +21,7 @@ AUTO = "auto"
 
 
 class DispatchRule(StrEnum):
-    """How the samples of a step are divided over unlike replicas. No result depends on it."""
+    """Rules to divide the samples of a step over unlike replicas. No result depends on the rule."""
 
     BALANCED = "balanced"
     """All replicas end at about the same time."""

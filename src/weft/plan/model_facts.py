@@ -120,7 +120,7 @@ def why_not_fast(config: Config) -> str | None:
 
 
 def stored_as(config: Config) -> str:
-    """How the files of a model have its weights; `config` is that of all that is in them."""
+    """Words about how a model's files store its weights; `config` is that of the whole model."""
     found = config.get("quantization_config")
     method = found.get("quant_method") if isinstance(found, Mapping) else None
     kind = config.get("dtype") or config.get("torch_dtype") or "as in its files"

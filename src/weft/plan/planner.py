@@ -14,7 +14,7 @@ from weft.plan.program import Program
 from weft.plan.types import JobQueue, Limits, Microbatch
 
 PreviousMicrobatches = tuple[tuple[Microbatch, ...], ...]
-"""Per replica, the last microbatches of the program that the next one is appended to; empty when all are idle."""
+"""Last microbatches of the program that the next one is appended to, by replica; empty when all are idle."""
 
 
 class PlanFunction(Protocol):
@@ -53,7 +53,7 @@ class PipelineChoice:
     one_group_s: float
     """Simulated time of the fastest program in which all jobs may share microbatches."""
     several_groups_s: float | None
-    """The same for several groups; None if no such program was tried."""
+    """Simulated time of the fastest program with several groups; None if no such program was tried."""
     num_replicas: int = 1
     """Replicas on which jobs were grouped; each has groups of its own."""
     pairs: PairChoice | None = None
@@ -75,7 +75,7 @@ class Planner(abc.ABC):
     """Turns queues into the next program; deterministic."""
 
     has_budget = False
-    """Whether `within` limits the search to the given budget; otherwise the number of seconds is ignored."""
+    """True if `within` limits the search to the given budget; otherwise the number of seconds is ignored."""
     num_measured = 0
     """Measured passes that the planner's costs rest on; 0 if they come from a table."""
 

@@ -24,7 +24,7 @@ __all__ = ["Decision", "Forecaster", "LayoutForecast", "MoveCost", "Prediction",
 
 
 MOST_PHASES = 8
-"""Most phases in a forecast; if there are more, neighbouring phases are merged throughout."""
+"""Maximum number of phases in a forecast; if there are more, neighbouring phases are merged throughout."""
 
 
 @dataclass(frozen=True)

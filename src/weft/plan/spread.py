@@ -27,7 +27,7 @@ class SpreadPlanner(Planner):
     costs: tuple[CostModel, ...]
     planned: PlannedReplicas | None = None
     shards: tuple[int, ...] = ()
-    """How many consecutive replicas share each copy of the frozen weights; empty: none do."""
+    """Number of consecutive replicas that share each copy of the frozen weights; empty: none do."""
     dispatch: DispatchRule = DispatchRule.BALANCED
     tensor: tuple[int, ...] = ()
     """Devices that share every layer, of each replica; empty: none do."""
@@ -55,7 +55,7 @@ class SpreadPlanner(Planner):
         return [range(end - size, end) for size, end in zip(self.replica_sizes, ends, strict=True)]
 
     def leads(self, limits: Limits) -> list[list[int]]:
-        """Most microbatches in flight on the stages of each replica."""
+        """Maximum number of microbatches in flight on the stages of each replica."""
         return [limits.of_stages(stages).lead(max_lead(len(stages))) for stages in self.stages]
 
     def assemble(
@@ -227,7 +227,8 @@ def _shared(microbatch: Microbatch, free: Collection[str]) -> list[StreamBatch]:
 def _due(
     streams: Sequence[BatchStream], played: Sequence[Sequence[Sequence[Pass]]], free: Mapping[str, Sequence[int]]
 ) -> dict[StreamBatch, tuple[float, int]]:
-    """When each shared global batch has been backward everywhere, and the first replica that has part of it."""
+    """Time at which each shared global batch has been backward everywhere, and the first replica that has part of
+    it."""
     due: dict[StreamBatch, tuple[float, int]] = {}
     for replica, (stream, stages) in enumerate(zip(streams, played, strict=True)):
         for one in stages[0]:

@@ -98,12 +98,13 @@ class Limits:
         return replace(self, in_flight=self.in_flight[stages.start : stages.stop])
 
     def lead(self, most: Sequence[int]) -> list[int]:
-        """Most microbatches in flight on each stage, of those that a schedule wants."""
+        """Maximum number of microbatches in flight on each stage, of those that a schedule wants."""
         return [*map(min, most, self.in_flight or most)]
 
 
 def max_lead(num_stages: int) -> list[int]:
-    """Most microbatches in flight on each stage, where there is memory: twice what equal ones need, for unlike ones."""
+    """Maximum number of microbatches in flight on each stage, if there is memory: twice what equal ones need, for
+    unlike ones."""
     return [2 * num_stages] * num_stages
 
 

@@ -202,7 +202,8 @@ WEIGHTS: Mapping[str, Callable[[Config], Sequence[Weights]]] = {
     "qwen3_moe": _mixture,
     "gemma4_text": _gemma4,
 }
-"""By model type: the weights of each layer's linears and experts in a configuration that transformers has read."""
+"""Functions by model type: the weights of each layer's linears and experts in a configuration that transformers has
+read."""
 
 
 def estimated_sizes(config: Config, name: str) -> DecoderSizes:

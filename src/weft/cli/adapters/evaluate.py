@@ -45,7 +45,7 @@ def evaluate(
         typer.Option(help=f"Some of {','.join(METRICS)}. Default: all the data has answers for."),
     ] = None,
     objective: Annotated[
-        str, typer.Option(help="What to measure by, as a job names it; auto: by the columns, dpo for pairs.")
+        str, typer.Option(help="Objective to measure by; auto: by the columns, dpo for pairs.")
     ] = "auto",
     reference: Annotated[
         str | None,
@@ -63,7 +63,7 @@ def evaluate(
             metavar="FILE",
         ),
     ] = None,
-    top_k: Annotated[int, typer.Option(help="How many tokens --logits writes in the place of each.")] = 20,
+    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens that --logits writes for each token.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",

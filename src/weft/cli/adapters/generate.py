@@ -48,7 +48,9 @@ TopK = Annotated[int, typer.Option(help="Draw from this many likeliest tokens; 0
 MinP = Annotated[float, typer.Option(help="Draw only tokens with this share of the likeliest one's probability.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens of prompt and answer become less likely.")]
 PresencePenalty = Annotated[float, typer.Option(help="Above 0: tokens that the answer has become less likely.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="The same, for each time that the answer has the token.")]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="Above 0: a token becomes less likely each time that the answer has it.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the draws when the temperature is above 0.")]
 Stop = Annotated[list[str] | None, typer.Option(help="A text that ends an answer before it; repeat it for several.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -70,7 +72,7 @@ def generate(
     frequency_penalty: FrequencyPenalty = 0.0,
     seed: Seed = 0,
     stop: Stop = None,
-    n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", help="Number of answers to each prompt.")] = 1,
     logprobs: Annotated[
         int | None,
         typer.Option(

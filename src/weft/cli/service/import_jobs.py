@@ -36,9 +36,9 @@ def from_openai(
             "What GET /v1/fine_tuning/jobs answered, or a folder with it; files lie beside it as FILE-ID.jsonl."
         ),
     ],
-    base_model: Annotated[str | None, typer.Option(help="The model here for every model there.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Open model for all of OpenAI's models.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="THERE=HERE", help="The model here for one model there; repeatable.")
+        list[str] | None, typer.Option(metavar="THERE=HERE", help="Open model for one of OpenAI's models; repeatable.")
     ] = None,
     out: Annotated[Path, path_option("The folder to write jobs.yaml and data/ to.")] = Path("from-openai"),
     to: Annotated[str | None, typer.Option(metavar="URL", help="Send the jobs to this service, .../v1.")] = None,

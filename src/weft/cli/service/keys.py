@@ -23,14 +23,14 @@ keys.add_typer(tenants, name="tenants")
 
 DATA_DIR = Path("weft-data")
 NO_LIMIT = "none"
-Tenant = Annotated[str, typer.Option(help="Whose key it is.")]
+Tenant = Annotated[str, typer.Option(help="Tenant of the key.")]
 Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no limit.", show_default=False)]
 
 
 @keys.command()
 def create(
     tenant: Tenant = "default",
-    name: Annotated[str, typer.Option(help="A word to know it by.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the key, for people.")] = "",
     scopes: Annotated[str, typer.Option(help="Of files, jobs, models, chat, usage, admin; comma-separated.")] = "",
     data_dir: DataDir = DATA_DIR,
     db: DbUrl = "",
@@ -50,7 +50,7 @@ def create(
 
 @keys.command("list")
 def list_keys_(
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.", show_default=False)] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only the keys of this tenant.", show_default=False)] = None,
     data_dir: DataDir = DATA_DIR,
     db: DbUrl = "",
 ) -> None:
@@ -85,7 +85,7 @@ def revoke(
 @tenants.command("create")
 def create_tenant(
     tenant: Annotated[str, typer.Argument(help="Lower-case letters, digits and '-'; part of its models' names.")],
-    name: Annotated[str, typer.Option(help="What people call it.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the tenant, for people.")] = "",
     data_dir: DataDir = DATA_DIR,
     db: DbUrl = "",
 ) -> None:
@@ -101,15 +101,20 @@ def create_tenant(
 
 @tenants.command("limits")
 def limits(
-    tenant: Annotated[str, typer.Argument(help="Whose limits.")],
-    weight: Annotated[float | None, typer.Option(help="Its share beside others.", show_default=False)] = None,
+    tenant: Annotated[str, typer.Argument(help="Tenant to limit.")],
+    weight: Annotated[
+        float | None, typer.Option(help="Share of the seats relative to other tenants.", show_default=False)
+    ] = None,
     max_priority: Annotated[int | None, typer.Option(help="Highest priority of a job.", show_default=False)] = None,
     max_active_jobs: Limit = None,
     max_trained_tokens: Limit = None,
     max_stored_bytes: Limit = None,
     max_requests_per_minute: Limit = None,
     disable: Annotated[
-        bool | None, typer.Option("--disable/--enable", help="Shut it out, or let it in again.", show_default=False)
+        bool | None,
+        typer.Option(
+            "--disable/--enable", help="Refuse all requests of the tenant, or accept them again.", show_default=False
+        ),
     ] = None,
     data_dir: DataDir = DATA_DIR,
     db: DbUrl = "",

@@ -59,11 +59,11 @@ class StopSignals:
 
 
 def worker(
-    data_dir: Annotated[Path, path_option("Where the worker keeps what it is working on.")] = Path("weft-data"),
+    data_dir: Annotated[Path, path_option("Directory for the worker's files.")] = Path("weft-data"),
     db: DbUrl = "",
     store: StoreUrl = "",
     base_model: Annotated[
-        str, typer.Option(metavar="NAME[=MODEL]", help="Name of the frozen model in the API, and what it is.")
+        str, typer.Option(metavar="NAME[=MODEL]", help="Name of the frozen model in the API, and the model.")
     ] = "tiny",
     max_jobs: Annotated[int, typer.Option(help="Most jobs that train at a time; 0: it only answers prompts.")] = 32,
     sampling_share: SamplingShare = 0.25,
@@ -78,10 +78,10 @@ def worker(
     ] = None,
     layout: WorkerLayout = None,
     check: Annotated[bool, typer.Option("--check", hidden=True)] = False,
-    host: Annotated[str, typer.Option(help="Address on which it answers prompts of the API.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address on which the worker answers prompts of the API.")] = "127.0.0.1",
     lease: Annotated[float, typer.Option(help="Seconds of silence after which others take its jobs.")] = 30.0,
     pulse: Annotated[float, typer.Option(help="Seconds between two signs of life.")] = 0.5,
-    grace: Annotated[float, typer.Option(help="Seconds it may take to give its jobs back when it is stopped.")] = 30.0,
+    grace: Annotated[float, typer.Option(help="Seconds in which a stopped worker gives its jobs back.")] = 30.0,
     file_seconds: FileSeconds = 600.0,
     file_memory: FileMemory = 4.0,
 ) -> None:

@@ -26,9 +26,9 @@ from weft.model.backbone import Backbone
 from weft.model.packed import PackedBatch, SlotSample, pack_samples
 
 PASS_TOKENS = 4096
-"""Most tokens of one pass, unless a sample is longer."""
+"""Maximum number of tokens of one pass, unless a sample is longer."""
 MOST_PASSES = 16
-"""Most passes, converged or not: of text that is 65,536 tokens."""
+"""Maximum number of passes, converged or not; of text they read 65,536 tokens."""
 
 
 def start_from_inputs(backbone: Backbone, adapter: Adapter, batches: GlobalBatches, seed: int) -> None:

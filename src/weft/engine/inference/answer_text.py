@@ -58,7 +58,8 @@ def before_stop(text: str, stops: Sequence[str]) -> str | None:
 
 
 def safe_length(text: str, stops: Sequence[str]) -> int:
-    """How much of a growing text is final: not an end that may begin a stop string or be part of a character."""
+    """Length of the final part of a growing text: without an end that may begin a stop string or be part of a
+    character."""
     end = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
     for stop in stops:
         for length in range(min(len(stop) - 1, end), 0, -1):

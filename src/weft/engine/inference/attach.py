@@ -55,7 +55,8 @@ class Attached:
         return self.backbone.tokenizer_of(self.slots[name])
 
     def as_each_reads(self, read: Callable[[Tokenizer, str | None], T]) -> dict[str, T]:
-        """By name, the result of `read` for its tokenizer and chat template: each reads data as it was trained to."""
+        """Results of `read` by name, for each adapter's tokenizer and chat template, so that each reads data as it was
+        trained to."""
         found: dict[str, T] = {}
         made: dict[tuple[int, str | None], T] = {}
         for name, template in self.chat_templates.items():

@@ -29,7 +29,7 @@ from weft.model.fused.decode import MOST_ROWS
 from weft.spec.sampling import Decoding, Sampling
 
 BATCH = 64
-"""Most sequences of a pass on the reference path."""
+"""Maximum number of sequences of a pass on the reference path."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Continuation:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether a pass may read a token that was not written here yet; penalties and constraints need it first."""
+        """True if a pass may read a token that is not written yet; penalties and constraints need it first."""
         return self.constraint is None and not self.sampling.has_penalties
 
     def ends_with_next(self, longest: int, num_leading: int) -> bool:

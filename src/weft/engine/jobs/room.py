@@ -242,7 +242,7 @@ def refuse_empty(capacity: Capacity, max_jobs: int | None) -> None:
 
 
 class CapacityLimit:
-    """Most tokens of a microbatch: as requested, or fewer once the memory has run out."""
+    """Maximum number of tokens of a microbatch: as requested, or fewer once the memory has run out."""
 
     def __init__(self, replica: Replica, allowed: Sequence[int], jobs: Mapping[str, LiveJob]) -> None:
         """`allowed`: the requested capacity, then smaller ones that may replace it so that microbatches are full."""

@@ -195,7 +195,7 @@ def _take_room(request: ReplicaRequest) -> list[PlacementGroup]:
 
 
 def _how(rank: RayRank, error: Exception) -> str:
-    """How a rank ended, from the error of a call."""
+    """Describes how a rank ended, from the error of a call."""
     return f"died {rank.on_node}" if rank.host is not None else f"cannot be started: {_cause(error)}"
 
 

@@ -243,7 +243,7 @@ class _Patient(Connection):
 
 
 def version_difference(joined: RankJoined, index: int) -> ConfigError | None:
-    """Why a rank cannot work with this controller: other libraries give other bits."""
+    """Error if a rank has other libraries than this controller, since these give other bits; else None."""
     own = library_versions()
     for name in sorted(own.keys() | joined.versions.keys()):
         here, there = own.get(name, "none"), joined.versions.get(name, "none")

@@ -134,7 +134,7 @@ class FollowingEngine(ReplicatedEngine):
 
 
 class FollowingSweep(FollowingEngine, SweepReplicas):
-    """The same for a sweep, whose trials begin and end."""
+    """Engine of a sweep over ranks whose layout follows the trials as they begin and end."""
 
     _is_moving = False
 

@@ -53,7 +53,7 @@ class ReplicaHosts:
     number: int
     open_ranks: Callable[[RankOrder], Ranks]
     manner: str = "each in a process of its own"
-    """How they run, for the user."""
+    """Words for the user about how the ranks run."""
     invitation: str = ""
 
     def start(self, order: RankOrder) -> RankGroup:
@@ -89,7 +89,7 @@ def joined_hosts(listen: str, replicas: str | None) -> ReplicaHosts:
 
 
 def join_command(listen: str) -> tuple[Address, str, str]:
-    """Where to listen, the key, and the command that joins from any machine."""
+    """Returns the address to listen on, the key, and the command that joins from any machine."""
     address = address_of(listen, "--listen")
     if isinstance(address, str):
         raise ConfigError(f"got {listen!r}; accepted is HOST:PORT.", where="--listen")

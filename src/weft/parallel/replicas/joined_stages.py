@@ -120,7 +120,7 @@ class JoinedStages:
         return int(self._store.port)
 
     def close(self) -> None:
-        """Of one group of processes: others may join for the next."""
+        """Does nothing: it closes one group of processes, and others may join for the next one."""
 
     def end(self) -> None:
         while not self._new.empty():

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckingInfo(ReplicaInfo):
-    """What all replicas have in common, with a check of adapters."""
+    """Facts that all replicas have in common, with a check of adapters."""
 
     find_problem: Callable[[AdapterSpec], Exception | None]
     _flaws: dict[str, Exception | None] = field(default_factory=dict)

@@ -51,7 +51,7 @@ class StagedJobs:
         return shares[added.home]
 
     def by_stage(self, job_bytes: Mapping[str, int]) -> list[float]:
-        """What each stage has of the bytes of these jobs, by the parameters there."""
+        """Bytes of these jobs on each stage, divided by the parameters there."""
         found = [0.0] * (self._replicas[-1].stop)
         for name, num_bytes in job_bytes.items():
             for replica, shares in self._jobs[name].shares.items():

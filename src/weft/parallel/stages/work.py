@@ -47,7 +47,7 @@ class StagedWork(Work[StagedOutcome]):
     row_tile: int
     rates: Mapping[tuple[str, int], float]
     lists: Lists | None = None
-    """For consecutive programs: instructions of every stage now, with the rest of the program before."""
+    """Instructions of every stage now, with the rest of the program before, for consecutive programs."""
     first: int = 0
     kept: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """Jobs and steps after which the job's state is copied for a checkpoint, with the first step still needed."""

@@ -244,7 +244,8 @@ class AnalyticCost:
         return 2 * sum(made.values()) + sum(read.values()) + 2 * added
 
     def _reduces_s(self, lengths: Sequence[int]) -> float:
-        """Of a sum each device receives 2 (N - 1) / N tensors in two messages, as `adapters/devices.py` adds up."""
+        """Seconds of sums over devices: each device receives 2 (N - 1) / N tensors in two messages, as in
+        `adapters/devices.py`."""
         parts = self.tensor_parallel
         if parts == 1:
             return 0.0

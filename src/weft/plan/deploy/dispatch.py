@@ -206,7 +206,7 @@ def _move(fleet: Fleet, counts_KR: IntArray, home_KR: IntArray) -> bool:
 
 
 def _move_sizes(fleet: Fleet, counts_KR: IntArray, slowest: int) -> list[IntArray]:
-    """Per bucket one sample, or its partial chunk (a whole one where all are full)."""
+    """Numbers of samples to move, by bucket: one, or a partial chunk (a whole one where all are full)."""
     own_R = counts_KR[slowest]
     one_R = np.minimum(own_R, 1)
     if fleet.is_packed:

@@ -70,7 +70,7 @@ def all_plans(problem: DeployProblem) -> IntArray:
 
 
 def alike_counts(problem: DeployProblem) -> list[tuple[int, ...]]:
-    """For every layout that can hold all samples: as many replicas of it as fit."""
+    """Counts of replicas, for every layout that can hold all samples: as many as fit."""
     longest, found = problem.buckets.bounds[-1], list[tuple[int, ...]]()
     for layout in dict.fromkeys(kind.layout for kind in problem.kinds):
         counts = tuple(
@@ -147,7 +147,7 @@ class PlanBounds:
         return priced_SR
 
     def _cheapest(self, priced_SR: FloatArray) -> FloatArray:
-        """By set of kinds and bucket, the least over the set; infinite where none holds the bucket."""
+        """Least priced seconds by set of kinds and bucket; infinite where no kind of the set holds the bucket."""
         found_MR: FloatArray = np.where(self._used_MS[:, :, None], priced_SR[None], np.inf).min(axis=1)
         return found_MR
 

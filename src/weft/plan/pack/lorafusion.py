@@ -69,7 +69,7 @@ class LoraFusionPlanner(Planner):
 
     @property
     def quick(self) -> LoraFusionPlanner:
-        """The same without a solver."""
+        """This planner without a solver."""
         return self.within(0.0)
 
     def within(self, budget_s: float) -> LoraFusionPlanner:

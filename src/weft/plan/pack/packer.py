@@ -240,7 +240,7 @@ def _levels(left: Real, last: list[int], q: int, num_slots: int) -> Real:
 def _cut_points(
     here: list[int], done: list[int], work: list[Real], last: list[int], q: int, level: float
 ) -> list[Whole]:
-    """For each job the numbers of samples to try, around those that fill the slot by earliest deadline."""
+    """Numbers of samples to try, by job, around those that fill the slot by earliest deadline."""
     free = level
     middle: dict[int, int] = {}
     for j in sorted(here, key=lambda j: (last[j], j)):

@@ -19,7 +19,7 @@ TOLERANCE = 0.01
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
     capacity: int
-    """Most tokens of one microbatch."""
+    """Maximum number of tokens of one microbatch."""
     num_stages: int = 1
     row_tile: int = 1
     """Rows of a microbatch are computed in whole tiles of this size."""

@@ -50,7 +50,7 @@ def orders_by_lead(
 
 
 def _unflushed(stream: BatchStream, flushes: Sequence[int]) -> list[int]:
-    """Most forwards before each backward, by flushes and the jobs' own steps."""
+    """Maximum number of forwards before each backward, by flushes and the jobs' own steps."""
     size = len(stream.microbatches)
     limits = [size] * size
     for start, end in zip((0, *flushes), flushes, strict=False):
@@ -234,7 +234,7 @@ class Play:
         size = len(pipe.clocks)
         self.stages = [_Stage([0.0 if s == 0 else NEVER] * size, [NEVER] * size) for s in range(pipe.num_stages)]
         self.whole_at: dict[StreamBatch, float] = {}
-        """When shared global batches have been backward everywhere."""
+        """Times at which the backwards of shared global batches were done everywhere."""
 
     def extend(
         self,

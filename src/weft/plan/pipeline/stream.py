@@ -31,7 +31,7 @@ class BatchStream:
     microbatches: tuple[Microbatch, ...]
     members: dict[StreamBatch, tuple[int, ...]]
     waits_for: tuple[int, ...]
-    """Per microbatch the last earlier one whose backward and steps its forward needs; -1 for none."""
+    """Last earlier microbatch whose backward and steps a microbatch's forward needs, by microbatch; -1 for none."""
 
     @property
     def completes(self) -> dict[int, list[StreamBatch]]:
@@ -42,7 +42,8 @@ class BatchStream:
 
     @property
     def flushes(self) -> tuple[int, ...]:
-        """Where a classic schedule flushes the pipeline: no global batch is open, or a job's next one begins."""
+        """Positions where a classic schedule flushes the pipeline: no global batch is open, or a job's next one
+        begins."""
         last = [-1] * len(self.microbatches)
         for ks in self.members.values():
             last[ks[0]] = max(last[ks[0]], ks[-1])
@@ -176,7 +177,7 @@ class SharedSteps:
         self._roots: dict[StreamBatch, int] = {}
         """Replica that measures each global batch whose measure is not scheduled."""
         self._ends: dict[StreamBatch, float] = {}
-        """When each global batch has been backward everywhere, as far as known."""
+        """Time at which each global batch has been backward everywhere, as far as known."""
         self._due: list[list[tuple[float, StreamBatch]]] = [[] for _ in firsts]
         """Measures that each replica may schedule, with their times."""
 

@@ -195,7 +195,8 @@ class PooledRoom:
         return True
 
     def _best(self, applicant: Applicant, roomy: npt.NDArray[np.bool_]) -> int:
-        """Of the replicas with room, the tightest fit beside all present jobs, else where least is taken from them."""
+        """Best replica with room: the tightest fit beside all present jobs, else the one where least is taken from
+        them."""
         taken, later = self._taken, self._later
         left_bytes = taken.usable_bytes - taken.held_bytes - later.held_bytes - applicant.num_bytes
         left_jobs = taken.max_jobs - taken.num_jobs - later.num_jobs - 1

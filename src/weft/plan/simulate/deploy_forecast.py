@@ -66,7 +66,7 @@ SEQUENTIAL_BUDGET_S = 1.0
 class DeployChoice:
     name: str
     plan: str
-    """Its replicas, or the number of plans for one job after another."""
+    """Replicas of the choice, in words, or the number of plans for one job after another."""
     step_s: float
     gpu_seconds: float
 

@@ -49,7 +49,7 @@ class JobOutline:
     num_parameters: int | None = None
     """Parameters of its adapter; None: those of a LoRA of `cost_rank` on all linears."""
     experts: str = ""
-    """How it trains routed experts, in words; empty if they are frozen."""
+    """Words about how the job trains routed experts; empty if they are frozen."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def in_flight_of(jobs: Sequence[JobOutline], capacity: int, cost: AnalyticCost, 
 
 
 def most_held(timeline: Timeline, stage: int) -> int:
-    """Most microbatches that a stage has between forward and backward."""
+    """Maximum number of microbatches that a stage has between forward and backward."""
     held = most = 0
     for span in timeline.spans:
         if span.stage == stage and span.name in ("forward", "backward"):

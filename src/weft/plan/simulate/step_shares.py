@@ -62,7 +62,7 @@ def step_spans(program: Program, costs: Sequence[PassCosts], spans: Sequence[Spa
 
 
 def _rounds(microbatches: Sequence[Microbatch]) -> list[int | None]:
-    """Of each microbatch the step that it belongs to, counted from 0; None for empty ones."""
+    """Step that each microbatch belongs to, counted from 0; None for empty ones."""
     first: dict[str, int] = {}
     for segment in (segment for microbatch in microbatches for segment in microbatch.segments):
         first[segment.job] = min(first.get(segment.job, segment.step), segment.step)

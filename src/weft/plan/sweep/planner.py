@@ -164,7 +164,7 @@ def _packs(lanes: Sequence[DeviceLane], assigner: Assigner) -> tuple[Pack, ...]:
 
 
 MAX_PACK = 64
-"""Most configurations of one pack; far more than fill a microbatch."""
+"""Maximum number of configurations of one pack; far more than fill a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)

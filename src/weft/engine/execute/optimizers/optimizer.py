@@ -51,11 +51,11 @@ def counting_steps(optimizers: Sequence[Optimizer], wait: Results) -> Results:
 
 @dataclass(frozen=True)
 class PartOfStep:
-    """What the step of a part of a job's adapter needs to equal the step of the whole."""
+    """Values that the step of a part of a job's adapter needs to equal the step of the whole."""
 
     norm: torch.Tensor
     num_by_vectors: Mapping[str, int]
-    """By group, how many of the part's first numbers torch's vectors hold in a step of the whole buffer."""
+    """Number of the part's first values, by group, that torch's vectors hold in a step of the whole buffer."""
 
 
 def gradient_norm(grads: Iterable[torch.Tensor]) -> torch.Tensor:
