@@ -14,10 +14,14 @@ from staged_models import staged_executor
 from tiny_models import Job, assert_same_bits, finish, random_backbone, small_job, submit, train
 
 from weft.engine.engine import Engine
-from weft.engine.execute.protocol import ReplicaFaultError, ReplicaMemory, ReplicaMemoryError
+from weft.engine.events import Event, JobWaiting, StepDone
+from weft.engine.execute.memory import PeakMeter
+from weft.engine.execute.protocol import MemoryPeak, ReplicaFaultError, ReplicaMemory, ReplicaMemoryError
 from weft.errors import ConfigError
+from weft.kernels.device import CPU
 from weft.parallel.stages.stage_process import StageMemoryError, sendable
 from weft.parallel.stages.staged import StagedExecutor
+from weft.parallel.stages.work import StageOutcome
 from weft.plan.admit import MARGIN
 from weft.plan.cost.types import LinearCost
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
@@ -202,3 +206,64 @@ def test_run_when_its_stages_run_out_of_memory_then_goes_on_with_less_to_the_bit
     for name, outcome in found.items():
         assert_same_bits(outcome, expected[name])
     assert engine.lessen(48) is None
+
+
+GIB = 2**30
+
+
+class Reported(PeakMeter):
+    """Counts tokens, and reports a peak of so many bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(CPU)
+        self.num_bytes = num_bytes
+
+    def pop(self) -> MemoryPeak | None:
+        found = super().pop()
+        return None if found is None else replace(found, num_bytes=self.num_bytes)
+
+
+@pytest.mark.parametrize("appended", [False, True])
+@pytest.mark.parametrize(("peaks", "waits"), [((3.9, 2), True), ((2, 3.9), True), ((2, 2), False)], ids=str)
+def test_run_when_one_stage_has_a_high_peak_then_no_other_job_is_let_in_and_bits_stay(
+    expected, monkeypatch, peaks, waits, appended
+):
+    """Of 4 GiB on each of two stages: the fuller one decides, whichever it is. Peaks come back with programs."""
+    executor = staged_executor("llama", (1, 1))
+    stages: Any = executor.stages
+    for stage, peak in zip(stages.stages, peaks, strict=True):
+        stage.memory = lambda: ReplicaMemory(4 * GIB, GIB)
+        stage.meter = Reported(int(peak * GIB))
+    planner = FastestPipeline(2, LinearCost()) if appended else PipelinePlanner(Schedule.ONE_F_ONE_B, 2)
+    engine, waiting, calls = Engine(executor, capacity=48, planner=planner), list[str](), list[str]()
+    (first, late), ask = jobs(), stages.call_each
+
+    def act(engine: Engine, event: Event) -> None:
+        if isinstance(event, StepDone) and "b" not in engine.jobs:
+            submit(engine, late)
+        waiting.extend([event.job] if isinstance(event, JobWaiting) else [])
+
+    monkeypatch.setattr(stages, "call_each", lambda what, given: (calls.append(what), ask(what, given))[1])
+    submit(engine, first)
+    for name, outcome in finish(engine, act).items():
+        assert_same_bits(outcome, expected[name])
+    assert waiting == ["b"] * waits
+    spans = [span for span in engine.timeline.spans if span.name == "memory"]
+    assert {(span.stage, span.args["peak_bytes"]) for span in spans} == {*enumerate(int(p * GIB) for p in peaks)}
+    tokens = [max(span.args["tokens"] for span in spans if span.stage == stage) for stage in (0, 1)]
+    assert tokens[0] > 48 >= tokens[1] > 24, "the first holds two microbatches"
+    seated = len(calls) - calls[::-1].index("seat")
+    assert {*calls[seated : calls.index("unseat", seated)]} <= {"run"}, "no call between programs"
+
+
+def test_peak_when_a_job_has_come_or_gone_since_its_program_began_then_is_not_compared_with_what_jobs_hold():
+    executor = staged_executor("llama", (1, 1))
+    outcomes = [StageOutcome(peak=MemoryPeak(GIB, 48)), StageOutcome()]
+    submit(Engine(executor, capacity=48), small_job("a"))
+    for seat in (executor.seat, executor.unseat):
+        before = executor._jobs.num_seatings
+        executor.account.observe(outcomes, before)
+        assert executor.account.pop_peaks() == [[MemoryPeak(GIB, 48)], []]
+        seat("a")
+        executor.account.observe(outcomes, before)
+        assert executor.account.pop_peaks() == [[], []]

@@ -28,6 +28,7 @@ from weft.plan.cost.types import LinearCost
 from weft.plan.layout import DispatchRule
 from weft.plan.pipeline.build import PipelinePlanner, Schedule
 from weft.plan.spread import SpreadPlanner
+from weft.process_memory import available_bytes
 from weft.spec import BackboneSpec
 
 SPEC = BackboneSpec(str(small_model(4)), device="cpu")
@@ -91,6 +92,8 @@ def test_job_when_its_stages_are_processes_then_has_the_bits_of_one_device(stage
     alone = [stages.call_all("activation_bytes", rows, []) for rows in sizes]
     with ThreadPoolExecutor(4) as threads:
         assert alone == list(threads.map(lambda rows: stages.call_all("activation_bytes", rows, []), sizes))
+    left = [memory.usable_bytes - memory.allocated_bytes for memory in stages.call_all("memory")]
+    assert max(left) < 0.75 * (available_bytes() or 0), "both share the memory of this machine"
     os.kill(stages.processes[1].pid, signal.SIGKILL)
     lost = "stage 1: was ended by signal 9, so all stages were ended"
     with pytest.raises(StageLostError, match=lost):

@@ -16,7 +16,7 @@ from weft.adapters.targets import leaf_names
 from weft.data.chat_template import Tokenizer
 from weft.engine.execute.eva import start_from_inputs
 from weft.engine.execute.evaluate import EvaluationInFlight, ScoreRequest, evaluated
-from weft.engine.execute.memory import DeviceAccount, measure, release_memory, replica_memory, weight_bytes
+from weft.engine.execute.memory import DeviceAccount, measure, release_memory, weight_bytes
 from weft.engine.execute.microbatch import ExecutedJob, MicrobatchInFlight, pack_microbatch, take_steps
 from weft.engine.execute.optimizers.optimizer import refuse_idle_rates
 from weft.engine.execute.protocol import (
@@ -33,7 +33,6 @@ from weft.engine.execute.protocol import (
     OutcomeT,
     ReplicaFacts,
     ReplicaFaultError,
-    ReplicaMemory,
     ReplicaMemoryError,
     StateWork,
     StepsWork,
@@ -91,9 +90,6 @@ class LocalExecutor:
 
     def activation_bytes(self, capacity: int, adapters: Collection[AdapterSpec]) -> int:
         return self.backbone.activation_bytes(capacity, adapters)
-
-    def memory(self) -> ReplicaMemory | None:
-        return replica_memory(self.backbone)
 
     def release_memory(self) -> None:
         release_memory(self.backbone)

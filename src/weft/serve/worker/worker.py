@@ -288,9 +288,9 @@ def _device_info(replica: Replica) -> dict[str, Any]:
     facts = replica.facts
     found = {"device": facts.device, "device_name": facts.environment["device"]}
     if facts.device_kind != "cpu" and facts.takes_programs:
-        memory = replica.memory()
-        assert memory is not None, "GPUs know theirs"
-        return {**found, "memory_bytes": memory.allocated_bytes, "memory_total_bytes": memory.usable_bytes}
+        memory = replica.account.memory()
+        held, usable = sum(each.allocated_bytes for each in memory), sum(each.usable_bytes for each in memory)
+        return {**found, "memory_bytes": held, "memory_total_bytes": usable}
     if facts.device_kind != "cpu":
         free, total = free_and_total_bytes(torch.device(facts.device))
         return {**found, "memory_bytes": total - free, "memory_total_bytes": total}
