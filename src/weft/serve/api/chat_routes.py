@@ -13,21 +13,19 @@ to the client, such a prompt goes to another worker. A client that hangs up ends
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from weft import __version__
 from weft.data.chats import ROLES
@@ -51,7 +49,7 @@ from weft.serve.api.requests import (
     body_of,
     documented,
 )
-from weft.serve.api.responses import event_stream
+from weft.serve.api.responses import WATCH_S, EventStream, event_stream, watched
 from weft.serve.api.sampler import answer_by_sampler
 from weft.serve.api.service import ApiService, Caller, ChatUser, ResolvedModel, resolve_prompted, service_of
 from weft.serve.db.engine import DbRow, new_id
@@ -69,7 +67,6 @@ _PASSED_ON = (
 )
 """Fields that the worker takes as they are."""
 chat_router = APIRouter(prefix="/v1", tags=["Chat"])
-WATCH_S = 0.2
 SILENT_S = 2.0
 """After so long without a word from a worker the API looks whether it is alive."""
 AVOID_S = 10.0
@@ -224,13 +221,14 @@ async def _answer(
             sent = [{**prompt, **model, "seed": seed} for prompt in prompts for seed in _seeds(prompt["seed"], n)]
             pending = await run_in_threadpool(send_all, worker, sent)
             reply = _CompletionReply(service, user, body, kind, pending, _fingerprint(found))
-            async with _watching(service, reply, worker, request):
+            async with watched(partial(_watch, service, reply, worker, request)):
                 if not body.stream:
                     return JSONResponse(await run_in_threadpool(reply.whole))
                 # Until the first piece an error is still a proper error.
                 await run_in_threadpool(reply.begin)
             with_usage = bool(body.stream_options and body.stream_options.include_usage)
-            return _ReplyStream(service, reply, worker, with_usage)
+            watch = partial(_watch, service, reply, worker)
+            return EventStream(reply.stream(with_usage), reply.close, watched(watch))
         except ApiError as error:
             if await request.is_disconnected():
                 raise ClientDisconnect from None
@@ -378,41 +376,13 @@ class _CompletionReply:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-class _ReplyStream(StreamingResponse):
-    """Streams a reply, and hangs up on its worker however the stream ends. A reader that goes away leaves the chunks
-    half read: only here is that known, and no background task would run."""
-
-    def __init__(self, service: ApiService, reply: _CompletionReply, worker: DbRow, with_usage: bool) -> None:
-        chunks = reply.stream(with_usage)
-        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._service, self._reply, self._worker = service, reply, worker
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with _watching(self._service, self._reply, self._worker, None):
-                await super().__call__(scope, receive, send)
-        finally:
-            self._reply.close()
-
-
-@contextlib.asynccontextmanager
-async def _watching(
-    service: ApiService, reply: _CompletionReply, worker: DbRow, request: Request | None
-) -> AsyncIterator[None]:
+async def _watch(service: ApiService, reply: _CompletionReply, worker: DbRow, request: Request | None = None) -> None:
     """Hangs up on a worker that does not live, or when the client has gone; without `request` the caller sees that."""
-
-    async def watch() -> None:
-        alive_at = time.monotonic()
-        while request is None or not await request.is_disconnected():
-            await asyncio.sleep(WATCH_S)
-            if min(reply.silent_s, time.monotonic() - alive_at) > SILENT_S:
-                if not await run_in_threadpool(_may_answer, service, worker):
-                    break
-                alive_at = time.monotonic()
-        reply.hang_up()
-
-    task = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        task.cancel()
+    alive_at = time.monotonic()
+    while request is None or not await request.is_disconnected():
+        await asyncio.sleep(WATCH_S)
+        if min(reply.silent_s, time.monotonic() - alive_at) > SILENT_S:
+            if not await run_in_threadpool(_may_answer, service, worker):
+                break
+            alive_at = time.monotonic()
+    reply.hang_up()

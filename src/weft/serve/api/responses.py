@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from fastapi import Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from weft.serve.db.engine import DbRow, Page
 from weft.serve.db.workers import worker_state
@@ -101,6 +105,38 @@ def listed(page: Page, shape: Callable[[DbRow], Json], *, ends: bool = False) ->
         first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
         answer |= {"first_id": first, "last_id": last}
     return answer
+
+
+class EventStream(StreamingResponse):
+    """Streams events, and calls `end` however the stream ends. A reader that goes away leaves the chunks half read:
+    only here is that known, and no background task would run."""
+
+    def __init__(
+        self, chunks: Iterator[bytes], end: Callable[[], None], around: AbstractAsyncContextManager[object]
+    ) -> None:
+        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._end, self._around = end, around
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self._around:
+                await super().__call__(scope, receive, send)
+        finally:
+            self._end()
+
+
+@asynccontextmanager
+async def watched(watch: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Runs `watch` beside the block, and no longer."""
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+WATCH_S = 0.2
+"""How often an open connection is looked at."""
 
 
 def event_stream(data: str, *, id: str | None = None) -> bytes:

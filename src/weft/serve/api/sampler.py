@@ -18,22 +18,22 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from weft.data.chats import ROLES
 from weft.serve.adapter_folders import CONFIG_FILE, TENSORS_FILE, fetch_adapter, is_url
 from weft.serve.api.errors import ApiError, invalid, unavailable
 from weft.serve.api.pending_answers import NO_ANSWER, SEND_S, SentRequest
 from weft.serve.api.requests import DEFAULT_MAX_TOKENS, UNUSED, CreateChat, CreateCompletion
-from weft.serve.api.responses import event_stream
+from weft.serve.api.responses import WATCH_S, EventStream, event_stream, watched
 from weft.serve.api.service import ApiService, Caller, ResolvedModel, resolve_prompted, service_of
 from weft.serve.blobs import Blobs, unpack
 from weft.serve.db.adapters import folder_of, short_name
@@ -42,7 +42,6 @@ from weft.store.atomic import TEMP_PREFIX, storage_errors
 
 LOAD_S, ANSWER_S = 120.0, 300.0
 """How long loading an adapter and the next piece of an answer may take."""
-WATCH_S = 0.2
 MOST_LOADED = 256
 """Adapters that are loaded at the sampler; more make the least recently used one go."""
 MOST_BYTES = 2**26
@@ -69,6 +68,10 @@ class SamplerCall(SentRequest):
         except NO_ANSWER:
             self.close()
             raise _silent() from None
+
+    def end(self) -> None:
+        self.hang_up()
+        self.close()
 
     def read(self) -> Any:
         """The whole answer; None if it is not JSON."""
@@ -276,12 +279,14 @@ async def answer_by_sampler(
         with service.database.begin() as tx:
             add_answer(tx, user.tenant, user.request, model=body.model, prompt=prompt, completion=completion)
 
-    async with _hanging_up(request) as calls:
+    calls: list[SamplerCall] = []
+    async with watched(partial(_hang_up, request, calls)):
         try:
             call = await run_in_threadpool(sampler.send, path, sent, base, found.blob, calls)
             if body.stream:
                 with_usage = bool(body.stream_options and body.stream_options.include_usage)
-                return _SampledStream(call, _renamed_chunks(call, body.model, with_usage, count))
+                chunks = _renamed_chunks(call, body.model, with_usage, count)
+                return EventStream(chunks, call.end, contextlib.nullcontext())
             answer = await run_in_threadpool(call.read)
         except ApiError:
             if await request.is_disconnected():
@@ -334,34 +339,9 @@ def _renamed_chunks(call: SamplerCall, model: str, with_usage: bool, count: Call
     yield event_stream("[DONE]")
 
 
-class _SampledStream(StreamingResponse):
-    """A stream of the sampler, which ends there when the client goes away."""
-
-    def __init__(self, call: SamplerCall, chunks: Iterator[bytes]) -> None:
-        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._call = call
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._call.hang_up()
-            self._call.close()
-
-
-@contextlib.asynccontextmanager
-async def _hanging_up(request: Request) -> AsyncIterator[list[SamplerCall]]:
-    """Hangs up on the calls in the list when the client has gone meanwhile."""
-    calls: list[SamplerCall] = []
-
-    async def watch() -> None:
-        while not await request.is_disconnected():
-            await asyncio.sleep(WATCH_S)
-        for call in calls:
-            call.hang_up()
-
-    task = asyncio.create_task(watch())
-    try:
-        yield calls
-    finally:
-        task.cancel()
+async def _hang_up(request: Request, calls: Sequence[SamplerCall]) -> None:
+    """Hangs up on the calls when the client has gone meanwhile."""
+    while not await request.is_disconnected():
+        await asyncio.sleep(WATCH_S)
+    for call in calls:
+        call.hang_up()

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -182,23 +182,12 @@ class PromptBody(BaseModel):
         """Raises ConfigError or DataError for a wrong value."""
         if self.logit_bias:
             _known(list(self.logit_bias), vocabulary, "logit_bias")
-        return Decoding(
-            longest,
-            # Lower ones are taken as 0.
-            temperature=0.0 if self.temperature < COLDEST else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            seed=self.seed,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
-        )
+        names = [each.name for each in fields(Decoding) if each.name in type(self).model_fields]
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        own |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
+        # Lower temperatures are taken as 0.
+        own["temperature"] = 0.0 if self.temperature < COLDEST else self.temperature
+        return Decoding(longest, **own, prompt_logprobs=self.logprobs if self.echo else None)
 
 
 @dataclass(eq=False)
