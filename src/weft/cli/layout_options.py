@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from weft.cli.options import RULES, SCHEDULES, ReplicaOptions
+from weft.cli.options import RULES, SCHEDULES, ReplicaOptions, flags_of
 from weft.errors import ConfigError, WeftError, not_accepted
 from weft.plan.layout import AUTO, DispatchRule, parse_layout
 from weft.plan.layout import Layout as ReplicaLayouts
@@ -78,10 +78,7 @@ class LayoutOptions:
 
     @property
     def flags(self) -> list[str]:
-        given = {"--layout": self.layout, "--schedule": self.schedule, "--devices": self.devices}
-        given |= {"--dispatch": self.dispatch, "--cluster": self.cluster, "--gpu-type": self.gpu_type}
-        given["--listen"] = self.listen
-        return [part for name, value in given.items() if value is not None for part in (name, value)]
+        return flags_of(self, "layout", "schedule", "devices", "dispatch", "cluster", "gpu_type", "listen")
 
     @property
     def stages(self) -> StageLayout | None:
@@ -297,8 +294,7 @@ class LayoutOptions:
 
     @property
     def _elsewhere(self) -> list[str]:
-        given = {"--listen": self.listen, "--cluster": self.cluster}
-        return [flag for flag, value in given.items() if value is not None]
+        return flags_of(self, "listen", "cluster")[::2]
 
     @property
     def is_auto(self) -> bool:

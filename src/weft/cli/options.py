@@ -102,6 +102,12 @@ GpuType = Annotated[
 ]
 
 
+def flags_of(options: object, *names: str) -> list[str]:
+    """Flags of the options that were given, each with its value after it."""
+    given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+    return [part for flag, value in given.items() if value is not None for part in (flag, value)]
+
+
 @dataclass(frozen=True)
 class ReplicaOptions:
     replicas: str | None = None
@@ -112,14 +118,7 @@ class ReplicaOptions:
 
     @property
     def flags(self) -> list[str]:
-        given = {
-            "--replicas": self.replicas,
-            "--devices": self.devices,
-            "--cluster": self.cluster,
-            "--gpu-type": self.gpu_type,
-            "--listen": self.listen,
-        }
-        return [part for name, value in given.items() if value is not None for part in (name, value)]
+        return flags_of(self, "replicas", "devices", "cluster", "gpu_type", "listen")
 
     def hosts(self, backbone: BackboneSpec) -> ReplicaHosts | None:
         """Hosts of the replicas; None if this process is enough. ConfigError for an impossible combination."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -45,23 +45,24 @@ _FIRST_FILE: Mapping[FileKind, str] = {
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     """The run described by a YAML file, with overrides such as `jobs.0.adapter.r=32` applied. Paths inside the file
     stay as written; they are relative to the file's directory."""
-    path = Path(path)
-    tree, lines = parse(path)
-    given = {apply_override(tree, override): override for override in overrides}
+    tree, locate = _parsed(Path(path), overrides)
     try:
         return run_from_mapping(tree)
     except ConfigError as error:
-        where = location_of(error.where, path, lines, given)
-        raise error.at(where) from None
+        raise error.at(locate(error.where)) from None
 
 
 def locate(setting: str, path: str | Path, overrides: Sequence[str] = ()) -> str:
     """Where a setting such as `jobs.0.adapter.r` was written, for later errors. `jobs.yaml line 7: jobs.0.adapter.r`,
     or the override that set it."""
-    path = Path(path)
+    return _parsed(Path(path), overrides)[1](setting)
+
+
+def _parsed(path: Path, overrides: Sequence[str]) -> tuple[Any, Callable[[str | None], str]]:
+    """A jobs file with overrides, and a function that locates a setting in them."""
     tree, lines = parse(path)
     given = {apply_override(tree, override): override for override in overrides}
-    return location_of(setting, path, lines, given)
+    return tree, lambda setting: location_of(setting, path, lines, given)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from weft.store import json_text
 from weft.store.atomic import add_guard, storage_errors, write_file
 from weft.store.owner import lock_file
 from weft.store.remote_files import Lease, LeaseLostError, RemoteDirectory, is_lease, newest_term
+from weft.store.run_dir import refuse_mismatch
 
 MIRROR_S = 10.0
 """Seconds from one search for changes to the next."""
@@ -427,12 +428,7 @@ class RunUrl:
     def _refuse(self, remote: RemoteDirectory, copy: LocalCopy, term: int, resume: bool) -> None:
         """StorageError if there is no run to resume, or one where none is expected; `term`: that of its last owner."""
         holds_run = copy.holds_run if copy.is_up_to_date(term) else remote.read(self.mark) is not None
-        if resume and not holds_run:
-            hint = "Leave out --resume to start one."
-            raise StorageError(f"there is no {self.content} to resume.", where=self.url, hint=hint)
-        if holds_run and not resume:
-            hint = "Use --resume to go on with it, or another --out."
-            raise StorageError(f"already holds a {self.content}.", where=self.url, hint=hint)
+        refuse_mismatch(self.url, holds_run, resume, self.content)
 
     def _drain(self, mirror: Mirror, copy: LocalCopy) -> None:
         try:

@@ -234,19 +234,20 @@ class RunDirectory(RunFiles):
         _write_json(path, value)
 
 
+def refuse_mismatch(where: str, holds_run: bool, resume: bool, content: str) -> None:
+    """StorageError if there is no run to resume, or one where none is expected."""
+    if resume and not holds_run:
+        raise StorageError(f"there is no {content} to resume.", where=where, hint="Leave out --resume to start one.")
+    if holds_run and not resume:
+        hint = "Use --resume to go on with it, or another --out."
+        raise StorageError(f"already holds a {content}.", where=where, hint=hint)
+
+
 def _refuse(root: Path, resume: bool, content: str = "run") -> None:
     """Raises if the directory cannot be opened as requested; changes nothing."""
     if root.exists() and not root.is_dir():
         raise StorageError("is a file; name a directory.", where=str(root))
-    holds_run = RunDirectory.holds_run(root)
-    if resume and not holds_run:
-        raise StorageError(
-            f"there is no {content} to resume.", where=str(root), hint="Leave out --resume to start one."
-        )
-    if holds_run and not resume:
-        raise StorageError(
-            f"already holds a {content}.", where=str(root), hint="Use --resume to go on with it, or another --out."
-        )
+    refuse_mismatch(str(root), RunDirectory.holds_run(root), resume, content)
     existing = next(path for path in (root, *root.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise StorageError(f"{existing} is a file; a directory is needed there.", where=str(root))
