@@ -157,11 +157,8 @@ BACKWARDS = [Microbatch((Segment("a", 1, 0, 8),)), SAMPLE]
 @pytest.mark.parametrize(
     ("schedule", "stream", "options", "problem"),
     [
-        (Schedule.GPIPE, [SAMPLE], {"num_stages": 0}, "0 stages make no pipeline"),
         (Schedule.EAGER, [], {"num_stages": 2}, "no sample"),
         (Schedule.EAGER, [Microbatch(())], {"num_stages": 2}, "no sample"),
-        (Schedule.EAGER, [SAMPLE], {"num_stages": 2, "memory_bytes": [8]}, "for 1 stages of 2"),
-        (Schedule.EAGER, [SAMPLE], {"num_stages": 2, "memory_bytes": [8, 0]}, "stage 1 has 0 bytes"),
         (Schedule.EAGER, [SAMPLE], {"num_stages": 2, "memory_bytes": [8, 7]}, "stage 1: microbatch 0 keeps 8 bytes"),
         (Schedule.ONE_F_ONE_B, [SAMPLE], {"num_stages": 2, "memory_bytes": [7, 8]}, "stage 0: microbatch 0 keeps 8"),
         (Schedule.LORAPP, [MIXED], {"num_stages": 2}, "2 global batches"),

@@ -230,15 +230,9 @@ def test_assign_jobs_when_a_thousand_jobs_and_64_replicas_then_level():
     ("call", "text"),
     [
         (
-            lambda: assign_jobs([], [Replica("r0"), Replica("r0")]),
-            "r0: is given twice; every replica has its own name.",
-        ),
-        (
             lambda: assign_jobs([job("a", 1), job("a", 2)], alike(1)),
             "a: is given twice; every job once waits or trains.",
         ),
-        (lambda: assign_jobs([], [], move_s=-1), "move_s: is -1; it must be at least 0 and a number."),
-        (lambda: Replica("r0", speed=0), "r0: has the speed 0; it must be above 0."),
         (lambda: Candidate(Applicant("a", 0), -1.0), "a: has -1 seconds left; that must be at least 0."),
         (lambda: Candidate(Applicant("a", 0), float("nan")), "a: has nan seconds left; that must be at least 0."),
     ],

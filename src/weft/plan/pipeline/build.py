@@ -65,7 +65,8 @@ def build(
     `adapters`: what a microbatch's jobs add to each pass, for eager schedules. Only a template reorders microbatches of
     a global batch, unless `keep_order` is set.
     """
-    _check(schedule, microbatches, num_stages, memory_bytes)
+    if not any(microbatch.segments for microbatch in microbatches):
+        raise PlanError("there is no sample to run; give at least one microbatch with a segment.")
     model = LinearCost() if cost is None else cost
     if schedule is Schedule.TEMPLATE:
         given, rounds = by_template(
@@ -88,25 +89,6 @@ def build(
         return model.held_bytes(lengths, stage) if lengths else 0
 
     return _assemble(stream, orders_by_lead(stream, leads, flushes, held, memory_bytes))
-
-
-def _check(
-    schedule: Schedule,
-    microbatches: Sequence[Microbatch],
-    num_stages: int,
-    memory_bytes: Sequence[int] | None,
-) -> None:
-    if num_stages < 1:
-        raise PlanError(f"{num_stages} stages make no pipeline; use at least one.")
-    if not any(microbatch.segments for microbatch in microbatches):
-        raise PlanError("there is no sample to run; give at least one microbatch with a segment.")
-    if memory_bytes is None:
-        return
-    if len(memory_bytes) != num_stages:
-        raise PlanError(f"memory is given for {len(memory_bytes)} stages of {num_stages}; name it for each.")
-    for stage, limit in enumerate(memory_bytes):
-        if limit <= 0:
-            raise PlanError(f"stage {stage} has {limit} bytes for microbatches in flight; it needs room for one.")
 
 
 def _arranged(schedule: Schedule, microbatches: Sequence[Microbatch], num_stages: int) -> Sequence[Microbatch]:

@@ -24,12 +24,10 @@ after `least_s`, before which nothing is levelled.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from weft.errors import PlanError
 from weft.plan.admit import Share, admit_to
 from weft.plan.level import Levelling
 from weft.plan.place.pool import (
@@ -56,7 +54,6 @@ def assign_jobs(
     move_s: float = MOVE_S,
 ) -> JobPlacement:
     """Assigns jobs to replicas from this step boundary on. `move_s`: seconds that a move must save."""
-    _check(replicas, move_s)
     jobs, machines = sorted(candidates, key=lambda c: c.job), sorted(replicas, key=lambda r: r.name)
     seated = present_seats(jobs, machines)
     applicants = [c.applicant for c in jobs]
@@ -79,16 +76,6 @@ def assign_jobs(
         seats = balance.replica_of
     moves = (Move(job, seated[job], seats[job]) for job in sorted(seats) if seated.get(job, seats[job]) != seats[job])
     return JobPlacement(admission, seats, tuple(moves), balance.makespan_s)
-
-
-def _check(replicas: Sequence[Replica], move_s: float) -> None:
-    if not 0 <= move_s < math.inf:
-        raise PlanError(f"is {move_s:g}; it must be at least 0 and a number.", where="move_s")
-    names = set()
-    for replica in replicas:
-        if replica.name in names:
-            raise PlanError("is given twice; every replica has its own name.", where=replica.name)
-        names.add(replica.name)
 
 
 MAX_ROUNDS = 4

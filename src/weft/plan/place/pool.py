@@ -42,10 +42,6 @@ class Replica:
     """True if it takes no jobs and those on it move away. It still counts for whether a job can ever fit: use it for a
     replica that is expected back, and leave out one that is lost for good."""
 
-    def __post_init__(self) -> None:
-        if not (self.speed > 0 and math.isfinite(self.speed)):
-            raise PlanError(f"has the speed {self.speed:g}; it must be above 0.", where=self.name)
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
