@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weft.adapters.devices import SiteShare
-from weft.adapters.method import LinearShape, SlotWeights
+from weft.adapters.method import LinearShape, SlotHolder
 from weft.adapters.routing import SlotRows
 from weft.settings import DOWN, GATE, GATE_UP, UP
 
@@ -78,7 +78,7 @@ def _ends(expert_S: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.searchsorted(expert_S, experts_E, right=True, out_int32=True)
 
 
-class ExpertSite:
+class ExpertSite(SlotHolder):
     """One product of all experts of a layer, or some columns of it, where adapters sit."""
 
     bias_O = weight = read_original = None
@@ -88,17 +88,11 @@ class ExpertSite:
         self.num_experts, self.in_features, self.out_features = num_experts, num_in, num_out
         self.columns = columns
         self.share = SiteShare.whole(num_out, num_in)
-        self.slots: dict[int, SlotWeights] = {}
+        self.slots = {}
 
     @property
     def shape(self) -> LinearShape:
         return self.num_experts, self.out_features, self.in_features
-
-    def put(self, slot: int, weights: SlotWeights) -> None:
-        self.slots[slot] = weights
-
-    def free(self, slot: int) -> None:
-        self.slots.pop(slot, None)
 
 
 def sites_of(module: Any) -> dict[str, dict[str, ExpertSite]]:

@@ -143,6 +143,18 @@ class SlotWeights(ABC):
         return given
 
 
+class SlotHolder:
+    """The slots of a site."""
+
+    slots: dict[int, SlotWeights]
+
+    def put(self, slot: int, weights: SlotWeights) -> None:
+        self.slots[slot] = weights
+
+    def free(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
+
 class KernelCopy:
     """An adapter's weights as the fused path's kernels read them, and the buffers for their gradients."""
 

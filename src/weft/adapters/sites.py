@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.adapters.devices import Devices, Side, SiteShare, sum_forward
 from weft.adapters.frozen import Dense, FrozenWeight
 from weft.adapters.frozen import tiled_mm as tiled_mm
-from weft.adapters.method import LinearShape, SlotWeights
+from weft.adapters.method import LinearShape, SlotHolder, SlotWeights
 from weft.adapters.routing import Routing
 from weft.adapters.slots import active_slots, apply_slots
 from weft.kernels.lora.tables import Site
@@ -56,7 +56,7 @@ def _as_linear(module: nn.Module) -> nn.Linear | None:
     return linear
 
 
-class SlotLinear(nn.Module):
+class SlotLinear(nn.Module, SlotHolder):
     """A frozen `nn.Linear` that holds any number of adapters at once."""
 
     def __init__(self, linear: nn.Linear, routing: Routing, anchor: torch.Tensor) -> None:
@@ -100,12 +100,6 @@ class SlotLinear(nn.Module):
             own_O = self.bias_O[self.share.outputs].clone()
             self.bias_O = nn.Parameter(own_O, requires_grad=False) if self.share.adds_once else None
 
-    def put(self, slot: int, weights: SlotWeights) -> None:
-        self.slots[slot] = weights
-
-    def free(self, slot: int) -> None:
-        self.slots.pop(slot, None)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X (..., D) to (..., O); all leading dimensions together are the rows of the microbatch."""
         x_TD = x.reshape(-1, x.shape[-1])
@@ -131,7 +125,7 @@ class UnchangedRows:
         return dy_TO.clone()
 
 
-class RowSite:
+class RowSite(SlotHolder):
     weight: torch.Tensor | None = None
     bias_O: torch.Tensor | None = None
     read_original: None = None
@@ -145,12 +139,6 @@ class RowSite:
     @property
     def shape(self) -> LinearShape:
         return self.width, self.width
-
-    def put(self, slot: int, weights: SlotWeights) -> None:
-        self.slots[slot] = weights
-
-    def free(self, slot: int) -> None:
-        self.slots.pop(slot, None)
 
     def adapted(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows (..., D) with the adapters of all active slots; the same tensor if there is none."""

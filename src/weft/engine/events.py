@@ -165,6 +165,10 @@ class JobWarning(Event):
     message: str
 
 
+def predicted_from(num_measured: int) -> str:
+    return "predicted from " + (f"{num_measured:,} measured passes" if num_measured else "the hardware table")
+
+
 @dataclass(frozen=True, slots=True)
 class JobsGrouped(Event):
     """From here on other jobs share microbatches; no result depends on it."""
@@ -181,18 +185,18 @@ class JobsGrouped(Event):
 
     @property
     def text(self) -> str:
-        source = f"from {self.num_measured:,} measured passes" if self.num_measured else "from the hardware table"
+        source = predicted_from(self.num_measured)
         each = "" if self.num_replicas == 1 else f" on each of {self.num_replicas} replicas in stages"
         if len(self.groups) == self.num_replicas:
             other = "" if self.gain is None else f"; several groups would take {self.gain:.1%} longer"
             jobs = f" of {counted(len(self.groups[0]), 'job')}" if self.num_replicas == 1 else each
-            return f"one group{jobs} is best{other} (predicted {source})"
+            return f"one group{jobs} is best{other} ({source})"
         shown = ["; ".join(", ".join(group) for group in self.groups)] if len(self.groups) <= 4 else []
         fills = f"{min(self.fills):,} to {max(self.fills):,}" if len({*self.fills}) > 1 else f"{self.fills[0]:,}"
         named = "".join(f": {names}" for names in shown)
         return (
             f"{len(self.groups)} groups of jobs{named}; microbatches of up to {fills} tokens, {self.gain or 0.0:.1%} "
-            f"faster than one group{each} (predicted {source})"
+            f"faster than one group{each} ({source})"
         )
 
 
@@ -212,17 +216,15 @@ class MicrobatchesPaired(Event):
     def text(self) -> str:
         if self.gain is None:
             return "every microbatch runs alone, as no two without a common job have room side by side"
-        source = "the hardware table"
-        if self.num_measured:
-            source = f"{self.num_measured:,} measured passes"
+        source = predicted_from(self.num_measured)
         if not self.num_pairs:
             why = f"would save {self.gain:.1%}" if self.gain > 0 else f"would take {-self.gain:.1%} longer"
-            return f"every microbatch runs alone: pairs {why} (predicted from {source})"
+            return f"every microbatch runs alone: pairs {why} ({source})"
         named = f" of {'; '.join(', '.join(group) for group in self.groups)}" if 1 < len(self.groups) <= 4 else ""
         gained = f"{self.gain:.1%} faster" if self.gain > 0 else f"{-self.gain:.1%} slower, too little to change"
         return (
             f"microbatches{named} run two at a time, one computes while the other's sums are added up: {gained} "
-            f"(predicted from {source})"
+            f"({source})"
         )
 
 

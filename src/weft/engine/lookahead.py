@@ -50,10 +50,8 @@ class MeasuredPace:
     num_seen: int = 0
 
     def load(self, microbatch: Microbatch) -> MicrobatchLoad:
-        lengths: dict[str, list[int]] = {}
-        for segment in microbatch.segments:
-            lengths.setdefault(segment.job, []).append(segment.length)
-        return MicrobatchLoad.of([(self.ranks.get(job, 0), own) for job, own in lengths.items()], 0, self.row_tile)
+        by_rank = [(self.ranks.get(job, 0), own) for job, own in microbatch.job_lengths.items()]
+        return MicrobatchLoad.of(by_rank, 0, self.row_tile)
 
     def seconds(self, program: Program) -> float:
         """Predicted time of a program's microbatches; 0 before anything is known."""

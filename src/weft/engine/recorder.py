@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.engine.events import EvalDone, Event, JobWarning, StepDone
 from weft.engine.execute.protocol import (
@@ -37,9 +37,6 @@ from weft.store.atomic import write_file
 from weft.store.checkpoint import latest_checkpoint
 from weft.store.run_dir import RunDirectory
 from weft.store.wall_clock import Activity, TimeSplit, WallClock
-
-if TYPE_CHECKING:
-    pass
 
 NOTE_TIME_S = 30.0
 """Least seconds between two writes of time.json during training."""
@@ -148,30 +145,10 @@ class RunRecorder:
         """Queues a training line for metrics.jsonl; `flush` writes it."""
         if self.run_dir is None or (event.step % job.spec.logging_steps and event.step != event.num_steps):
             return
-        record = {
-            "step": event.step,
-            "epoch": event.epoch,
-            "loss": event.loss,
-            "mean_token_accuracy": event.mean_token_accuracy,
-            "grad_norm": event.grad_norm,
-            "learning_rate": event.learning_rate,
-            "num_tokens": event.num_tokens,
-            "time": event.seconds,
-            **event.metrics,
-        }
-        self._note(job, {**record, "skipped": True} if event.skipped else record)
+        self._note(job, {**_line(event), "skipped": True} if event.skipped else _line(event))
 
     def note_eval(self, job: LiveJob, event: EvalDone) -> None:
-        record = {
-            "step": event.step,
-            "epoch": event.epoch,
-            "eval_loss": event.eval_loss,
-            "eval_mean_token_accuracy": event.eval_mean_token_accuracy,
-            "eval_runtime": event.eval_runtime,
-            "time": event.seconds,
-            **event.metrics,
-        }
-        self._note(job, record)
+        self._note(job, _line(event))
 
     def flush(self, job: LiveJob) -> None:
         """Writes queued lines; on an error the rest stays queued."""
@@ -218,6 +195,15 @@ class RunRecorder:
             self._time_due_s = time.perf_counter() + NOTE_TIME_S
             with self._wall.spending(Activity.WRITING):
                 self.run_dir.write_time(self.time_split)
+
+
+_NOT_IN_LINES = ("job", "num_steps", "tokens", "skipped", "is_best", "metrics")
+
+
+def _line(event: StepDone | EvalDone) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    values = {name: value for name, value in event.fields().items() if name not in _NOT_IN_LINES}
+    return {"time" if name == "seconds" else name: value for name, value in values.items()}
 
 
 SNAPSHOT_SHARE = 8

@@ -34,11 +34,15 @@ class Microbatch:
         return sum(s.length for s in self.segments)
 
     @property
-    def job_tokens(self) -> dict[str, int]:
-        tokens: dict[str, int] = {}
+    def job_lengths(self) -> dict[str, list[int]]:
+        lengths: dict[str, list[int]] = {}
         for s in self.segments:
-            tokens[s.job] = tokens.get(s.job, 0) + s.length
-        return tokens
+            lengths.setdefault(s.job, []).append(s.length)
+        return lengths
+
+    @property
+    def job_tokens(self) -> dict[str, int]:
+        return {job: sum(lengths) for job, lengths in self.job_lengths.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,10 +275,7 @@ def _stage_bytes(
 
 
 def _by_job(microbatch: Microbatch, rank: dict[str, int]) -> list[tuple[int, list[int]]]:
-    lengths: dict[str, list[int]] = {}
-    for segment in microbatch.segments:
-        lengths.setdefault(segment.job, []).append(segment.length)
-    return [(rank[job], own) for job, own in lengths.items()]
+    return [(rank[job], own) for job, own in microbatch.job_lengths.items()]
 
 
 def in_flight_of(jobs: Sequence[JobOutline], capacity: int, cost: AnalyticCost, memory: MemoryModel) -> tuple[int, ...]:
