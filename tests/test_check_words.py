@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.check_words import ROOT, WORDS, WordList, findings
+from scripts.check_words import WordList, findings
 
 LIST = WordList.read("both\ttell|told\tsend\nname\tplace\tindex\ntext\tbehind(?! a url)\tafter\n")
 
@@ -36,12 +36,6 @@ def test_findings_when_code_is_read_then_names_comments_and_sentences_are_checke
 def test_findings_when_a_document_is_read_then_its_code_is_not_checked(tmp_path):
     text = "It told us `told`.\n\n```bash\ntold\n```\ntold\n"
     assert reported(tmp_path, "a.md", text) == [(1, "told"), (6, "told")]
-
-
-def test_word_list_when_files_are_clean_then_reports_none():
-    words = WordList.read(WORDS.read_text())
-    assert words.files(ROOT) and words.name and words.text
-    assert not [(path, each) for path in words.files(ROOT) for each in findings(path, words)]
 
 
 def test_word_list_when_a_folder_is_exempt_then_its_files_are_left_out(tmp_path):

@@ -39,7 +39,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     assert made.stop() == 0
 
 
-@pytest.mark.parametrize("number", [3, slow(5)])
+@pytest.mark.parametrize("number", [2, slow(5)])
 def test_jobs_when_many_of_four_tenants_run_at_once_then_each_lives_its_life_and_is_as_weft_train_makes_it(
     service: Service, tmp_path: Path, number: int
 ):

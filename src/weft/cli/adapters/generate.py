@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,7 +87,20 @@ def generate(
     dtype: Dtype = "auto",
 ) -> None:
     """Answer prompts with one or several adapters, all in one batch on the shared model."""
-    decoding = decoding_of(locals())
+    decoding = decoding_of(
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        n=n,
+        logprobs=logprobs,
+    )
     _check_prompts(prompt or [], data)
     if logprobs is not None and not as_json and out is None:
         raise ConfigError("log-probabilities are written with --json or --out FILE; add one.", where="--logprobs")
@@ -118,11 +131,10 @@ def generate(
         _show(given, loaded, output_console())
 
 
-def decoding_of(options: Mapping[str, Any]) -> Decoding:
-    """The settings among a command's options, by their names; ConfigError for one out of range."""
-    own = {each.name: options[each.name] for each in dataclasses.fields(Decoding) if each.name in options}
+def decoding_of(max_new_tokens: int, **settings: Any) -> Decoding:
+    """ConfigError for an option out of range."""
     try:
-        return Decoding(**{**own, "stop": tuple(own["stop"] or ())})
+        return Decoding(max_new_tokens, **settings)
     except ConfigError as error:
         raise error.at(f"--{(error.where or '').replace('_', '-')}") from None
 
@@ -239,7 +251,18 @@ def chat(
     dtype: Dtype = "auto",
 ) -> None:
     """Talk to an adapter; switch between several with /adapter NAME."""
-    decoding = decoding_of(locals())
+    decoding = decoding_of(
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
     with Console(stderr=True).status("loading the model"):
         loaded = load_adapters(adapter, base_model, device, dtype)
     interactive = sys.stdin.isatty()
