@@ -236,14 +236,14 @@ def test_run_when_one_stage_has_a_high_peak_then_no_other_job_is_let_in_and_bits
         stage.meter = Reported(int(peak * GIB))
     planner = FastestPipeline(2, LinearCost()) if appended else PipelinePlanner(Schedule.ONE_F_ONE_B, 2)
     engine, waiting, calls = Engine(executor, capacity=48, planner=planner), list[str](), list[str]()
-    (first, late), ask = jobs(), stages.call_each
+    (first, late), call_each = jobs(), stages.call_each
 
     def act(engine: Engine, event: Event) -> None:
         if isinstance(event, StepDone) and "b" not in engine.jobs:
             submit(engine, late)
         waiting.extend([event.job] if isinstance(event, JobWaiting) else [])
 
-    monkeypatch.setattr(stages, "call_each", lambda what, given: (calls.append(what), ask(what, given))[1])
+    monkeypatch.setattr(stages, "call_each", lambda what, given: (calls.append(what), call_each(what, given))[1])
     submit(engine, first)
     for name, outcome in finish(engine, act).items():
         assert_same_bits(outcome, expected[name])
