@@ -210,7 +210,7 @@ class MicrobatchRun(ProgramRun):
         predicted_s = plans.pace.fit.predict(plans.pace.load(microbatch))
         outcome = current.count()
         known = {} if predicted_s is None else {"predicted_s": predicted_s}
-        args: dict[str, Any] = {"tokens": microbatch.num_tokens, "jobs": shares, "rows": outcome.num_rows, **known}
+        args = {"tokens": microbatch.num_tokens, "jobs": shares, "rows": outcome.num_rows, **known}
         if current.compiling_s:
             self._timeline.add("compile", current.compiling_s, current.started_s)
         seconds = current.seconds(outcome)

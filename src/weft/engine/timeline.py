@@ -55,8 +55,8 @@ class TimelineRecorder:
         ended_s = time.perf_counter()
         self.add(name, ended_s - begun_s, ended_s, **args)
 
-    def add(self, name: str, seconds: float, ended_s: float, *, stage: int = 0, **args: Any) -> None:
-        self.spans.append(Span(name, self.at(ended_s) - seconds, seconds, args, stage))
+    def add(self, name: str, seconds: float, ended_s: float, **args: Any) -> None:
+        self.spans.append(Span(name, self.at(ended_s) - seconds, seconds, args))
         if name in ACTIVITIES:
             self.wall.add(ACTIVITIES[name], seconds, ended_s)
 

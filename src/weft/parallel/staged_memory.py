@@ -1,4 +1,4 @@
-"""Memory of the devices of replicas in stages: what stages report on request, and peaks that came back with programs.
+"""Memory of the devices of replicas in stages: what stages report, and peaks that came back with programs.
 
 A stage measures its peak from the end of one program to the end of the next, so nothing waits for it. A peak counts
 only if no job has come to a stage or left one since its program was started: it is compared with what jobs hold.

@@ -6,7 +6,6 @@ backward, and the one with the least room decides. A job is taken to lie on the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 
 from weft.engine.execute.protocol import Executor, MicrobatchMemory, ReplicaMemory
@@ -15,6 +14,7 @@ from weft.plan.admit import MARGIN, Budget
 from weft.plan.cost.fit import Fit
 from weft.plan.cost.memory_fit import MemoryFit, memory_load
 from weft.plan.layout import copies
+from weft.plan.simulate.timeline import Span
 from weft.spec import AdapterSpec
 
 
@@ -48,14 +48,14 @@ class FittedMemory:
         peaks = self._account.pop_peaks()
         if not any(peaks) or not self._estimates:
             return False
-        now_s, jobs = time.perf_counter(), self._account.shares(allocated)
+        now_s, jobs = self._timeline.now(), self._account.shares(allocated)
         for device, (fit, estimate, own) in enumerate(zip(self._fits, self._estimates, jobs, strict=True)):
             for peak in peaks[device]:
                 load, own_bytes = memory_load(peak.tokens, longest), round(own)
                 predicted = fit.predict(load, estimate) + own_bytes
                 fit.observe(load, peak.num_bytes - own_bytes)
                 figures = {"tokens": peak.tokens, "peak_bytes": peak.num_bytes, "predicted_bytes": predicted}
-                self._timeline.add("memory", 0.0, now_s, stage=device, **figures)
+                self._timeline.spans.append(Span("memory", now_s, 0.0, figures, device))
         return True
 
     def forget(self) -> None:
