@@ -23,7 +23,6 @@ class BoardPoint:
     step: float
     tokens: float | None
     value: float
-    at_s: float | None
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def _points(rows: Iterable[Any]) -> Iterable[BoardPoint]:
     for row in rows:
         step, value = (number(row.get(key)) for key in ("step", "value")) if isinstance(row, Mapping) else (None, None)
         if step is not None and value is not None:
-            yield BoardPoint(step, number(row.get("tokens")), value, number(row.get("at_s")))
+            yield BoardPoint(step, number(row.get("tokens")), value)
 
 
 def _losses(rows: Iterable[Any]) -> Iterable[tuple[float, float]]:

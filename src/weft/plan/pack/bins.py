@@ -13,7 +13,6 @@ O(n log n + n · NUM_DUALS); tests prove each at most the true optimum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -147,35 +146,24 @@ def fewest(segments: Sequence[Segment], room: int, bound: int) -> Bins:
     return best
 
 
-_OUT_OF_TIME, _INFEASIBLE = 1, 2
-
-
-@dataclass(frozen=True)
-class Solved:
-    """A solver's result: bins (None if it found none), and a lower bound of the objective."""
-
-    bins: Bins | None
-    bound: float
-
-
 def min_bins(
     segments: Sequence[Segment], room: int, max_bins: int, time_limit_s: float, *, keep_order: bool = False
-) -> Solved:
-    """Stage 1: fewest bins. A bound above `max_bins` proves that so few cannot hold the samples. `keep_order`: no
-    sample of a job is in a bin before that of the one it follows."""
+) -> Bins | None:
+    """Stage 1: fewest bins; None if so few cannot hold the samples, or none were found in time. `keep_order`: no sample
+    of a job is in a bin before that of the one it follows."""
     return _solve(segments, room, max_bins, time_limit_s, is_count=True, keep_order=keep_order)
 
 
 def min_smallest(
     segments: Sequence[Segment], room: int, num_bins: int, time_limit_s: float, *, keep_order: bool = False
-) -> Solved:
-    """Stage 2: at most `num_bins` bins, the last as empty as possible; the bound is in tokens."""
+) -> Bins | None:
+    """Stage 2: at most `num_bins` bins, the last as empty as possible."""
     return _solve(segments, room, num_bins, time_limit_s, is_count=False, keep_order=keep_order)
 
 
 def _solve(
     segments: Sequence[Segment], room: int, num_bins: int, limit_s: float, *, is_count: bool, keep_order: bool
-) -> Solved:
+) -> Bins | None:
     from scipy.optimize import Bounds, milp
 
     n = len(segments)
@@ -193,14 +181,11 @@ def _solve(
         constraints=_constraints(segments, room, num_bins, keep_order=keep_order),
         options={"time_limit": max(limit_s, 0.01)},
     )
-    if result.status == _INFEASIBLE:
-        return Solved(None, float("inf"))
     if result.x is None:
-        return Solved(None, 0.0)
+        return None
     x = np.round(result.x[:num_x]).reshape(n, num_bins).argmax(axis=1)
     bins = [[s for s, b in zip(segments, x.tolist(), strict=True) if b == k] for k in range(num_bins)]
-    bound = float(result.mip_dual_bound) if result.status == _OUT_OF_TIME else float(result.fun)
-    return Solved([own for own in bins if own], bound)
+    return [own for own in bins if own]
 
 
 def _constraints(segments: Sequence[Segment], room: int, num_bins: int, *, keep_order: bool) -> Any:

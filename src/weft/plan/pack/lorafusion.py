@@ -127,11 +127,11 @@ def _pack(queues: Sequence[JobQueue], limits: RoundLimits, until: float, *, keep
     found, num_bins = [greedy], len(greedy)
     if len(greedy) * len(segments) <= _MOST_CELLS:
         if num_bins > fewest_bins(segments, room) and (left_s := until - time.perf_counter()) > 0:
-            solved = min_bins(segments, room, num_bins, min(left_s, _SOLVE_S), keep_order=keep_order).bins
+            solved = min_bins(segments, room, num_bins, min(left_s, _SOLVE_S), keep_order=keep_order)
             found += [solved] if solved else []
             num_bins = min(map(len, found))
         if num_bins > 1 and (left_s := until - time.perf_counter()) > 0:
-            solved = min_smallest(segments, room, num_bins, min(left_s, _SOLVE_S), keep_order=keep_order).bins
+            solved = min_smallest(segments, room, num_bins, min(left_s, _SOLVE_S), keep_order=keep_order)
             found += [solved] if solved else []
     if not keep_order:
         found = [sorted(bins, key=lambda own: -taken(own)) for bins in found]
