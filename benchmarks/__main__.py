@@ -50,6 +50,7 @@ BENCHMARKS = {
     "planners": Verb(
         "planning.planners:planners", "Every `planner` of a run beside the others: microbatches, planning, training."
     ),
+    "chunks": Verb("planning.chunks:chunks", "Long samples in chunks with reused keys and values, beside whole ones."),
     "sweeps": Verb("sweeps.parts:sweeps", "Sweeps: plans beside PLoRA's, configurations together, early stopping."),
     "curve": Verb("curve:curve", "Loss curves on the embedded model: beside PEFT, FP8 beside unquantised, and bits."),
     "cpu-together": Verb(

@@ -117,7 +117,7 @@ def execute(
     """
     pipes = planner.open_pipes(limits)
     drains = drains or not pipes
-    programs = run = _programs(planner, jobs, limits, every, drains=drains)
+    programs = run = programs_of(planner, jobs, limits, every, drains=drains)
     costs = [cost] * len(programs[0].replicas)
     if not drains:
         run = [joined_all([DealtStream.of(program) for program in programs], pipes, [(cost, None) for cost in costs])]
@@ -132,13 +132,13 @@ def execute(
     )
 
 
-def _programs(
+def programs_of(
     planner: Planner,
     jobs: Sequence[JobQueue],
     limits: Limits,
-    every: int | None,
+    every: int | None = None,
     *,
-    drains: bool,
+    drains: bool = False,
 ) -> list[Program]:
     """All programs that the engine would request, one after another."""
     rest, found = list(jobs), list[Program]()
