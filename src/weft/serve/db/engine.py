@@ -299,6 +299,15 @@ def first(tx: Tx, query: sa.Select[Any]) -> DbRow | None:
     return None if row is None else dict(row)
 
 
+def one(tx: Tx, query: sa.Select[Any], missing: NotFound, *, for_update: bool = False) -> DbRow:
+    """The first row; raises `missing` without one. With `for_update` no one else can change it until the transaction
+    ends."""
+    row = first(tx, query.with_for_update() if for_update else query)
+    if row is None:
+        raise missing
+    return row
+
+
 def every(tx: Tx, query: sa.Select[Any]) -> list[DbRow]:
     return [dict(row) for row in tx.execute(query).mappings()]
 
@@ -306,6 +315,12 @@ def every(tx: Tx, query: sa.Select[Any]) -> list[DbRow]:
 def total(tx: Tx, column: sa.Column[Any], *where: sa.ColumnElement[bool]) -> int:
     """The sum of a column over some rows; 0 over none."""
     return int(tx.execute(sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(*where)).scalar_one())
+
+
+def seq_after(tx: Tx, table: sa.Table, id: str, *where: sa.ColumnElement[bool]) -> int:
+    """The number of the row after which a list goes on; raises NotFound if there is no such id."""
+    missing = NotFound(f"No such object: {id}", where="after")
+    return int(one(tx, sa.select(table.c.seq).where(table.c.id == id, *where), missing)["seq"])
 
 
 def page(
@@ -322,9 +337,7 @@ def page(
     when that row is looked up."""
     query = sa.select(table).where(*where)
     if after:
-        seq = tx.execute(sa.select(table.c.seq).where(table.c.id == after, where[0])).scalar_one_or_none()
-        if seq is None:
-            raise NotFound(f"No such object: {after}", where="after")
+        seq = seq_after(tx, table, after, where[0])
         query = query.where(table.c.seq < seq if newest_first else table.c.seq > seq)
     query = query.order_by(table.c.seq.desc() if newest_first else table.c.seq.asc())
     items = every(tx, query.limit(limit + 1))

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from weft.errors import StorageError
 from weft.job_state import FINAL_STATES
 from weft.serve.blobs import Blobs
-from weft.serve.db.engine import Database, DbRow, Page, Tx, every, first, new_id, now, page, total
+from weft.serve.db.engine import Database, DbRow, Page, Tx, every, first, new_id, now, one, page, total
 from weft.serve.db.tables import CHECKPOINTS, FILES, JOBS, MODELS, UPLOAD_PARTS, UPLOADS
 from weft.serve.errors import NotFound, NotPossible
 
@@ -57,10 +57,8 @@ def create_file(
 
 def get_file(tx: Tx, tenant: str, id: str) -> DbRow:
     """Finds a file of the tenant that is neither deleted nor expired."""
-    row = first(tx, sa.select(FILES).where(FILES.c.tenant == tenant, FILES.c.id == id, *_live(tx)))
-    if row is None:
-        raise NotFound(f"No such File object: {id}", where="file_id")
-    return row
+    query = sa.select(FILES).where(FILES.c.tenant == tenant, FILES.c.id == id, *_live(tx))
+    return one(tx, query, NotFound(f"No such File object: {id}", where="file_id"))
 
 
 def list_files(
@@ -126,9 +124,7 @@ def create_upload(tx: Tx, tenant: str, *, filename: str, purpose: str, bytes: in
 def get_upload(tx: Tx, tenant: str, id: str, *, for_update: bool = False) -> DbRow:
     """Finds an upload of the tenant; one that was not completed in time is `expired`."""
     query = sa.select(UPLOADS).where(UPLOADS.c.tenant == tenant, UPLOADS.c.id == id)
-    row = first(tx, query.with_for_update() if for_update else query)
-    if row is None:
-        raise NotFound(f"No such Upload object: {id}", where="upload_id")
+    row = one(tx, query, NotFound(f"No such Upload object: {id}", where="upload_id"), for_update=for_update)
     if row["status"] == "pending" and row["expires_at"] <= now(tx):
         return {**row, "status": "expired"}
     return row
@@ -190,10 +186,7 @@ def create_model(tx: Tx, tenant: str, id: str, *, job: str, base: str, blob: str
 
 def get_model(tx: Tx, tenant: str, id: str) -> DbRow:
     query = sa.select(MODELS).where(MODELS.c.tenant == tenant, MODELS.c.id == id, MODELS.c.deleted_at.is_(None))
-    row = first(tx, query)
-    if row is None:
-        raise missing_model(id)
-    return row
+    return one(tx, query, missing_model(id))
 
 
 def missing_model(name: str) -> NotFound:
@@ -236,10 +229,8 @@ def list_checkpoints(tx: Tx, tenant: str, job: str, after: str | None = None, li
 def get_checkpoint(tx: Tx, tenant: str, model: str) -> DbRow:
     """Finds a checkpoint by its id or by the name of its model (`ft:…:ckpt-step-88`)."""
     named = sa.or_(CHECKPOINTS.c.model == model, CHECKPOINTS.c.id == model)
-    row = first(tx, sa.select(CHECKPOINTS).where(CHECKPOINTS.c.tenant == tenant, named))
-    if row is None:
-        raise NotFound(f"No such checkpoint: {model}", where="fine_tuned_model_checkpoint")
-    return row
+    missing = NotFound(f"No such checkpoint: {model}", where="fine_tuned_model_checkpoint")
+    return one(tx, sa.select(CHECKPOINTS).where(CHECKPOINTS.c.tenant == tenant, named), missing)
 
 
 def delete_checkpoints(tx: Tx, tenant: str, *, model: str | None = None, job: str | None = None) -> list[DbRow]:

@@ -20,7 +20,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from weft.job_state import FINAL_STATES
-from weft.serve.db.engine import DbRow, Page, Tx, WatchedRows, first, new_id, now, page
+from weft.serve.db.engine import DbRow, Page, Tx, WatchedRows, new_id, now, one, page, seq_after
 from weft.serve.db.tables import EVENTS, JOBS
 from weft.serve.errors import Fenced, NotFound, NotPossible
 
@@ -151,10 +151,8 @@ MESSAGES = {
 def find_job(tx: Tx, tenant: str, id: str, *, for_update: bool = False) -> DbRow:
     """Finds a job of the tenant; with `for_update` no one else can change it until the transaction ends."""
     query = sa.select(JOBS).where(JOBS.c.tenant == tenant, JOBS.c.id == id)
-    job = first(tx, query.with_for_update() if for_update else query)
-    if job is None:
-        raise NotFound(f"Could not find fine tune: {id}", where="fine_tuning_job_id")
-    return job
+    missing = NotFound(f"Could not find fine tune: {id}", where="fine_tuning_job_id")
+    return one(tx, query, missing, for_update=for_update)
 
 
 def move(
@@ -292,8 +290,4 @@ def events_since(tx: Tx, tenant: str, job: str, seq: int, limit: int = 500) -> l
 
 
 def seq_of(tx: Tx, tenant: str, job: str, id: str) -> int:
-    query = sa.select(EVENTS.c.seq).where(EVENTS.c.tenant == tenant, EVENTS.c.job == job, EVENTS.c.id == id)
-    seq = tx.execute(query).scalar_one_or_none()
-    if seq is None:
-        raise NotFound(f"No such object: {id}", where="after")
-    return int(seq)
+    return seq_after(tx, EVENTS, id, EVENTS.c.tenant == tenant, EVENTS.c.job == job)

@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from weft.errors import ConfigError
-from weft.serve.db.engine import Database, DbRow, Tx, WatchedRows, every, first, lock_setup, now
+from weft.serve.db.engine import Database, DbRow, Tx, WatchedRows, every, first, lock_setup, now, one
 from weft.serve.db.tables import AUDIT, IDEMPOTENCY, KEYS, TENANTS
 from weft.serve.errors import Conflict, NotFound
 
@@ -50,10 +50,7 @@ def find_tenant(tx: Tx, tenant: str) -> DbRow | None:
 
 
 def get_tenant(tx: Tx, tenant: str) -> DbRow:
-    row = find_tenant(tx, tenant)
-    if row is None:
-        raise NotFound(f"there is no tenant {tenant!r}.")
-    return row
+    return one(tx, sa.select(TENANTS).where(TENANTS.c.id == tenant), NotFound(f"there is no tenant {tenant!r}."))
 
 
 def list_tenants(tx: Tx) -> list[DbRow]:
@@ -169,10 +166,8 @@ def revoke_key(tx: Tx, tenant: str | None, id: str) -> DbRow:
     """Revokes a key at once; revoking it again changes nothing."""
     where = [KEYS.c.id == id, *([KEYS.c.tenant == tenant] if tenant else [])]
     tx.execute(sa.update(KEYS).where(*where, KEYS.c.revoked_at.is_(None)).values(revoked_at=int(now(tx))))
-    key = first(tx, sa.select(KEYS).where(*where))
-    if key is None:
-        raise NotFound(f"there is no key {id!r}; `weft keys list` shows the ids.")
-    return key
+    missing = NotFound(f"there is no key {id!r}; `weft keys list` shows the ids.")
+    return one(tx, sa.select(KEYS).where(*where), missing)
 
 
 def key_id(text: str) -> str:
