@@ -54,7 +54,6 @@ def build(
     *,
     cost: CostModel | None = None,
     memory_bytes: Sequence[int] | None = None,
-    keep_order: bool = False,
     adapters: AdapterTimes | None = None,
     in_flight: Sequence[int] = (),
 ) -> Program:
@@ -62,16 +61,13 @@ def build(
     microbatches there, empty: as many as the schedule wants.
 
     `microbatches` hold whole global batches, each job's in order. Without a cost model a token counts 1 s and 1 byte.
-    `adapters`: what a microbatch's jobs add to each pass, for eager schedules. Only a template reorders microbatches of
-    a global batch, unless `keep_order` is set.
+    `adapters`: what a microbatch's jobs add to each pass, for eager schedules.
     """
     if not any(microbatch.segments for microbatch in microbatches):
         raise PlanError("there is no sample to run; give at least one microbatch with a segment.")
     model = LinearCost() if cost is None else cost
     if schedule is Schedule.TEMPLATE:
-        given, rounds = by_template(
-            microbatches, lambda m: model.forward_s([s.length for s in m.segments], 0), keep_order=keep_order
-        )
+        given, rounds = by_template(microbatches, lambda m: model.forward_s([s.length for s in m.segments], 0))
         stream = read_stream(given)
         orders = eager_orders(stream, num_stages, model, memory_bytes, rounds, in_flight or None, adapters)
         return _assemble(stream, orders)
@@ -198,7 +194,7 @@ class PipelinePlanner(Planner):
         microbatches: list[Microbatch] = []
         for together in self._packed_together(whole_batches(queues, limits, self.num_stages)):
             microbatches += self.packer(together, unlimited).microbatches
-        return build(self.schedule, microbatches, self.num_stages, keep_order=True, in_flight=limits.in_flight)
+        return build(self.schedule, microbatches, self.num_stages, in_flight=limits.in_flight)
 
     def open_pipes(self, limits: Limits) -> list[Pipe]:
         is_endless = self.schedule is Schedule.EAGER and self.num_stages > 1

@@ -106,31 +106,23 @@ def by_rounds(microbatches: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
 
 
 def by_template(
-    microbatches: Sequence[Microbatch], latency_s: Callable[[Microbatch], float], *, keep_order: bool = False
+    microbatches: Sequence[Microbatch], latency_s: Callable[[Microbatch], float]
 ) -> tuple[tuple[Microbatch, ...], tuple[int, ...]]:
     """MuxTune's template: in each round the slowest bucket first, a bucket's microbatches together. A bucket is the
-    microbatches of one round with the same jobs, slowest first. With `keep_order` it is all microbatches linked by
-    shared jobs, in the given order. Returns the stream and the ends of its rounds."""
+    microbatches of one round that are linked by shared jobs, in the given order, so that each job keeps its own.
+    Returns the stream and the ends of its rounds."""
     rounds: dict[int, list[Microbatch]] = {}
     for microbatch, number in zip(microbatches, _round_numbers(microbatches), strict=True):
         rounds.setdefault(number, []).append(microbatch)
     stream: list[Microbatch] = []
     ends: list[int] = []
     for _, members in sorted(rounds.items()):
-        buckets = _linked(members) if keep_order else _alike(members)
+        buckets = _linked(members)
         slowest = {bucket: max(latency_s(m) for m in own) for bucket, own in buckets.items()}
         for bucket in slowest_first(slowest):
-            own = buckets[bucket]
-            stream.extend(own if keep_order else sorted(own, key=latency_s, reverse=True))
+            stream.extend(buckets[bucket])
         ends.append(len(stream))
     return tuple(stream), tuple(ends)
-
-
-def _alike(microbatches: Sequence[Microbatch]) -> dict[tuple[str, ...], list[Microbatch]]:
-    found: dict[tuple[str, ...], list[Microbatch]] = {}
-    for microbatch in microbatches:
-        found.setdefault(tuple(sorted(microbatch.job_tokens)), []).append(microbatch)
-    return found
 
 
 def _linked(microbatches: Sequence[Microbatch]) -> dict[tuple[str, ...], list[Microbatch]]:
