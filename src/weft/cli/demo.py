@@ -69,16 +69,6 @@ SOLO_STEPS = 6
 """Steps each job trains alone to measure one-by-one speed, after two to warm up."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    together: float
-    one_by_one: float
-
-    @property
-    def factor(self) -> float:
-        return self.together / self.one_by_one
-
-
 def demo(
     model: Annotated[
         str, typer.Option(help="tiny (embedded) or smollm2 (135 M parameters, about five minutes).")
@@ -114,22 +104,22 @@ def demo(
             with wall.spending(Activity.EVALUATING):
                 after = _measure_skills(run, out, trained=True)
             with wall.spending(Activity.COMPUTING):
-                speed = _measure_speed(run)
+                together, one_by_one = _measure_speeds(run)
         console.print(_skills(before, after))
         console.print()
         extra = ReportExtra(
             title="What the adapters learnt",
             paragraph="Exact match on prompts held out from training, of the bare backbone and of each adapter.",
             skills=[SkillGain(name, before[name], after[name]) for name in before],
-            facts=[("speed-up over one by one", f"{speed.factor:.1f}x")],
-            speeds=[("together", speed.together), ("one by one", speed.one_by_one)],
+            facts=[("speed-up over one by one", f"{together / one_by_one:.1f}x")],
+            speeds=[("together", together), ("one by one", one_by_one)],
         )
         with wall.spending(Activity.WRITING):
             conclude(out, console, extra, time=time)
     print_time(wall, console)
     console.print(
-        f"speed     {speed.together:,.0f} tokens/s together, {speed.one_by_one:,.0f} one by one: "
-        f"{speed.factor:.1f}x (each job alone for {SOLO_STEPS} steps)",
+        f"speed     {together:,.0f} tokens/s together, {one_by_one:,.0f} one by one: "
+        f"{together / one_by_one:.1f}x (each job alone for {SOLO_STEPS} steps)",
         highlight=False,
     )
     weft = "weft" if shutil.which("weft") else sys.argv[0]
@@ -217,14 +207,14 @@ def _measure_skills(run: PreparedRun, out: Path, *, trained: bool) -> dict[str, 
     return {name: exact_match(given) for name, given in answers.items()}
 
 
-def _measure_speed(run: PreparedRun) -> Speed:
-    """Compares the finished run with each of its jobs alone on the same backbone, a few steps each."""
+def _measure_speeds(run: PreparedRun) -> tuple[float, float]:
+    """Tokens/s of the finished run, and of each of its jobs alone on the same backbone for a few steps."""
     from weft.engine.engine import Engine
     from weft.engine.events import StepDone
     from weft.engine.execute.protocol import executor_beside
 
     engine = _engine_of(run)
-    spans = _training_spans(engine, since_step=3)
+    spans = _training_spans(engine)
     together = sum(n for n, _ in spans) / sum(s for _, s in spans)
     tokens, seconds = 0, 0.0
     for job in engine.jobs.values():
@@ -233,18 +223,18 @@ def _measure_speed(run: PreparedRun) -> Speed:
         for event in alone.events():
             if isinstance(event, StepDone) and event.step == SOLO_STEPS + 2:
                 alone.cancel(job.spec.name)
-        spans = _training_spans(alone, since_step=3)
+        spans = _training_spans(alone)
         tokens += sum(n for n, _ in spans)
         seconds += sum(s for _, s in spans)
-    return Speed(together, tokens / seconds)
+    return together, tokens / seconds
 
 
-def _training_spans(engine: Engine, since_step: int) -> list[tuple[int, float]]:
-    """(tokens, seconds) of everything training takes, from the first microbatch after some optimizer steps on."""
+def _training_spans(engine: Engine) -> list[tuple[int, float]]:
+    """(tokens, seconds) of everything training takes, from the first microbatch after two steps of all jobs on."""
     spans = [s for s in engine.timeline.spans if s.name in ("forward_backward", "step", "plan")]
     steps = [index for index, span in enumerate(spans) if span.name == "step"]
     num_jobs = len(engine.jobs)
-    first = steps[min(len(steps) - 1, (since_step - 1) * num_jobs - 1)] + 1
+    first = steps[min(len(steps) - 1, 2 * num_jobs - 1)] + 1
     return [(span.args.get("tokens", 0), span.duration_s) for span in spans[first:]]
 
 
