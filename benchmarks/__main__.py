@@ -52,6 +52,9 @@ BENCHMARKS = {
     ),
     "chunks": Verb("planning.chunks:chunks", "Long samples in chunks with reused keys and values, beside whole ones."),
     "sweeps": Verb("sweeps.parts:sweeps", "Sweeps: plans beside PLoRA's, configurations together, early stopping."),
+    "degrees": Verb(
+        "sweeps.degrees:degrees", "How many GPUs each pack of a sweep gets, and what that saves, simulated."
+    ),
     "curve": Verb("curve:curve", "Loss curves on the embedded model: beside PEFT, FP8 beside unquantised, and bits."),
     "cpu-together": Verb(
         "cpu_together:cpu_together", "Eight jobs on a CPU: together, one by one, and one by one with PEFT."

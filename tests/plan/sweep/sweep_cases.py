@@ -40,7 +40,8 @@ def sweeps(draw: st.DrawFn, most: int, most_gpus: int) -> tuple[list[Configurati
     ]
     # Rank 256 with its optimizer takes 9 MiB, a microbatch of 128 rows 1.3 MiB.
     memory = draw(st.sampled_from((12.0, 14.0, 25.0, 200.0)))
-    return configurations, SweepSetting(SHAPE, device(memory), draw(st.integers(1, most_gpus)))
+    num_gpus = draw(st.integers(1, most_gpus))
+    return configurations, SweepSetting(SHAPE, device(memory), num_gpus, in_stages=draw(st.booleans()))
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:

@@ -21,7 +21,7 @@ ONE = Configuration("one", 16, 4, 10, 100)
 
 def planned(case) -> SweepPlan:
     configurations, setting = case
-    return plan_sweep(configurations, setting.shape, setting.hardware, setting.num_gpus)
+    return plan_sweep(configurations, setting.shape, setting.hardware, setting.num_gpus, in_stages=setting.in_stages)
 
 
 @settings(max_examples=30, deadline=None)
@@ -36,8 +36,9 @@ def test_plan_when_any_sweep_then_it_is_valid_within_memory_and_above_its_bound(
     for pack in plan.packs:
         # The memory model itself, not the planner's tables, gives what the pack needs.
         memory = setting.memory(len(pack.gpus), pack.recompute)
-        needed = memory.total_bytes(pack.capacity, [by_name[name].rank for name in pack.configurations])
-        assert needed == pack.gpu_bytes <= setting.usable_bytes
+        ranks, stages = [by_name[name].rank for name in pack.configurations], memory.num_stages
+        needed = [memory.total_bytes(pack.capacity, ranks, s, stages - s) for s in range(stages)]
+        assert max(needed) == pack.gpu_bytes <= setting.usable_bytes
 
 
 @settings(max_examples=25, deadline=None)

@@ -57,7 +57,7 @@ def length_s(cost: PackCost) -> float:
     count = np.maximum(rows / cost.filled, steps)
     computed = rows * _tiled(cost)
     frozen = np.maximum(*(line[0] * count + line[1] * computed for line in (cost.small, cost.large)))
-    alone = np.where(_fits(cost), frozen + cost.own, np.inf)
+    alone = np.where(_fits(cost), np.maximum(frozen + cost.own, cost.alone), np.inf)
     return float(alone.min(axis=1).max())
 
 

@@ -1,13 +1,18 @@
 """Time and memory of a pack of configurations, for every way of running it.
 
-A way is a tensor-parallel degree d, a microbatch of C rows, and a recomputation mode. A kind is a class of
-configurations with equal cost. A pack H, run one way, takes M microbatches, since all of it must go through and a
-configuration's next global batch waits for its step:
+A way is a degree d, a microbatch of C rows, and a recomputation mode. The d GPUs of a pack share every layer (tensor
+parallelism), or are stages. A kind is a class of configurations with equal cost. A pack H, run one way, takes M
+microbatches, since all of it must go through and a configuration's next global batch waits for its step:
 
     M(H) = max(⌈Σ rows_k / C'⌉, max steps_k)            C' = C less what whole samples leave empty
     T(H) = max(small·M + small'·R, large·M + large'·R) + Σ own_k
     R    = M · (Σ rows_k / M, rounded up to whole samples and tiles)
     bytes per GPU = weights + kept of C rows + working space + Σ adapter_k ≤ share of the device
+
+In stages all of that is of the slowest stage, with its transfers, and d microbatches are kept. Configurations fill each
+other's gaps; but a global batch of m microbatches passes the stages before the next one of its configuration starts:
+
+    T(H) ≥ max (1 + (d − 1) / m_k) · seconds of kind k alone
 
 small and large are the two straight lines of the frozen step (bound by reading the weights, and by products); own_k is
 attention, the adapter's kernels, the optimizer's steps and its evaluations. All of it is derived from `AnalyticCost`
@@ -26,10 +31,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.errors import PlanError, size
+from weft.plan.choose_layout import split_model
 from weft.plan.cost.analytic import AnalyticCost, BackboneSetup
 from weft.plan.cost.hardware import Hardware
 from weft.plan.cost.memory import MemoryModel, rank_class
 from weft.plan.cost.shape import ALL_LINEAR, ModelShape
+from weft.plan.cost.types import slot_seconds
 from weft.plan.decoder import RECOMPUTE
 from weft.plan.sweep.types import Configuration
 
@@ -40,6 +47,8 @@ CAPACITIES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Rows of a microbatch that are tried; more bring no gain."""
 GPU_TILE, CPU_TILE = 2048, 128
 """Rows are computed in whole tiles, on a GPU of at most a whole microbatch, as in the engine."""
+MOST_STAGES = 8
+"""GPUs up to which a pack has any number of stages; above, and where GPUs share every layer, powers of two."""
 ROUNDING = 1e-9
 MANY = 2048
 """Rows far above where reading the weights bounds a step, on any known device."""
@@ -67,6 +76,10 @@ class SweepSetting:
     """Largest number of GPUs of a pack; None: all."""
     plain_row_bytes: int | None = None
     """As in `MemoryModel`."""
+    in_stages: bool = False
+    """True if the GPUs of a pack are stages, which keeps every bit; otherwise they share every layer."""
+    groups: tuple[int, ...] | None = None
+    """GPUs of each group, together all there are; None: the best."""
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
@@ -78,7 +91,14 @@ class SweepSetting:
 
     @property
     def degrees(self) -> list[int]:
-        return [1 << i for i in range(min(self.num_gpus, self.max_degree or self.num_gpus).bit_length())]
+        if self.groups is not None:
+            return sorted({*self.groups})
+        most = min(self.num_gpus, self.max_degree or self.num_gpus)
+        if self.in_stages:
+            most = min(most, self.shape.num_layers)
+            if most <= MOST_STAGES:
+                return list(range(1, most + 1))
+        return [1 << i for i in range(most.bit_length())]
 
     @property
     def usable_bytes(self) -> int:
@@ -91,10 +111,13 @@ class SweepSetting:
         """The cost model of a way with one adapter, or with none."""
         rank, targets, num = (0, ALL_LINEAR, None) if kind is None else (kind.rank, kind.targets, kind.num_parameters)
         setup = BackboneSetup(self.shape, (rank,), self.quantize, way.recompute, num, self.plain_row_bytes)
+        if self.in_stages:
+            return setup.cost(self.hardware, way.degree, targets=targets, split=split_model(self.shape, way.degree))
         return setup.cost(self.hardware, tensor_parallel=way.degree, targets=targets)
 
     def adapter_bytes(self, kind: Configuration, degree: int) -> int:
-        return self.step_cost(PackOption(degree, 0, "none"), kind).memory.adapter_bytes(kind.rank, kind.targets)
+        memory = self.step_cost(PackOption(degree, 0, "none"), kind).memory
+        return max(memory.adapter_bytes(kind.rank, kind.targets, stage) for stage in range(memory.num_stages))
 
     def ways(self, longest: int) -> list[PackOption]:
         if self.capacity is None:
@@ -145,12 +168,23 @@ class PackCost:
             np.array([lines[w.degree, w.recompute][i] for w in ways]).T for i in range(2)
         )  # [intercept and slope, q]
         self.own = np.array([[self._own_s(kind, q, lines) for q in range(len(ways))] for kind in kinds])
+        self.alone = self._alone_s()
+        """Least seconds of a pack with a kind in stages; 0 where GPUs share every layer."""
         self.adapter = np.array([[setting.adapter_bytes(k, w.degree) for w in ways] for k in kinds], dtype=float)
         self.rank_classes = sorted({rank_class([k.rank]) for k in kinds})
         bases = [[self._base_bytes(way, widest) for way in ways] for widest in self.rank_classes]
         self.room = setting.usable_bytes - np.array(bases, dtype=float)
         """Bytes for adapters, by widest rank class and way; below 0: not even the microbatch fits."""
         self.width = np.array([self.rank_classes.index(rank_class([k.rank])) for k in kinds])
+
+    def _alone_s(self) -> Floats:
+        length = np.array([k.sample_tokens for k in self.kinds], dtype=float)[:, None]
+        batch = np.array([k.batch_size for k in self.kinds], dtype=float)[:, None]
+        count = np.ceil(batch / np.maximum(self.filled // length, 1))
+        computed = np.ceil(np.ceil(batch / count) * length / self.tile) * self.tile
+        slot = np.maximum(*(line[0] + line[1] * computed for line in (self.small, self.large)))
+        alone = (1 + (self.degree - 1) / count) * (self.steps[:, None] * count * slot + self.own)
+        return np.asarray(np.where(self.setting.in_stages & (self.degree > 1), alone, 0.0))
 
     def _lines(self, way: PackOption) -> tuple[tuple[float, float], tuple[float, float]]:
         """(intercept, slope) over rows of the frozen step bound by reading weights, and bound by products."""
@@ -174,8 +208,9 @@ class PackCost:
             )
             each = (twice - once) / count
             # Evaluations that are due together share microbatches, which are assumed full.
-            token_s = adapted.forward_s([length] * count, 0) / (count * length)
-            self._prices[key] = each, once - count * each, adapted.step_s(0), token_s
+            stages = range(adapted.num_stages)
+            token_s = max(adapted.forward_s([length] * count, stage) for stage in stages) / (count * length)
+            self._prices[key] = each, once - count * each, max(map(adapted.step_s, stages)), token_s
         sample_s, visit_s, step_s, token_s = self._prices[key]
         visits = max(kind.num_steps, kind.num_tokens / float(self.filled[q]))
         own_s = kind.num_samples * sample_s + visits * visit_s + kind.num_steps * step_s
@@ -184,8 +219,13 @@ class PackCost:
     def _base_bytes(self, way: PackOption, widest: int) -> int:
         """Bytes per GPU of a pack beside its adapters, whose largest rank is `widest`."""
         memory = self.setting.memory(way.degree, way.recompute)
-        kept = memory.kept_bytes(way.capacity, widest) + memory.workspace_bytes(way.capacity, widest)
-        return memory.weight_bytes() + kept + memory.loss_bytes()
+        number, working = memory.num_stages, memory.workspace_bytes(way.capacity, widest)
+        return working + max(
+            memory.weight_bytes(stage)
+            + (number - stage) * memory.kept_bytes(way.capacity, widest, stage)
+            + memory.loss_bytes(stage)
+            for stage in range(number)
+        )
 
     def prefixes(self, kinds: Sequence[int], degree: int) -> tuple[Floats, Ints]:
         """Seconds of every prefix of a list of kinds as one pack in its best way (inf: none fits), and that way."""
@@ -194,6 +234,7 @@ class PackCost:
         rows = np.cumsum(self.rows[order])[:, None]
         steps = np.maximum.accumulate(self.steps[order])[:, None]
         seconds = self._seconds(rows, steps, np.cumsum(self.own[np.ix_(order, ways)], axis=0), ways)
+        seconds = np.maximum(seconds, np.maximum.accumulate(self.alone[np.ix_(order, ways)], axis=0))
         held = np.cumsum(self.adapter[np.ix_(order, ways)], axis=0)
         room = self.room[np.ix_(np.maximum.accumulate(self.width[order]), ways)]
         seconds[held > room] = np.inf
@@ -208,7 +249,8 @@ class PackCost:
     def seconds(self, kinds: Sequence[int], way: int) -> float:
         order, ways = np.asarray(kinds), np.array([way])
         own = self.own[np.ix_(order, ways)].sum(axis=0)
-        return float(self._seconds(self.rows[order].sum(), self.steps[order].max(), own, ways)[0])
+        seconds = self._seconds(self.rows[order].sum(), self.steps[order].max(), own, ways)[0]
+        return float(max(seconds, self.alone[order, way].max()))
 
     def _seconds(self, rows: Any, steps: Any, own: Floats, ways: Ints) -> Floats:
         filled, tile = self.filled[ways], self.tile[ways]
@@ -239,4 +281,4 @@ class PackCost:
 
 
 def _both_s(cost: AnalyticCost, lengths: Sequence[int]) -> float:
-    return cost.forward_s(lengths, 0) + cost.backward_s(lengths, 0)
+    return slot_seconds(cost, cost.num_stages, lengths)

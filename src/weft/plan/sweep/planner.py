@@ -2,10 +2,10 @@
 
     min  max end     s.t.  every configuration in one pack, packs of one GPU one after another, every pack within memory
 
-NP-hard (PLoRA, section 6.1). Candidates are every partition of the GPUs into fixed groups of powers of two, and for
-every degree d the plan that trains on d GPUs what fits there, after what needs more. The most promising are improved;
-the shortest is returned with a lower bound (`bounds.py`), so its distance from the optimum is known. Tests compare both
-with brute force.
+NP-hard (PLoRA, section 6.1). Candidates are every partition of the GPUs into fixed groups of the degrees there are,
+and for every degree d the plan that trains on d GPUs what fits there, after what needs more. The most promising are
+improved; the shortest is returned with a lower bound (`bounds.py`), so its distance from the optimum is known. Tests
+compare both with brute force.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from weft.plan.sweep.cost import Floats, PackCost, SweepSetting
 from weft.plan.sweep.types import Configuration, Pack, SweepPlan
 
 MOST_CUT = 8
-"""GPUs up to which all partitions are tried (10 for 8); above, groups of one size."""
+"""GPUs up to which all partitions are tried (for 8, 10 of powers of two, 22 of stages); above, groups of one size."""
 CLOSE = 1.002
 """Ratio to the lower bound at which the search ends."""
 NUM_IMPROVED = 3
@@ -42,20 +42,25 @@ def plan_sweep(
     memory_share: float = 0.95,
     max_degree: int | None = None,
     plain_row_bytes: int | None = None,
+    in_stages: bool = False,
+    groups: Sequence[int] | None = None,
 ) -> SweepPlan:
     """The plan for `gpus` GPUs of one kind; deterministic. `recompute` and `capacity` apply to every pack. A pack has
-    at most `max_degree` GPUs: 1 where each holds a whole backbone. `plain_row_bytes`: as in `MemoryModel`."""
+    at most `max_degree` GPUs: 1 where each holds a whole backbone. `groups`: the GPUs of each group that there is,
+    instead of the best. `plain_row_bytes`: as in `MemoryModel`; `in_stages`: as in `SweepSetting`."""
     hardware = find_hardware(device) if isinstance(device, str) else device
     setting = SweepSetting(
         shape=shape,
         hardware=hardware,
-        num_gpus=gpus,
+        num_gpus=gpus if groups is None else sum(groups),
         quantize=quantize,
         recompute=recompute,
         capacity=capacity,
         memory_share=memory_share,
         max_degree=max_degree,
         plain_row_bytes=plain_row_bytes,
+        in_stages=in_stages,
+        groups=None if groups is None else tuple(groups),
     )
     cost = PackCost(configurations, setting)
     bound = lower_bound_s(cost)
@@ -63,8 +68,8 @@ def plan_sweep(
     best = _best(assigner, bound)
     tokens = sum(c.num_tokens for c in configurations)
     packs = _packs(best, assigner)
-    together = (shape.name, hardware.name, gpus, setting.usable_bytes, packs, tokens, bound)
-    return SweepPlan(*together, one_by_one_s(configurations, setting))
+    together = (shape.name, hardware.name, setting.num_gpus, setting.usable_bytes, packs, tokens, bound)
+    return SweepPlan(*together, one_by_one_s(configurations, replace(setting, in_stages=False)))
 
 
 def _best(assigner: Assigner, bound: float) -> list[DeviceLane]:
@@ -86,17 +91,25 @@ def _best(assigner: Assigner, bound: float) -> list[DeviceLane]:
 
 def _candidates(assigner: Assigner) -> Iterator[list[DeviceLane]]:
     cost = assigner.cost
-    for degree in cost.setting.degrees:
-        yield _in_phases(assigner, degree)
-    if cost.setting.num_gpus > MOST_CUT:
+    setting = cost.setting
+    if setting.groups is not None:
+        lanes = _lanes(setting.groups)
+        assert assigner.fill(lanes, cost.kind_of), "every kind fits on a degree there is"
+        yield lanes
         return
-    for sizes in _cuts(cost.setting.num_gpus, cost.setting.degrees[-1]):
-        lanes, first = [], 0
-        for degree in sizes:
-            lanes.append(DeviceLane(tuple(range(first, first + degree))))
-            first += degree
+    for degree in setting.degrees:
+        yield _in_phases(assigner, degree)
+    if setting.num_gpus > MOST_CUT:
+        return
+    for sizes in _cuts(setting.num_gpus, setting.degrees):
+        lanes = _lanes(sizes)
         if len(set(sizes)) > 1 and assigner.fill(lanes, cost.kind_of):
             yield lanes
+
+
+def _lanes(sizes: Sequence[int]) -> list[DeviceLane]:
+    ends = itertools.accumulate(sizes)
+    return [DeviceLane(tuple(range(end - size, end))) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _in_phases(assigner: Assigner, least: int) -> list[DeviceLane]:
@@ -124,15 +137,14 @@ def _degree(assigner: Assigner, kind: int, least: int) -> int:
     return next((d for d in fitting if d >= least), fitting[-1])
 
 
-def _cuts(num_gpus: int, largest: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as falling powers of two."""
+def _cuts(num_gpus: int, degrees: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a falling sum of degrees."""
     if num_gpus == 0:
         yield ()
-    while largest:
-        if largest <= num_gpus:
-            for rest in _cuts(num_gpus - largest, largest):
-                yield (largest, *rest)
-        largest //= 2
+    for i in reversed(range(len(degrees))):
+        if degrees[i] <= num_gpus:
+            for rest in _cuts(num_gpus - degrees[i], degrees[: i + 1]):
+                yield (degrees[i], *rest)
 
 
 def _packs(lanes: Sequence[DeviceLane], assigner: Assigner) -> tuple[Pack, ...]:
