@@ -30,6 +30,14 @@ space:
 """
 
 
+UNLIKE = (
+    "capacity=64",
+    "early_stop=none",
+    "space={_: [{global_batch_size: 10, max_steps: 12}, {global_batch_size: 4, max_steps: 26}]}",
+)
+"""Trials of three microbatches a step, and of one."""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -208,21 +216,20 @@ def test_sweep_when_its_backbone_is_in_stages_then_answers_and_bytes_are_those_o
 
 @pytest.mark.slow
 def test_sweep_when_its_layout_is_chosen_then_the_bytes_are_those_of_one_device(weft, folder, monkeypatch):
-    """And it is resumed likewise."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    one, two = (weft("sweep", "sweep.yaml", *more) for more in ([], ["--layout", "auto", "--out", "two"]))
+    """A trial of three microbatches a step trains in two stages, beside one in a single process; another layout resumes
+    it."""
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    one, two = (weft("sweep", "sweep.yaml", *UNLIKE, *more) for more in ([], ["--layout", "auto", "--out", "two"]))
     assert (one.code, two.code) == (0, 0), two.err
-    assert (
-        "layout    spread:2: " in two.out
-        and "(chosen, predicted)" in two.out
-        and "replicas  2, each in a process" in two.out
-    )
+    assert "layout    stages:2+stages:1: the packs" in two.out and "replicas  2, each in a process" in two.out
+    assert "packs     2 packs: " in two.out and "predicted from the first steps; " in two.out
+    assert json.loads(Path("two/trials/run.json").read_text())["layouts"] == ["stages:2+stages:1"]
     boards = [json.loads(Path(folder, "leaderboard.json").read_text())["trials"] for folder in ("out", "two")]
     assert [(t["name"], t["value"]) for t in boards[0]] == [(t["name"], t["value"]) for t in boards[1]]
     for trial in boards[0]:
         mine, alone = (Path(p, "trials", trial["name"], "adapter/adapter_model.safetensors") for p in ("two", "out"))
         assert mine.read_bytes() == alone.read_bytes()
-    more = weft("sweep", "sweep.yaml", "--layout", "auto", "--out", "two", "--resume")
+    more = weft("sweep", "sweep.yaml", *UNLIKE, "--layout", "spread:2", "--out", "two", "--resume")
     assert more.code == 0 and "started" not in more.out
 
 
@@ -232,6 +239,11 @@ def test_dry_run_when_the_layout_is_auto_then_reports_what_the_first_trials_get_
     chosen = weft("sweep", "sweep.yaml", "--layout", "auto", "--dry-run")
     assert chosen.code == 0 and "layout    spread:2: " in chosen.out, chosen.err
     assert "spread:2 is checked and not planned" in chosen.out
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    packs = weft("sweep", "sweep.yaml", *UNLIKE, "--layout", "auto", "--dry-run")
+    assert "layout    stages:2+stages:1: the packs of these trials end after about" in packs.out, packs
+    assert packs.out.count("(chosen, predicted)") == 1
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     single = weft("sweep", "sweep.yaml", "--layout", "auto", "--dry-run", "max_jobs=1", "job.global_batch_size=1")
     assert "layout    stages:1: " in single.out and "is checked" not in single.out
     lean = ["space.optim=[adamw,adamw_8bit]", "--trials", "1"]

@@ -21,8 +21,12 @@ from weft.parallel.replicas.following_engine import FollowingSweep, LayoutKeeper
 from weft.parallel.replicas.hosts import rank_order
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.steered_engine import SweepReplicas
+from weft.plan.cost.analytic import AnalyticCost
+from weft.plan.cost.hardware import find_hardware
+from weft.plan.cost.shape import ModelShape, find_shape
 from weft.plan.layout import parse_layout
-from weft.plan.replan import Prediction
+from weft.plan.replan import Forecaster, MoveCost, Prediction
+from weft.plan.sweep.forecast import PackForecaster
 from weft.spec.load_sweep import sweep_from_mapping
 from weft.sweeps.api import begun_at, check_folder, conclude, open_run, prepare_sweep
 
@@ -40,7 +44,7 @@ def run_sweep(
     life: Callable[[int], int | None] = lambda index: None,
     resume: bool = False,
     until: Callable[[Any], bool] = lambda run: False,
-    forecast: Names | None = None,
+    forecast: Forecaster | None = None,
 ) -> int:
     """Over thread ranks; none: in this process. With a forecast their number follows the trials. Returns how many were
     started."""
@@ -102,8 +106,8 @@ def found_by_one(kept: dict[str, dict[str, Any]]) -> Callable[[dict[str, Any]], 
     return find
 
 
-def deaths(*lives: int) -> Callable[[int], int | None]:
-    """The first ranks that are started die after so many uses of their connection; the others live."""
+def deaths(*lives: int | None) -> Callable[[int], int | None]:
+    """The first ranks that are started die after so many uses of their connection, if that is given; others live."""
     left = list(lives)
     return lambda index: left.pop(0) if left else None
 
@@ -204,6 +208,34 @@ def test_sweep_when_its_layout_follows_the_trials_then_the_result_is_that_of_one
     assert found("many") == found_by_one(given)
     layouts = json.loads(Path("many/trials/run.json").read_text())["layouts"]
     assert len(layouts) > 1 and num_started > 2
+
+
+@pytest.mark.parametrize("changes", [{}, slow({"early_stop": ASHA, "max_jobs": 4})], ids=["grid", "asha"])
+def test_sweep_when_packs_decide_the_layout_and_a_replica_dies_then_the_result_is_that_of_one_process(
+    settings, found_by_one, monkeypatch, changes
+):
+    """The first trial has two microbatches a step, which two stages share; those of the others have one."""
+    monkeypatch.setattr(FollowingSweep, "cost", property(lambda _: MoveCost(0.0, 0.0)))
+    shape = ModelShape.from_config(find_shape("llama-3.1-8b").config().to_dict(), "llama-3.1-8b")
+    packs = PackForecaster(AnalyticCost(shape, find_hardware("h100")), 128, 3)
+    trials = [{"global_batch_size": 16, "max_steps": 20}, {"global_batch_size": 4, "max_steps": 32}]
+    if changes:
+        trials += [{"global_batch_size": 4, "lr": rate} for rate in NINE["lr"]]
+    homes: set[tuple[str, int | None]] = set()
+
+    def watch(run: Any) -> bool:
+        engine = run.context.engine
+        if str(engine._layouts.layout) == "stages:2+stages:1":
+            homes.update((name, job.rank) for name, job in engine.jobs.items())
+        return False
+
+    given = settings(space={"_": trials}, job={"save_steps": 2}, **changes)
+    num_started = run_sweep(given, "many", 2, forecast=packs, until=watch, life=deaths(None, None, 60))
+    assert found("many") == found_by_one(given)
+    layouts = json.loads(Path("many/trials/run.json").read_text())["layouts"]
+    assert num_started > 3 and len(layouts) > 1
+    if not changes:
+        assert layouts[1] == "stages:2+stages:1" and {("t000", 0), ("t001", 1)} <= homes
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from weft.parallel.replicas.rank_group import RankGroup
     from weft.parallel.stages.load_stages import StageLayout
     from weft.plan.level import PlannedReplicas
-    from weft.plan.replan import DeviceForecaster, Forecaster, Prediction
+    from weft.plan.replan import Forecaster, Prediction
+    from weft.plan.sweep.forecast import PackForecaster
     from weft.spec import BackboneSpec, JobSpec, RunSpec
 
 WHERE = "--layout"
@@ -186,9 +187,12 @@ class LayoutOptions:
         base_dir: Path,
         machine: Machine,
         check_more: Callable[[LayoutOptions], None] | None = None,
+        *,
+        in_packs: bool = False,
     ) -> tuple[LayoutOptions, ChosenLayout]:
-        """The options with a layout instead of auto, and the reasons; `check_more` raises for one to be left out."""
-        from weft.parallel.auto_layout import choose_for
+        """The options with a layout instead of auto, and the reasons; `check_more` raises for one to be left out.
+        `in_packs`: the jobs are a sweep's, which end at different times."""
+        from weft.parallel.auto_layout import choose_for, choose_in_packs
 
         def check(layout: ReplicaLayouts) -> None:
             options = replace(self, layout=str(layout))
@@ -197,14 +201,21 @@ class LayoutOptions:
                 check_more(options)
 
         found = choose_for(spec, model, base_dir, machine, check, in_stages=self.schedule is not None)
+        if in_packs and self.schedule is None:
+            found = choose_in_packs(spec, model, base_dir, machine, found, check)
         return LayoutOptions() if found.layout.is_one_device else replace(self, layout=str(found.layout)), found
 
     def forecaster(
-        self, spec: RunSpec, model: ResolvedModel, machine: Machine, check: CheckLayout | None = None
-    ) -> DeviceForecaster | None:
+        self,
+        spec: RunSpec,
+        model: ResolvedModel,
+        machine: Machine,
+        check: CheckLayout | None = None,
+        packs: PackForecaster | None = None,
+    ) -> Forecaster | None:
         """Chooses the layout again when jobs come and go; None if it stays. Only on CPUs: it is untested whether closed
         replicas leave a GPU's memory free for others. A given schedule needs stages, which another layout might not
-        have. `check`: as in `keeper`."""
+        have. `check`: as in `keeper`; `packs`: a sweep's."""
         from weft.parallel.auto_layout import device_forecaster
 
         if not machine.is_cpu or self.schedule is not None:
@@ -213,7 +224,7 @@ class LayoutOptions:
             (check or _checked(spec, model))(LayoutOptions("stages:2"))
         except WeftError:
             return None
-        return device_forecaster(spec, model, machine)
+        return packs or device_forecaster(spec, model, machine)
 
     def keeper(
         self,

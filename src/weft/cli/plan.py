@@ -156,7 +156,8 @@ def _layout(
     options, machine = LayoutOptions(layout), machine_of(spec, device, gpus)
     hardware, model = machine.hardware, resolve(spec.backbone, machine.elsewhere)
     if options.is_auto:
-        options, (_, lines, _) = options.choose(spec, model, base_dir, machine)
+        options, chosen = options.choose(spec, model, base_dir, machine)
+        lines = chosen.lines
     else:
         options.check(spec, (), model)
         _, memory, lines = predicted_on(spec, model, layout, base_dir, machine)

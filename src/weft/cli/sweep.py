@@ -53,7 +53,7 @@ from weft.spec.sweep import SweepSpec
 from weft.store.wall_clock import WallClock, process_start_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from weft.model.resolve import ResolvedModel
     from weft.parallel.replicas.hosts import ReplicaHosts
@@ -121,6 +121,7 @@ def sweep(
         _check_device(device)
     model: ResolvedModel | None = None
     forecast: Forecaster | None = None
+    homes: Mapping[str, int] = {}
     try:
         if layout is not None:
             from weft.model.resolve import resolve
@@ -128,7 +129,7 @@ def sweep(
             layouts.check_alone(options.flags)
             model = resolve(spec.backbone)
             if layouts.is_auto:
-                layouts, forecast = _chosen_layout(spec, model, layouts, sweep_file.parent, output_console())
+                layouts, forecast, homes = _chosen_layout(spec, model, layouts, sweep_file.parent, output_console())
         _check_layout(spec, model, layouts, options.flags)
         if device is not None or gpus is not None:
             _plan_elsewhere(spec, sweep_file, output_console(), device, gpus or 1)
@@ -147,6 +148,7 @@ def sweep(
             layout=layouts,
             model=model,
             forecast=forecast,
+            homes=homes,
         )
         raise typer.Exit(_sweep(order, output_console()))
     except ConfigError as error:
@@ -196,13 +198,15 @@ class Order:
     """None without a layout: resolved where it is loaded."""
     forecast: Forecaster | None
     """Chooses the layout again as trials begin and end; None if it stays."""
+    homes: Mapping[str, int]
+    """The replica that each of the first trials is planned on, where one is."""
 
 
 def _chosen_layout(
     spec: SweepSpec, model: ResolvedModel, auto: LayoutOptions, base_dir: Path, console: Console
-) -> tuple[LayoutOptions, Forecaster | None]:
-    """Chooses a layout by the first trials, that every later trial can be trained in too, and how it is chosen again;
-    prints the reasons."""
+) -> tuple[LayoutOptions, Forecaster | None, Mapping[str, int]]:
+    """Chooses a layout by the first trials, that every later trial can be trained in too, how it is chosen again, and
+    the replicas of the first trials; prints the reasons."""
     from weft.parallel.auto_layout import machine_here
     from weft.sweeps.samplers import first_trials
 
@@ -213,10 +217,12 @@ def _chosen_layout(
         _check_layout(spec, model, options, ())
 
     machine = machine_here(beginning)
-    options, found = auto.choose(beginning, model, base_dir, machine, check_more)
+    follows = not _needs_one(spec)
+    options, found = auto.choose(beginning, model, base_dir, machine, check_more, in_packs=follows)
     for line in found.lines:
         print_line(console, f"layout    {line}")
-    return options, None if _needs_one(spec) else auto.forecaster(beginning, model, machine, check_more)
+    forecast = auto.forecaster(beginning, model, machine, check_more, found.packs) if follows else None
+    return options, forecast, found.homes
 
 
 def _needs_one(spec: SweepSpec) -> bool:
@@ -269,13 +275,13 @@ def _opener(order: Order, clock: datetime.datetime, console: Console) -> OpenSwe
         print_join_command(hosts, console)
         ranks = hosts.start(rank_order(spec, jobs, is_controlled=True))
         if model is None or order.forecast is None:
-            return SweepReplicas.load(spec, ranks, clock=clock, wall=wall)
+            return SweepReplicas.load(spec, ranks, clock=clock, wall=wall, homes=order.homes)
 
         def check(options: LayoutOptions) -> None:
             _check_layout(spec, model, options, ())
 
         layouts = order.layout.keeper(spec, model, order.forecast, jobs, check, is_controlled=True)
-        return FollowingSweep.load(spec, ranks, clock=clock, wall=wall, layouts=layouts)
+        return FollowingSweep.load(spec, ranks, clock=clock, wall=wall, layouts=layouts, homes=order.homes)
 
     return load
 

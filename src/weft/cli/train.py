@@ -98,7 +98,8 @@ def train(
         stages.check_alone(options.flags)
         model, machine = resolve(spec.backbone), machine_here(spec)
         forecast = stages.forecaster(spec, model, machine)
-        stages, (_, reasons, predicted) = stages.choose(spec, model, jobs_file.parent, machine)
+        stages, chosen = stages.choose(spec, model, jobs_file.parent, machine)
+        reasons, predicted = chosen.lines, chosen.predicted
     elif not stages.chosen.is_one_device:
         if not dry_run:
             # Beside what this process imports itself, from the next line on.

@@ -6,28 +6,33 @@ Of the model, only its configuration and its tokenizer are read; of the jobs, th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
+
+import numpy as np
 
 from weft.data.dataset import Dataset, GlobalBatches, JobData
 from weft.data.load import load_job_data
 from weft.data.order import BatchSchedule
-from weft.errors import ConfigError, PlanError, WeftError, counted
+from weft.errors import ConfigError, PlanError, WeftError, counted, rough_time
 from weft.kernels.device import device_name, gpus, is_cpu, total_bytes
 from weft.methods.registry import cost_ranks, has_kernels
 from weft.model.resolve import ResolvedModel, choose_device, hardware_here
 from weft.model.source import load_tokenizer
-from weft.plan.choose_layout import LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
+from weft.plan.choose_layout import CHOSEN, CLOSE, LayoutChoice, LayoutJob, LayoutOption, choose_layout, price_layout
 from weft.plan.cost.analytic import AnalyticCost
 from weft.plan.cost.hardware import GB, Hardware, find_hardware
 from weft.plan.cost.memory import job_state
 from weft.plan.cost.shape import capacities
+from weft.plan.deploy.types import batch_samples
 from weft.plan.layout import Layout, parse_layout
 from weft.plan.replan import DeviceForecaster, RemainingJob
 from weft.plan.simulate.forecast import JobOutline
+from weft.plan.sweep.forecast import PackForecaster, can_be_packs
 from weft.plan.types import Batch, JobQueue
 from weft.spec import JobSpec, RunSpec
 from weft.spec.run import memory_fraction
@@ -53,6 +58,10 @@ class ChosenLayout(NamedTuple):
     layout: Layout
     lines: tuple[str, ...]
     predicted: LayoutOption | None = None
+    homes: Mapping[str, int] = MappingProxyType({})
+    """The replica that each job is planned on, where one is."""
+    packs: PackForecaster | None = None
+    """Chooses the layout again as trials begin and end; None if they are not planned in packs."""
 
 
 class NamedLayout(NamedTuple):
@@ -126,6 +135,40 @@ def choose_for(
         return ChosenLayout(option.layout, (*found.lines, *_why_not(refused), *_links(machine)), option)
     why = "one device, because no other can be" if not in_stages else "one device, because none in stages can be"
     return ChosenLayout(Layout(), (why, *_why_not(refused)))
+
+
+def choose_in_packs(
+    spec: RunSpec,
+    model: ResolvedModel,
+    base_dir: Path,
+    machine: Machine,
+    found: ChosenLayout,
+    check: Callable[[Layout], None],
+) -> ChosenLayout:
+    """The layout in which the packs of a sweep's trials end first, if that is clearly before they end in the one
+    found."""
+    jobs = _remaining_jobs(spec, model, base_dir)
+    if not jobs or (machine.num_devices or 1) == 1 or not can_be_packs(found.layout, jobs):
+        return found
+    forecast = None
+    for capacity in capacities(spec.capacity, machine.hardware.name, spec.longest):
+        packs = PackForecaster(_cost(spec, model, machine, jobs, capacity), capacity, machine.num_devices or 1)
+        with suppress(PlanError):
+            forecast = packs(jobs, found.layout)
+            break
+    if forecast is None:
+        return found
+    planned, now = forecast.planned, forecast.now
+    if now is not None and planned.left_s > (1 - CLOSE) * now.left_s:
+        return found._replace(homes=now.homes, packs=packs)
+    try:
+        check(planned.layout)
+    except WeftError:
+        return found
+    instead = "" if now is None else f", in {found.layout} after {rough_time(now.left_s)}"
+    line = f"{planned.layout}: the packs of these trials end after about {rough_time(planned.left_s)}{instead}"
+    others = (found.lines[0].removesuffix(CHOSEN), *found.lines[1:])
+    return ChosenLayout(planned.layout, (line + CHOSEN, *others), homes=planned.homes, packs=packs)
 
 
 def _is_possible(layout: Layout, check: Callable[[Layout], None]) -> bool:
@@ -204,6 +247,39 @@ def _train_data(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[Dat
         except WeftError:
             found.append(None)
     return found
+
+
+def _remaining_jobs(spec: RunSpec, model: ResolvedModel, base_dir: Path) -> list[RemainingJob]:
+    """The jobs whose data can be read, from their beginning."""
+    data = _train_data(spec, model, base_dir)
+    sizes = model.adapter_sizes([job.adapter for job in spec.jobs])
+    return [
+        remaining_job(job, own, BatchSchedule.of(job, *own.sizes).num_steps, own.summary.max_length, num)
+        for job, own, num in zip(spec.jobs, data, sizes, strict=True)
+        if own is not None
+    ]
+
+
+MOST_LENGTHS = 4096
+"""Samples of a job whose lengths are used, the longest among them."""
+
+
+def remaining_job(
+    spec: JobSpec, train: Dataset, num_steps: int, longest: int, num_parameters: int | None
+) -> RemainingJob:
+    """A job for the planner; may run beside training, so it reads nothing that changes."""
+    lengths = np.sort(train.samples.lengths)
+    chosen = np.linspace(0, len(lengths) - 1, min(len(lengths), MOST_LENGTHS)).round().astype(int)
+    return RemainingJob(
+        spec.name,
+        batch_size=batch_samples(spec.batch_size, train.num_groups, len(lengths)),
+        lengths=(*lengths[chosen].tolist(), longest),
+        rank=cost_ranks(spec.adapter).widest,
+        num_steps=num_steps,
+        is_any_order=spec.gradient_sum == "any_order",
+        num_parameters=num_parameters,
+        state=job_state(spec),
+    )
 
 
 def _batch_tokens(job: JobSpec, train: Dataset | None) -> int:

@@ -33,6 +33,7 @@ from weft.plan.layout import Layout, ReplicaLayout
 
 CLOSE = 0.02
 """Relative difference of speed below which the simpler layout is taken."""
+CHOSEN = " (chosen, predicted)"
 PROGRAM_MICROBATCHES = 32
 """Microbatches of a pipeline's program, per stage."""
 
@@ -79,7 +80,7 @@ class LayoutChoice:
     @property
     def lines(self) -> tuple[str, ...]:
         others = [option for option in self.options if option is not self.chosen]
-        head = f"{self.chosen.line(self.memory_bytes)} (chosen, predicted)"
+        head = self.chosen.line(self.memory_bytes) + CHOSEN
         faster = [o for o in self.other_bits[:1] if o.speed * (1 - CLOSE) > self.chosen.speed]
         return (
             head,

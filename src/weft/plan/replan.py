@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from weft.errors import PlanError
@@ -60,6 +60,8 @@ class Prediction:
     left_s: float
     replicas: PlannedReplicas | None = None
     """Replicas of the layout with the seconds of each; None: as in their cost models."""
+    homes: Mapping[str, int] = field(default_factory=dict)
+    """Replica that each job is planned on, where one is."""
 
 
 @dataclass(frozen=True)

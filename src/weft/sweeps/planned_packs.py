@@ -3,8 +3,9 @@
 The plan decides which trials begin together. It is no timetable: an ended trial leaves its seat to the next at once,
 and placement, which sees the real speed of replicas, decides where.
 
-- Where no decision depends on the order, the plan is one over all replicas, and also decides how many trials train at a
-  time. If a trial ends before its last planned step, such as by its patience, the rest is planned again.
+- Where no decision depends on the order, the plan is one over all replicas, each with its stages, and also decides how
+  many trials train at a time. If a trial ends before its last planned step, such as by its patience, the rest is
+  planned again.
 - With early stopping the plan is that of one device for all trials, so that the order, and with it which trials are
   compared, depends neither on the number of replicas nor on a resume.
 
@@ -34,6 +35,7 @@ from weft.model.load import load_skeleton
 from weft.model.resolve import resolve
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.shape import ALL_LINEAR, ModelShape, capacities
+from weft.plan.layout import parse_layout
 from weft.plan.sweep import Configuration, SweepPlan, plan_sweep
 from weft.spec import AdapterSpec
 from weft.spec.load_sweep import longest_of, space_of
@@ -58,7 +60,7 @@ class PlannedPacks:
         """Trials of the widest pack so far: so many have room on a replica, and fill its microbatches."""
         self.num_packs = 0
         self.work_s: dict[str, float] = {}
-        """Planned seconds of every trial: its share of its pack's, by tokens."""
+        """Planned seconds of every trial: its share of its pack's by tokens, and of all devices."""
         self._plan()
 
     def next(self) -> Trial | None:
@@ -70,13 +72,13 @@ class PlannedPacks:
             self._plan()
 
     def left_s(self, trials: Sequence[Trial]) -> float | None:
-        """Planned seconds of all that is still to be trained, in packs of its own; None if it cannot be planned."""
+        """Planned seconds until all is trained, in packs of its own; None if it cannot be planned."""
         steps = {trial.name: trial.total_steps - trial.steps for trial in trials if not trial.state.is_final}
         known = self._configurations
         steps |= {trial.name: known[trial.name].num_steps for trial in self._upcoming if trial.name in known}
         left = [replace(known[name], num_steps=num) for name, num in steps.items() if num and name in known]
         plan = self._found(left)
-        return None if plan is None else sum(pack.seconds for pack in plan.packs)
+        return None if plan is None else plan.makespan_s
 
     def _plan(self) -> None:
         planned = self._upcoming if self._is_free else sorted([*self._begun, *self._upcoming], key=lambda t: t.number)
@@ -87,7 +89,8 @@ class PlannedPacks:
         self.num_packs = self.num_packs or len(plan.packs)
         for pack in plan.packs:
             tokens = {name: self._configurations[name].num_tokens for name in pack.configurations}
-            shares = {name: pack.seconds * num / sum(tokens.values()) for name, num in tokens.items()}
+            all_s = pack.seconds * len(pack.gpus) / plan.num_gpus
+            shares = {name: all_s * num / sum(tokens.values()) for name, num in tokens.items()}
             self.work_s = {**shares, **self.work_s}
         number = {name: i for i, pack in enumerate(plan.packs) for name in pack.configurations}
         # Trials that cannot be planned cannot be trained either, and fail in their turn.
@@ -100,18 +103,20 @@ class PlannedPacks:
         assert isinstance(spec.capacity, int), "it is a number once replicas are there"
         if not chosen:
             return None
+        # One engine over several replicas trains every trial on all of them.
+        replicas = parse_layout(engine.layout).replicas[: engine.num_replicas]
         try:
             model, adapters = self._context.configurations.model, self._context.configurations.adapters
             return plan_sweep(
                 chosen,
                 ModelShape.from_config(facts.config, spec.base_model),
                 device,
-                engine.num_replicas if self._is_free else 1,
                 quantize=spec.quantize,
                 recompute=spec.recompute,
                 capacity=spec.capacity,
-                max_degree=1,
                 plain_row_bytes=None if model is None else model.plain_row_bytes(adapters),
+                in_stages=True,
+                groups=[replica.stages for replica in replicas] if self._is_free else [1],
             )
         except WeftError:
             return None

@@ -24,9 +24,10 @@ def job(
     arrival: int = 0,
     priority: int = 0,
     tenant: str = "default",
+    home: str | None = None,
 ) -> Candidate:
     """A job to place."""
-    return Candidate(Applicant(name, arrival, num_bytes, priority, tenant), seconds_left, replica)
+    return Candidate(Applicant(name, arrival, num_bytes, priority, tenant), seconds_left, replica, home)
 
 
 def alike(num: int, **budget: int) -> list[Replica]:
@@ -56,6 +57,7 @@ def cases(draw: st.DrawFn, most_jobs: int = 10, most_replicas: int = 4) -> Case:
             arrival=arrival,
             priority=draw(st.integers(0, 2)),
             tenant=draw(st.sampled_from("xyz")),
+            home=draw(seats),
         )
         for i, arrival in enumerate(draw(st.permutations(range(draw(st.integers(0, most_jobs))))))
     ]

@@ -240,3 +240,12 @@ def test_assign_jobs_when_a_thousand_jobs_and_64_replicas_then_level():
 def test_assign_jobs_when_input_is_wrong_then_reports_what(call, text):
     with pytest.raises(PlanError, match=re.escape(text)):
         call()
+
+
+def test_assign_jobs_when_jobs_are_planned_on_replicas_then_they_start_there_but_do_not_move_there():
+    planned = [job("a", 100, home="r1"), job("b", 100, home="r0"), job("c", 50, "r0", home="r1")]
+    assert assign_jobs([job("a", 100), job("b", 100)], alike(2)).replica_of == {"a": "r0", "b": "r1"}
+    assert assign_jobs(planned[:2], alike(2)).replica_of == {"a": "r1", "b": "r0"}
+    assert assign_jobs(planned, alike(2)).replica_of == {"a": "r1", "b": "r0", "c": "r0"}
+    full = [*alike(1), Replica("r1", Budget(max_jobs=1))]
+    assert assign_jobs([planned[0], job("d", 100, "r1")], full).replica_of == {"a": "r0", "d": "r1"}

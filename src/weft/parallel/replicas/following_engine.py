@@ -19,21 +19,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from weft.data.dataset import JobData
 from weft.engine.events import EvalDone, LayoutDecided
 from weft.engine.timeline import TimelineRecorder
 from weft.errors import WeftError
 from weft.job_state import JobState
-from weft.methods.registry import cost_ranks
+from weft.parallel.auto_layout import remaining_job
 from weft.parallel.replicas.messages import RankEvent
 from weft.parallel.replicas.rank_group import RankGroup
 from weft.parallel.replicas.records import JobRecord, RankRecord
 from weft.parallel.replicas.replicated_engine import ReplicatedEngine
 from weft.parallel.replicas.steered_engine import SweepReplicas
-from weft.plan.cost.memory import job_state
-from weft.plan.deploy.types import batch_samples
 from weft.plan.layout import Layout
 from weft.plan.replan import Decision, Forecaster, LayoutForecast, MoveCost, Prediction, RemainingJob, decide
 from weft.spec import JobSpec
@@ -130,6 +126,7 @@ class FollowingEngine(ReplicatedEngine):
         except BaseException:
             ranks.abandon()
             raise
+        self._homes = wanted.homes
         self._load_s = time.monotonic() - begun_s
 
 
@@ -152,8 +149,6 @@ class FollowingSweep(FollowingEngine, SweepReplicas):
             self._go_on(report.event)
 
 
-MOST_LENGTHS = 4096
-"""Samples of a job whose lengths are used, the longest among them."""
 OpenRanks = Callable[[Prediction, Sequence[JobSpec], int], RankGroup]
 """Starts the ranks of a planned layout, for these jobs and this capacity."""
 
@@ -273,17 +268,4 @@ def _computing_s(timeline: TimelineRecorder) -> float:
 
 
 def _remaining(job: JobRecord, num_steps: int) -> RemainingJob:
-    """A job for the planner; runs beside training, so it reads nothing that changes."""
-    spec, data = job.spec, job.data.train
-    lengths = np.sort(data.samples.lengths)
-    chosen = np.linspace(0, len(lengths) - 1, min(len(lengths), MOST_LENGTHS)).round().astype(int)
-    return RemainingJob(
-        job.name,
-        batch_size=batch_samples(spec.batch_size, data.num_groups, len(lengths)),
-        lengths=(*lengths[chosen].tolist(), job.longest),
-        rank=cost_ranks(spec.adapter).widest,
-        num_steps=num_steps,
-        is_any_order=spec.gradient_sum == "any_order",
-        num_parameters=job.num_parameters or None,
-        state=job_state(spec),
-    )
+    return remaining_job(job.spec, job.data.train, num_steps, job.longest, job.num_parameters or None)

@@ -164,11 +164,14 @@ class RankRecord:
         return Replica(str(self.index), budget, speed)
 
 
-def decide(jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], weights: Mapping[str, float]) -> JobPlacement:
+def decide(
+    jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], weights: Mapping[str, float], homes: Mapping[str, int]
+) -> JobPlacement:
+    """`homes`: the ranks that jobs are planned on, for those without a rank."""
     seconds, tokens = sum(rank.seconds for rank in ranks), sum(rank.num_tokens for rank in ranks)
     pace = tokens / seconds if seconds else FIRST_PACE
     candidates = [
-        Candidate(job.applicant, job.tokens_left / pace, None if job.rank is None else str(job.rank))
+        Candidate(job.applicant, job.tokens_left / pace, _name(job.rank), _name(homes.get(job.name)))
         for job in jobs
         if job.wants_rank
     ]
@@ -178,6 +181,10 @@ def decide(jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], weights: Mapp
     shares = {tenant: Share(weights.get(tenant, 1.0), tokens) for tenant, tokens in served.items()}
     speeds = _speeds(ranks, pace)
     return assign_jobs(candidates, [rank.replica(speed) for rank, speed in zip(ranks, speeds, strict=True)], shares)
+
+
+def _name(rank: int | None) -> str | None:
+    return None if rank is None else str(rank)
 
 
 def _speeds(ranks: Sequence[RankRecord], pace: float) -> list[float]:

@@ -86,12 +86,15 @@ class ReplicatedEngine:
         clock: datetime.datetime | None = None,
         wall: WallClock | None = None,
         tenant_weights: Mapping[str, float] | None = None,
+        homes: Mapping[str, int] | None = None,
     ) -> None:
-        """Waits until all ranks are loaded. `clock`: time for the chat templates of its jobs."""
+        """Waits until all ranks are loaded. `clock`: time for the chat templates of its jobs; `homes`: the ranks that
+        jobs are planned on."""
         self.timeline = TimelineRecorder(wall)
         self.jobs: dict[str, JobRecord] = {}
         self.clock = clock
         self._weights = tenant_weights or {}
+        self._homes = homes or {}
         self._directory: RunDirectory | None = None
         self._events: deque[RankEvent] = deque()
         self._is_stale = True
@@ -251,7 +254,7 @@ class ReplicatedEngine:
         if not self._ranks.loaded:
             return
         self._is_stale = False
-        decided = decide(list(self.jobs.values()), list(self._ranks), self._weights)
+        decided = decide(list(self.jobs.values()), list(self._ranks), self._weights, self._homes)
         for move in decided.moves:
             self._release(self.jobs[move.job])
         for held in decided.admission.preempt:

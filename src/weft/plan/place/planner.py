@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from weft.plan.place.pool import (
     least_s,
     or_inf,
     present_seats,
+    wanted_seats,
 )
 
 MAX_LEVELS = 8
@@ -61,6 +63,7 @@ def assign_jobs(
     running = [a for a in applicants if a.job in seated]
     takers = [replica for replica in machines if not replica.is_draining]
     floor_s = least_s(jobs, machines)
+    wanted = wanted_seats(jobs, machines)
     seats, balance = seated, Balance([], takers, {}, move_s)
     for walk in itertools.count():
         room = PooledRoom(machines, applicants, seats)
@@ -69,7 +72,8 @@ def assign_jobs(
         # This ends: a walk keeps all seats, or admits a job that was waiting.
         if walk and found == seats:
             break
-        balance = Balance([c for c in jobs if c.job in found], takers, found, move_s, floor_s)
+        training = [replace(c, replica=wanted.get(c.job)) for c in jobs if c.job in found]
+        balance = Balance(training, takers, found, move_s, floor_s)
         if walk < MAX_LEVELS:
             balance.level()
         balance.fill_and_return()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,9 @@ class Candidate:
     seconds_left: float
     """Predicted seconds on a replica of speed 1 without other jobs."""
     replica: str | None = None
-    """Index of the present replica; None, or a replica that no longer exists: no seat."""
+    """Present replica; None, or a replica that no longer exists: no seat."""
+    home: str | None = None
+    """Replica that it is planned on: it starts there if there is room, and leaves it as it would leave a seat."""
 
     def __post_init__(self) -> None:
         if not (self.seconds_left >= 0 and math.isfinite(self.seconds_left)):
@@ -80,6 +82,12 @@ class JobPlacement:
 def present_seats(candidates: Sequence[Candidate], replicas: Sequence[Replica]) -> dict[str, str]:
     names = {replica.name for replica in replicas}
     return {c.job: c.replica for c in candidates if c.replica is not None and c.replica in names}
+
+
+def wanted_seats(candidates: Sequence[Candidate], replicas: Sequence[Replica]) -> dict[str, str]:
+    """Present replicas, and homes of jobs without one."""
+    at_home = present_seats([replace(c, replica=c.home) for c in candidates], replicas)
+    return at_home | present_seats(candidates, replicas)
 
 
 def least_s(candidates: Sequence[Candidate], replicas: Sequence[Replica]) -> float:
