@@ -300,14 +300,14 @@ class Backbone:
                 kept = capacity * self.sites.saved_width(spec) * self.dtype.itemsize
                 kept += method_of(spec).workspace_bytes + self._rows_bytes(spec)
                 found.append(self.reference.activation_bytes(capacity, widest) + kept)
-        return max(found) + capacity * self._experts_width(adapters) * self.dtype.itemsize
+        return max(found) + capacity * self._trained_width(adapters) * self.dtype.itemsize
 
     def row_bytes(self, dtype: torch.dtype, adapters: Iterable[AdapterSpec]) -> int:
         """Bytes that the reference path keeps of a row with any of these adapters, at most; without weights, too."""
-        return row_bytes(self.model, dtype) + self._experts_width(adapters) * dtype.itemsize
+        return row_bytes(self.model, dtype) + self._trained_width(adapters) * dtype.itemsize
 
-    def _experts_width(self, adapters: Iterable[AdapterSpec]) -> int:
-        return trained_width(self.model) if any(spec.experts != "none" for spec in adapters) else 0
+    def _trained_width(self, adapters: Iterable[AdapterSpec]) -> int:
+        return trained_width(self.model, self.sites.unusual_targets(adapters))
 
     def _rows_bytes(self, spec: AdapterSpec) -> int:
         """Memory of a microbatch for rows of tokens: a copy as activations, and a sum of gradients."""

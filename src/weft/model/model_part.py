@@ -181,6 +181,7 @@ class BackboneSites:
         """The products of routed experts, by path."""
         self._expert_weights = expert_weights(model)
         self._left_out = spared(model.config.model_type)
+        self._others = [path for path in linears if is_named(path, self._left_out)]
         products: dict[str, SlotLinear | ExpertSite] = {**linears, **experts}
         blocks = block_paths_of(model)
         self._sites: dict[Attachment, Mapping[str, AnySite]] = {
@@ -234,12 +235,11 @@ class BackboneSites:
 
     def describe_targets(self, spec: AdapterSpec) -> str | None:
         """What an adapter trains and what stays frozen; None where all linears are alike."""
-        others = [path for path in self.linears if is_named(path, self._left_out)]
-        if not self.experts and not others:
+        if not self.experts and not self._others:
             return None
         targets = self.targets(spec)
         names = sorted({path.rpartition(".")[2] for path in targets if not is_expert_path(path)})
-        frozen = sorted({path.rpartition(".")[2] for path in others if path not in targets})
+        frozen = sorted({path.rpartition(".")[2] for path in self._others if path not in targets})
         if self.experts and spec.experts == "none":
             frozen.append("routed experts (experts: shared, separate or full trains them)")
         experts_too = [f"routed experts ({spec.experts_in_words})"] if spec.experts_in_words else []
@@ -251,6 +251,11 @@ class BackboneSites:
         method = method_of(spec)
         shapes = (shape for path, site in self.shapes(spec).items() for shape in method.shapes(spec, path, site))
         return sum(math.prod(shape) for shape in shapes)
+
+    def unusual_targets(self, specs: Iterable[AdapterSpec]) -> set[str]:
+        """Paths that these adapters are on and `all-linear` leaves out: routed experts, and linears such as routers."""
+        unusual = {*self.experts, *self._others}
+        return {path for spec in specs for path in self.targets(spec) if path in unusual} if unusual else set()
 
     def saved_width(self, spec: AdapterSpec) -> int:
         """Numbers per row that an adapter without kernels keeps for the backward pass."""

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 
 from weft.adapters.routing import Routing
 from weft.kernels.device import is_cpu
-from weft.model.packing.recurrence import causal_convolution, linear_attention, recomputed
+from weft.model.packing.recurrence import CHUNK, causal_convolution, kept_numbers, linear_attention, recomputed
 
 
 def prepare_mixers(model: Any) -> None:
     """Makes the mixers of a model keep their states within samples."""
     for module in model.modules():
-        if type(module).__name__ in MIXERS:
+        if is_mixer(module):
             forward = functools.partial(MIXERS[type(module).__name__], module)
             object.__setattr__(module, "forward", forward)
 
@@ -35,24 +35,60 @@ def prepare_mixers(model: Any) -> None:
 def restore_mixers(model: Any) -> None:
     """Reverts `prepare_mixers`."""
     for module in model.modules():
-        if type(module).__name__ in MIXERS:
+        if is_mixer(module):
             object.__delattr__(module, "forward")
 
 
-_KEPT = 16
-"""fp32 numbers for each number of a row's keys and values while a mixer runs again on the way back: 7 to 11 that its
-operations keep (counted on a CPU with Qwen3.5-9B's and Granite-4-h's heads), and gradients of a few of them."""
+def is_mixer(module: Any) -> bool:
+    return type(module).__name__ in MIXERS
 
 
-def workspace_bytes(model: Any) -> int:
-    """Most memory that a mixer of a model needs for a row on the way back; mixers run one after the other."""
-    widths = [0]
-    for module in model.modules():
-        if hasattr(module, "ssm_state_size") and type(module).__name__ in MIXERS:
-            widths.append(module.num_heads * (module.head_dim + module.ssm_state_size))
-        elif hasattr(module, "head_v_dim") and type(module).__name__ in MIXERS:
-            widths.append(module.num_v_heads * (module.head_k_dim + module.head_v_dim))
-    return _KEPT * torch.float32.itemsize * max(widths)
+def workspace_bytes(model: Any, dtype: torch.dtype) -> int:
+    """Most memory that a mixer of a model needs for a row on the way back, in whole chunks; mixers run one after the
+    other."""
+    own = (module for module in model.modules() if is_mixer(module))
+    return max((_kept_again(module, dtype) + gradient_bytes(module) for module in own), default=0)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    heads: int
+    key: int
+    value: int
+    channels: int
+    """Of the convolution."""
+    inner: int
+    """Of the output."""
+    has_beta: bool
+
+
+def _sizes(module: Any) -> _Sizes | None:
+    """None for a convolution alone."""
+    if hasattr(module, "head_v_dim"):
+        channels = 2 * module.key_dim + module.value_dim
+        return _Sizes(module.num_v_heads, module.head_k_dim, module.head_v_dim, channels, module.value_dim, True)
+    if hasattr(module, "ssm_state_size"):
+        sizes = module.num_heads, module.ssm_state_size, module.head_dim, module.conv_dim, module.intermediate_size
+        return _Sizes(*sizes, has_beta=False)
+    return None
+
+
+def _kept_again(module: Any, dtype: torch.dtype) -> int:
+    """Bytes of a row that autograd keeps while a mixer runs again."""
+    sizes = _sizes(module)
+    if sizes is None:
+        # What its result is multiplied with.
+        return int(module.out_proj.in_features) * dtype.itemsize
+    attended = kept_numbers(sizes.key, sizes.value, has_beta=sizes.has_beta)
+    # The convolution's result before and after its activation; the output, normed, and its gate before and after.
+    outside = 2 * sizes.channels + 4 * sizes.inner
+    return torch.float32.itemsize * (sizes.heads * attended + outside)
+
+
+def gradient_bytes(module: Any) -> int:
+    """Bytes of a row for the gradients that exist at once then: of queries, keys, values and products of a chunk."""
+    sizes = _sizes(module)
+    return 0 if sizes is None else torch.float32.itemsize * sizes.heads * 2 * (sizes.key + sizes.value + CHUNK)
 
 
 @dataclass

@@ -110,6 +110,15 @@ def linear_attention(
     return chunks.join(torch.cat(outputs)), torch.cat([state, *reversed(left)])[chunks.ranks_N]
 
 
+def kept_numbers(key_size: int, value_size: int, *, has_beta: bool) -> int:
+    """Numbers of a row and head that autograd keeps of it, in whole chunks."""
+    state = key_size * value_size // CHUNK
+    if has_beta:
+        # D, both products before and after D; q and k before and after their decays, β k, W, U; V and V'.
+        return 5 * CHUNK + 6 * key_size + 3 * value_size + state
+    return 3 * CHUNK + 4 * key_size + value_size + state
+
+
 _SOLVE = functools.partial(torch.linalg.solve_triangular, upper=False, unitriangular=True)
 
 
