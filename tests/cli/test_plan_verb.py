@@ -12,18 +12,32 @@ import pytest
 import torch
 from test_train_verb import write_jobs
 from tiny_families import plain_model
+from tiny_models import submit
 
+from weft.cli.deploy import PlannedRun
+from weft.data.load import load_job_data
+from weft.engine.engine import Engine
+from weft.engine.execute.local import executor_on
 from weft.engine.execute.memory import weight_bytes
 from weft.errors import size
-from weft.model.load import build, load_backbone
+from weft.model.load import build, load_backbone, load_skeleton
 from weft.model.resolve import resolve
 from weft.model.source import TINY
+from weft.parallel.auto_layout import outlines
+from weft.plan.choose_layout import LayoutJob, price_layout
 from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.profile import load_profile
 from weft.plan.cost.shape import GPU_ROW_TILE, SHAPES
+from weft.plan.layout import Layout
+from weft.plan.simulate.forecast import job_bytes
 from weft.plan.simulate.layout_forecast import forecast_layout
-from weft.spec import AdapterSpec, BackboneSpec
+from weft.plan.sweep.cost import PackOption, SweepSetting
+from weft.spec import AdapterSpec, BackboneSpec, load_run
+from weft.spec.cluster import load_cluster
+from weft.spec.load_sweep import sweep_from_mapping
 from weft.store.peft_files import read_adapter
+from weft.sweeps.configure import Configurations
+from weft.sweeps.planned_packs import plan_elsewhere, sampled
 
 
 @pytest.fixture
@@ -99,11 +113,48 @@ def test_plan_when_jobs_train_experts_then_it_costs_them_as_the_dry_run_does(wef
         assert all(re.fullmatch(r", [\d,]+ such jobs fit", text) for text in (fit, real_fit))
 
 
+@pytest.mark.parametrize("experts", ["full", "shared"])
+def test_bytes_of_a_job_that_trains_experts_when_anything_plans_it_then_are_those_of_admission(experts, mixture):
+    device, adapter = find_hardware("cpu"), {"r": 4, "experts": experts}
+    overrides = [mixture, f"defaults.adapter={{r: 4, experts: {experts}}}"]
+    run = load_run(Path("jobs.yaml"), overrides)
+    model = resolve(run.backbone)
+    engine = Engine(load_backbone(model), capacity=128)
+    jobs = [(job, load_job_data(job, engine.executor.tokenizer, Path())) for job in run.jobs]
+    submit(engine, *jobs)
+    admitted = engine.bytes_of(engine.jobs["shout"])
+
+    outline, *_ = outlines(model, run.jobs, Path(), 2)
+    cost = model.setup([4], [outline.num_parameters], [run.jobs[0].adapter]).cost(device)
+    assert job_bytes(outline, cost) == admitted
+    layout = LayoutJob(10, 4, num_parameters=outline.num_parameters)
+    more, none = (price_layout(cost, given, 128, Layout()).device_bytes for given in ([layout] * 3, [layout] * 2))
+    assert more - none == admitted
+
+    Path("cluster.yaml").write_text("machines: [{gpu: cpu, gpus: 2}]\njobs_file: jobs.yaml\n")
+    cluster = load_cluster(Path("cluster.yaml"))
+    _, setup = PlannedRun.of(cluster, Path("cluster.yaml"), None, overrides).jobs(cluster)
+    memory = setup.cost(device).memory
+    assert memory.total_bytes(128, setup.ranks) - memory.total_bytes(128, setup.ranks[1:]) == admitted
+
+    job = {"train_data": "shout.jsonl", "max_steps": 2, "global_batch_size": 2, "eval_data": 2, "adapter": adapter}
+    given = {"base_model": "mixture", "space": {"max_length": [64]}, "capacity": 128, "device": "cpu", "job": job}
+    sweep = sweep_from_mapping(given, base_dir=Path())
+    (trial,) = sampled(sweep, Configurations(sweep, executor_on(load_skeleton(model)), Path()))
+    setting = SweepSetting(model.shape, device, plain_row_bytes=model.plain_row_bytes([run.jobs[0].adapter]))
+    assert setting.adapter_bytes(trial, 1) == admitted
+    assert setting.step_cost(PackOption(1, 128, "none"), trial).step_s(0) == cost.step_s(0)
+    (pack,) = plan_elsewhere(sweep, Path(), "cpu", 1).packs
+    assert pack.gpu_bytes == memory.total_bytes(128, [4])
+
+
 def test_plan_when_targets_choose_experts_then_refused_with_the_setting_and_the_remedy(refused, mixture):
     setting = "jobs.1.adapter={target_modules: [gate_up_proj]}"
     message = refused("plan", "jobs.yaml", mixture, "--device", "h200", setting)
     assert message.startswith(f"{setting}: jobs.1.adapter.target_modules: model.layers.")
     assert message.endswith("set experts: shared, separate or full to train them too.")
+    message = refused("plan", "jobs.yaml", mixture, "--device", "h200", "jobs.1.adapter={target_modules: [experts]}")
+    assert message.endswith("v_proj. Set experts: shared, separate or full to train routed experts.")
 
 
 def test_memory_of_a_mixture_when_planned_then_is_what_admission_counts(mixture):

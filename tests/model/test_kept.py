@@ -95,5 +95,7 @@ def test_activation_bytes_when_estimated_then_are_those_kept_and_those_of_one_mi
 
 def test_activation_bytes_when_an_adapter_names_what_all_linear_leaves_out_then_its_inputs_count():
     backbone = random_backbone("glm4_moe")
-    usual, named = (AdapterSpec(r=2, target_modules=chosen) for chosen in ("all-linear", ("q_proj", "shared_experts.gate_proj")))
+    usual, named = (
+        AdapterSpec(r=2, target_modules=chosen) for chosen in ("all-linear", ("q_proj", "shared_experts.gate_proj"))
+    )
     assert backbone.activation_bytes(1, [named]) - backbone.activation_bytes(1, [usual]) == 4 * 32

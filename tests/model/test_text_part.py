@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_families import FAMILIES, model_type, plain_model
 from tiny_models import random_sample
 from tiny_wholes import save_both, whole_model
+from torch import nn
 
 from weft.model.load import OriginalWeights, load_backbone, load_plain_model
 from weft.model.packed import SlotSample, pack_samples
 from weft.model.source import TINY, load_tokenizer
+from weft.plan.weights import WEIGHTS
 from weft.spec import AdapterSpec, BackboneSpec
 
 TRAINED = ["gemma3", "mistral3", "mistral3_untied"]
@@ -64,3 +67,15 @@ def test_template_when_only_the_processor_has_one_then_the_tokenizer_has_it(tmp_
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "model" / "chat_template.json").write_text(json.dumps({"chat_template": "hello"}))
     assert load_tokenizer(str(tmp_path / "model")).chat_template == "hello"
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if model_type(name) in WEIGHTS])
+def test_weights_when_a_family_has_names_of_its_own_in_files_then_are_found(name, tmp_path):
+    model = plain_model(name)
+    model.save_pretrained(tmp_path)
+    files = OriginalWeights("mine", str(tmp_path), model.base_model_prefix, torch.float32)
+    linears = {
+        path: module.weight for path, module in model.base_model.named_modules() if isinstance(module, nn.Linear)
+    }
+    for path, weight in linears.items():
+        assert torch.equal(files.find(f"{model.base_model_prefix}.{path}", tuple(weight.shape)), weight)

@@ -42,7 +42,8 @@ def choose_modules(
     if isinstance(spec.target_modules, tuple):
         for name in spec.target_modules:
             if not any(_named(name, p) for p in plain):
-                raise _unknown_module(name, sorted({p.rsplit(".", 1)[-1] for p in plain}), kind)
+                leaves = sorted({p.rsplit(".", 1)[-1] for p in plain})
+                raise _unknown_module(name, leaves, kind, has_experts=len(plain) < len(paths))
     if spec.exclude_modules is not None:
         chosen = [p for p in chosen if not _matches(spec.exclude_modules, p, kind)]
     if spec.layers_to_transform is not None:
@@ -53,7 +54,14 @@ def choose_modules(
     return chosen
 
 
-def _unknown_module(name: str, leaves: Sequence[str], kind: Attachment) -> ConfigError:
+_OF_MIXTURES = {
+    "experts": "Set experts: shared, separate or full to train routed experts.",
+    **dict.fromkeys(("gate", "router"), "Routers stay frozen."),
+}
+"""Hints for names of modules that are no linears."""
+
+
+def _unknown_module(name: str, leaves: Sequence[str], kind: Attachment, *, has_experts: bool) -> ConfigError:
     has = f"it has {', '.join(leaves)}."
     if name.rpartition(".")[-1] in SHARED:
         found = f"{name} is {SHARED[name.rpartition('.')[-1]]}, shared by all jobs and never adapted; besides {has}"
@@ -61,7 +69,7 @@ def _unknown_module(name: str, leaves: Sequence[str], kind: Attachment) -> Confi
     return ConfigError(
         f"the backbone has no {kind.value} {name!r}; {has}",
         where="adapter.target_modules",
-        hint=did_you_mean(name, leaves),
+        hint=_OF_MIXTURES[name] if has_experts and name in _OF_MIXTURES else did_you_mean(name, leaves),
     )
 
 

@@ -226,6 +226,8 @@ def names_in_files(path: str, prefix: str) -> Iterator[str]:
     rest = path.removeprefix(prefix)
     yield f"{path}.weight"
     yield f"{rest}.weight"
+    # Nemotron 3's.
+    yield f"backbone.{rest}.weight"
     if rest == path:
         yield f"language_model.{rest}.weight"
     else:
