@@ -356,7 +356,7 @@ def test_adapter_cache_when_full_then_the_least_recently_used_goes_and_is_read_a
 
 def test_prompts_when_jobs_train_then_both_go_on_and_the_adapter_is_the_same(small):
     bench, _, blobs, worker = small
-    id = bench.submit("ash", seed=11, max_steps=20)
+    id = bench.submit("ash", seed=11, max_steps=48)
     bench.wait_for_step(id, 1)
     answered = 0
     while bench.job(id)["status"] == "running":
@@ -371,7 +371,7 @@ def test_prompts_when_jobs_train_then_both_go_on_and_the_adapter_is_the_same(sma
 def test_running_job_when_prompted_at_every_step_then_answers_change_and_no_bit_of_training_does(small):
     bench, *_, worker = small
     question = {"prompt": "warp\n", "max_tokens": 8, "temperature": 0, "logprobs": 0}
-    id = bench.submit("ash", seed=21, max_steps=24, learning_rate=0.02)
+    id = bench.submit("ash", seed=21, max_steps=48, learning_rate=0.02)
     source = source_of_job(bench.job(id))
     bench.wait_for_step(id, 1)
     answers = []
