@@ -99,7 +99,7 @@ def _titles(kinds: Iterable[str]) -> list[str]:
 
 
 _MAMBA = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
-_SHARED = ("n_shared_experts", "shared_expert_intermediate_size", "num_shared_experts")
+_SHARED = ("n_shared_experts", "shared_expert_intermediate_size", "num_shared_experts", "shared_intermediate_size")
 
 
 def rooms(config: Config) -> dict[str, str]:

@@ -55,7 +55,9 @@ def test_rooms_when_a_model_is_unusual_then_report_it():
     assert rooms(lfm2)["feed-forward"] == "dense, 8,192 wide"
     assert rooms_of("qwen3_moe")["layouts"] == "spread:N, stages:N, shards:N"
     assert rooms_of("gemma4_e2b")["layouts"] == rooms_of("falcon_h1")["layouts"] == "spread:N"
-    assert rooms_of("granitemoehybrid_mamba")["layers"].endswith("Mamba-2, 1 x full attention")
+    granite = rooms_of("granitemoehybrid_mamba")
+    assert granite["layers"].endswith("Mamba-2, 1 x full attention")
+    assert granite["feed-forward"].endswith("2 for each token and a shared one")
     assert rooms_of("qwen3_5_text")["layers"].startswith("1 x gated delta net")
     assert rooms_of("olmo3")["fast path"] == "yes"
     assert rooms({"model_type": "bloom"})["checked"].startswith("refused: bloom adds scores")

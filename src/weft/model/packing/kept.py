@@ -70,8 +70,8 @@ def trained_width(model: Any, targets: Collection[str]) -> int:
     trained = {path.rpartition(".")[0] for path in targets}
     products = (_products(module) for path, module in experts_of(model).items() if path in trained)
     width = sum(first.in_features + down.in_features for first, down in products)
-    linears: int = sum(module.in_features for path, module in model.named_modules() if path in targets)
-    return linears + (num_chosen(model.config.to_dict()) * width if width else 0)
+    others: int = sum(module.in_features for path, module in model.named_modules() if path in targets)
+    return others + (num_chosen(model.config.to_dict()) * width if width else 0)
 
 
 def _inputs(linears: Mapping[str, SlotLinear], joining: SlotLinear) -> int:
