@@ -267,3 +267,7 @@ def test_peak_when_a_job_has_come_or_gone_since_its_program_began_then_is_not_co
         seat("a")
         executor.account.observe(outcomes, before)
         assert executor.account.pop_peaks() == [[], []]
+
+
+def test_shares_when_a_thread_has_dropped_a_job_meanwhile_then_it_takes_nothing():
+    assert staged_executor("llama", (1, 1)).account.shares({"gone": GIB}) == [0.0, 0.0]

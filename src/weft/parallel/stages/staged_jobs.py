@@ -54,7 +54,9 @@ class StagedJobs:
         """Bytes of these jobs on each stage, divided by the parameters there."""
         found = [0.0] * (self._replicas[-1].stop)
         for name, num_bytes in job_bytes.items():
-            for replica, shares in self._jobs[name].shares.items():
+            # Other threads may have dropped it meanwhile.
+            job = self._jobs.get(name)
+            for replica, shares in () if job is None else job.shares.items():
                 total = sum(share.num_trained for share in shares) or 1
                 for device, share in zip(self._replicas[replica], shares, strict=True):
                     found[device] += num_bytes * share.num_trained / total
