@@ -29,7 +29,7 @@ from weft.plan.cost.hardware import find_hardware
 from weft.plan.cost.profile import load_profile
 from weft.plan.cost.shape import GPU_ROW_TILE, SHAPES
 from weft.plan.layout import Layout
-from weft.plan.simulate.forecast import job_bytes
+from weft.plan.simulate.forecast import outline_bytes
 from weft.plan.simulate.layout_forecast import forecast_layout
 from weft.plan.sweep.cost import PackOption, SweepSetting
 from weft.spec import AdapterSpec, BackboneSpec, load_run
@@ -126,7 +126,7 @@ def test_bytes_of_a_job_that_trains_experts_when_anything_plans_it_then_are_thos
 
     outline, *_ = outlines(model, run.jobs, Path(), 2)
     cost = model.setup([4], [outline.num_parameters], [run.jobs[0].adapter]).cost(device)
-    assert job_bytes(outline, cost) == admitted
+    assert outline_bytes(outline, cost) == admitted
     layout = LayoutJob(10, 4, num_parameters=outline.num_parameters)
     more, none = (price_layout(cost, given, 128, Layout()).device_bytes for given in ([layout] * 3, [layout] * 2))
     assert more - none == admitted
@@ -261,7 +261,7 @@ def test_plan_when_a_layout_has_notes_then_they_are_labelled_as_the_run_labels_t
 
 def test_plan_when_a_layout_cannot_be_then_one_sentence(refused, here):
     assert "leave --stages out" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--stages", "2")
-    assert "leave --profile out" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--profile", "none.json")
+    assert "--profile or --layout" in refused("plan", "jobs.yaml", "--layout", "stages:2", "--profile", "none.json")
     assert "--gpus: is for --layout" in refused("plan", "jobs.yaml", "--gpus", "2")
     assert "got 99 stages" in refused("plan", "jobs.yaml", "device=cpu", "--layout", "stages:99")
 

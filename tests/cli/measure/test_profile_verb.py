@@ -53,7 +53,7 @@ def test_profile_when_run_on_a_cpu_then_measures_checks_and_keeps(weft, tmp_path
         (("--model", "llama-3.1-8b"), "--model: the shape llama-3.1-8b is measured on a CUDA GPU, and none is used"),
         (("--model", "llama"), "base_model llama: there is no such model directory"),
         (("--quantize", "fp4"), "got 'fp4'; accepted are none, fp8, nf4, int8"),
-        (("--recompute", "mlp"), "recompute: only the fused kernels have it"),
+        (("--recompute", "mlp"), "recompute: needs the fused kernels; this run has kernels reference"),
     ],
 )
 def test_profile_when_it_cannot_run_then_refused_with_the_reason(words, sentence, refused, tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def assert_same(out: Path, expected: dict[str, Any], events: Sequence[Event]) ->
 def dealing(rng: random.Random) -> Callable[..., JobPlacement]:
     """Deals all jobs out at random at each call, and now and then lets one wait."""
 
-    def decide(jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], weights: object) -> JobPlacement:
+    def decide(jobs: Sequence[JobRecord], ranks: Sequence[RankRecord], *rest: object) -> JobPlacement:
         ready = [str(rank.index) for rank in ranks if rank.ready is not None]
         wanting = [job for job in jobs if job.wants_rank]
         seats = {job.name: rng.choice(ready) for job in wanting if ready and rng.random() < 0.8}
