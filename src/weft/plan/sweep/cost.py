@@ -219,11 +219,9 @@ class PackCost:
     def _base_bytes(self, way: PackOption, widest: int) -> int:
         """Bytes per GPU of a pack beside its adapters, whose largest rank is `widest`."""
         memory = self.setting.memory(way.degree, way.recompute)
-        number, working = memory.num_stages, memory.workspace_bytes(way.capacity, widest)
-        return working + max(
-            memory.weight_bytes(stage)
-            + (number - stage) * memory.kept_bytes(way.capacity, widest, stage)
-            + memory.loss_bytes(stage)
+        number = memory.num_stages
+        return max(
+            memory.weight_bytes(stage) + (number - stage) * memory.microbatch_bytes(way.capacity, widest, stage)
             for stage in range(number)
         )
 
